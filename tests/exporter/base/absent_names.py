@@ -2,23 +2,26 @@
 
 torch itself still finds the name. Names are all private names in the source of the exporter that it reads while it
 watches a model: alone, in DDP, in FSDP1 or in FSDP2. The names that its modules read at their import are absent
-together, in a process in which the exporter is imported without them.
+together, in a process in which the exporter is imported without them. Other processes train in an installation in which
+the exporter cannot be imported, or with a torch without torch.distributed.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import json
 import logging
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer imports it
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -34,14 +37,17 @@ ALSO = frozenset({"fsdp_params", "sharded_param", "unsharded_accumulated_grad", 
 STEPS = 3
 
 
+AT_IMPORT: set[str] = set()
+"""Last parts of the names that modules read at their import."""
+
+
 def private_names() -> Iterator[str]:
-    """Yield the private names of other objects in the source of the exporter."""
+    """Yield the private names of other objects in the source of the exporter, and add to `AT_IMPORT`."""
     for path in sorted(EXPORTER.rglob("*.py")):
-        if path.stem.startswith(("deepspeed", "megatron")):  # they read names of these frameworks
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             for name in _read(node):
-                if name.startswith("_") and not name.startswith("__") and name not in OF_OTHERS:
+                is_private = name.startswith("_") and not name.startswith("__") and name not in OF_OTHERS
+                if is_private and not path.stem.startswith(("deepspeed", "megatron")):  # names of these frameworks
                     yield name
 
 
@@ -53,25 +59,14 @@ def _read(node: ast.AST) -> Iterator[str]:
             yield node.attr
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
         yield from (alias.name for alias in node.names)
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in READERS:
+    function = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+    if function in READERS:
         for text in [*node.args, *(keyword.value for keyword in node.keywords)]:
             if isinstance(text, ast.Constant) and isinstance(text.value, str) and " " not in text.value:
-                yield text.value.rpartition(".")[2]
-
-
-def names_at_import() -> set[str]:
-    """Return the last parts of the names that modules read at their import."""
-    found = set()
-    for path in EXPORTER.rglob("*.py"):
-        text = path.read_text()
-        for node in ast.walk(ast.parse(text)) if "torch_name(" in text or "torch_variable(" in text else ():
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("torch_name", "torch_variable"):
-                found |= {
-                    part.value.rpartition(".")[2]
-                    for part in [*node.args, *(keyword.value for keyword in node.keywords)]
-                    if isinstance(part, ast.Constant) and str(part.value).startswith("torch.")
-                }
-    return found
+                name = text.value.rpartition(".")[2]
+                if function.startswith("torch_") and text.value.startswith("torch."):
+                    AT_IMPORT.add(name)
+                yield name
 
 
 NOWHERE = object()
@@ -153,25 +148,21 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage() + (" with a traceback" if record.exc_info else ""))
 
 
-def net() -> nn.Module:
+def plain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def plain() -> nn.Module:
-    return net()
-
-
 def ddp() -> nn.Module:
-    return DistributedDataParallel(net())
+    return DistributedDataParallel(plain())
 
 
 def fsdp1() -> nn.Module:
-    return FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
+    return FullyShardedDataParallel(plain(), use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def fsdp2() -> nn.Module:
-    return fully_shard(net(), mesh=dist.init_device_mesh("cpu", (1,)))
+    return fully_shard(plain(), mesh=dist.init_device_mesh("cpu", (1,)))
 
 
 WRAPPERS = (plain, ddp, fsdp1, fsdp2)
@@ -183,22 +174,25 @@ def trained(wrap: Any, *, watches: bool) -> tuple[bytes, list[int]]:
     optimizer = torch.optim.Adam(model.parameters())
     monitor: Any = None
     if watches:
-        from rankscope_exporter import Monitor, MonitorConfig
+        import rankscope
 
         quantities = ("gradients", "parameters", "optimizer_state", "micro_gradients", "activations")
-        config = MonitorConfig(quantities=quantities, console=False, exit_wait_seconds=0, statistics="torch")
-        monitor = Monitor(config).attach(model, optimizer)
+        config = rankscope.MonitorConfig(quantities=quantities, console=False, exit_wait_seconds=0, statistics="torch")
+        monitor = rankscope.Monitor(config, total_steps=STEPS).attach(model, optimizer)
+        with monitor.phase("evaluation"):
+            monitor.phase("checkpoint")(int)(3)
     for step in range(STEPS):
         loss = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if watches:
-            monitor.log(loss=loss)
+            monitor.log(loss=loss, tokens=8)
     bits = b"".join(getattr(item, "_local_tensor", item).detach().numpy().tobytes() for item in model.parameters())
     steps: list[int] = []
     if watches:
-        session = monitor._session
+        list(monitor.current("grad_reduced"))
+        session = monitor._session if hasattr(type(monitor), "_session") else None
         monitor.detach()
         records = session.channel.ring.after(-1, 1 << 30).records if session is not None else ()
         steps = [record.step for record in records for scalar in record.scalars if scalar.name == "loss"]
@@ -217,25 +211,53 @@ def report(name: str, wrap: Any, lines: Lines) -> None:
     lines.texts = []
 
 
-AT_IMPORT = names_at_import()
+def without_distributed() -> None:
+    for name in [name for name in vars(torch._C) if "c10d" in name]:
+        delattr(torch._C, name)
+    for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
+        del sys.modules[name]
+    importlib.import_module("torch.distributed")
+    assert not torch.distributed.is_available()
+
+
+def without_package(error: ImportError) -> None:
+    class Finder:
+        def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> None:
+            if name == error.name:
+                raise error
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == error.name]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]  # the method that is called
+
+
+OLD_NUMPY = ImportError("pyarrow requires NumPy 2.0 or newer, found 1.26.4", name="pyarrow")
+MISSING = ModuleNotFoundError("No module named 'prometheus_client'", name="prometheus_client")
 NAMES = {*private_names(), *AT_IMPORT, *ALSO}
-
-
+INSTALLATIONS: dict[str, Callable[[], object]] = {
+    "old pyarrow": lambda: without_package(OLD_NUMPY),
+    "no prometheus_client": lambda: without_package(MISSING),
+    "no distributed": without_distributed,
+    "import": lambda: (hide(), absent.update(AT_IMPORT)),
+}
+"""Changes of the installation, each in a process of its own, before the exporter is imported."""
 done: set[str] = set()
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     lines = Lines()
     logging.getLogger("rankscope").addHandler(lines)
     logging.getLogger("rankscope").propagate = False
+    children = []
+    for name, prepare in INSTALLATIONS.items():
+        children.append(os.fork())
+        if not children[-1]:
+            prepare()
+            report(name, plain, lines)
+            os._exit(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     hide()
-    child = os.fork()
-    if child == 0:
-        absent.update(AT_IMPORT)
-        report("import", plain, lines)
-        os._exit(0)
     for wrap in WRAPPERS:
         asked.clear()
         report(f"none, {wrap.__name__}", wrap, lines)
@@ -244,7 +266,8 @@ def main() -> None:
             absent.add(name)
             report(name, wrap, lines)
             absent.clear()
-    os.waitpid(child, 0)
+    for child in children:
+        os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

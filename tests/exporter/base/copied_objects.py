@@ -34,15 +34,11 @@ def saved(value: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-def pickled(protocol: int) -> Callable[[Any], Any]:
-    return lambda value: pickle.loads(pickle.dumps(value, protocol))
-
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy.copy": copy.copy,
     "copy.deepcopy": copy.deepcopy,
-    "pickle": pickled(pickle.DEFAULT_PROTOCOL),
-    "pickle, an old protocol": pickled(2),
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "pickle, an old protocol": lambda value: pickle.loads(pickle.dumps(value, 2)),
     "torch.save": saved,
     "a copy of a copy": lambda value: copy.deepcopy(pickle.loads(pickle.dumps(value))),
 }

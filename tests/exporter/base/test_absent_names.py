@@ -31,23 +31,40 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
+OFF = "Rankscope is off, training continues without a monitor: "
+
+
 def test_training_ends_with_equal_bits_without_any_name(found):
     assert {"import", "_backward_hooks", "_fsdp_param_groups", "_execution_engine", "_version"} <= found.keys()
+    assert {"old pyarrow", "no prometheus_client", "no distributed"} <= found.keys()
 
     assert [] == [name for name, one in found.items() if not one["is_equal"]]
 
 
 def test_each_step_is_published_without_any_name(found):
-    assert OF_ALL_RELEASES == {name for name, one in found.items() if one["steps"] != [1, 2, 3]}
+    assert {*OF_ALL_RELEASES, "old pyarrow", "no prometheus_client"} == {
+        name for name, one in found.items() if one["steps"] != [1, 2, 3]
+    }
 
 
 def test_at_most_one_line_is_printed_for_a_missing_name(found):
     at_import = found["import"]["lines"]
-    others = {name: one["lines"] for name, one in found.items() if name != "import"}
-    assert [] == [name for name, lines in others.items() if len(lines) > (not name.startswith("none"))]
+    lines = {name: one["lines"] for name, one in found.items() if name != "import"}
+    assert [] == [name for name, texts in lines.items() if len(texts) > (not name.startswith("none"))]
     assert [] == [line for line in at_import if "training continues" not in line or "traceback" in line]
     assert len(at_import) == len(set(at_import))
     assert "torch.fx._symbolic_trace.is_fx_symbolic_tracing" in "".join(at_import)
-    line = found["_execution_engine"]["lines"][0]
+    (line,) = lines["_execution_engine"]
     assert line.startswith("a backward hook failed, training continues: torch 2.")
     assert line.endswith(" has no Variable._execution_engine, which it needs")
+
+
+def test_one_line_names_the_reason_and_the_command(found):
+    """For a package that is missing, or that does not fit."""
+    missing = "ModuleNotFoundError: No module named 'prometheus_client'; to get one: pip install prometheus_client"
+    misfit = "ImportError: pyarrow requires NumPy 2.0 or newer, found 1.26.4; to get one: pip install"
+    (line,) = found["old pyarrow"]["lines"]
+
+    assert [OFF + missing] == found["no prometheus_client"]["lines"]
+    assert line.startswith(OFF + misfit)
+    assert [] == found["no distributed"]["lines"]

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import records_of, session_of
-from torch import nn
+from tests.exporter.parts import Training
 
-from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.base import graph_capture, tracing
 
 
@@ -28,41 +26,29 @@ class Runtime:
         return 0
 
 
-def step(monitor: Monitor, net: nn.Module, optimizer: torch.optim.Optimizer, loss: float) -> None:
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    monitor.log(loss=loss)
-
-
-def test_captured_step_is_not_a_step(quiet: MonitorConfig, monkeypatch):
-    net = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(net.parameters())
-    with Monitor(quiet).attach(net, optimizer) as monitor:
-        session = session_of(monitor)
-        step(monitor, net, optimizer, 0.0)
+def test_captured_step_is_not_a_step(monkeypatch):
+    with Training() as training:
+        training.train(loss=0.0)
         with monkeypatch.context() as patch:
             patch.setattr(tracing, "is_capturing", lambda: True)
-            step(monitor, net, optimizer, 1.0)
-        step(monitor, net, optimizer, 2.0)
-    records = records_of(session)
+            training.train(loss=1.0)
+        training.train(loss=2.0)
 
-    assert [1, 2] == [record.step for record in records if record.statistics is not None]
-    assert [0.0, 2.0] == [scalar.value for record in records for scalar in record.scalars if scalar.name == "loss"]
-    assert 0 == monitor.faults
+    assert [1, 2] == training.measured()
+    assert [0.0, 2.0] == [value for _, value in training.scalars("loss")]
+    assert 0 == training.faults
 
 
-def test_publisher_thread_is_in_the_relaxed_capture_mode(quiet: MonitorConfig, monkeypatch):
-    net, runtime, modes = nn.Linear(4, 4), Runtime(), []
-    with Monitor(quiet).attach(net) as monitor:
+def test_publisher_thread_is_in_the_relaxed_capture_mode(monkeypatch):
+    runtime, modes = Runtime(), []
+    with Training() as training:
         monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
         monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
-        session_of(monitor).steps.items.put(lambda: modes.append(runtime.mode))
-        session_of(monitor).publisher.catch_up(30)
+        training.session.steps.items.put(lambda: modes.append(runtime.mode))
+        training.publish()
         monkeypatch.undo()
 
-    assert [2] == modes
-    assert 0 == runtime.mode
+    assert ([2], 0) == (modes, runtime.mode)
 
 
 @pytest.mark.parametrize(("in_use", "expected"), [({5, 6}, [5, 5]), ({0, 6}, [0, 0]), (set(), [])])

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import Watched
 from tests.properties import few
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import aot_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,11 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.base.tracing import Entry, is_plain, is_traced, on_compilation
+from rankscope_exporter.base.tracing import Entry, is_plain
 
-STEPS = 4
 EVERYTHING = (
     *("parameters", "gradients", "micro_gradients", "optimizer_state", "activations"),
     *("structure", "linear", "adam_updates", "hashes", "direction"),
@@ -40,11 +38,13 @@ EVERYTHING = (
 AT_UPDATE = frozenset({"param_before", "grad_clipped"})
 IN_BACKWARD = frozenset({"act_grad_in", "act_grad_out"})
 IN_FORWARD = frozenset({"act_in", "act_out", "act_grad_in", "act_grad_out"})
+ONES = torch.ones(3, 4)
 
 
 class Loop:
     """A plain training loop. A case is a subclass that replaces parts of it."""
 
+    steps = 4
     absent: frozenset[str] = frozenset()
     """Kinds of rows that cannot be measured in this case."""
     names: str | None = None
@@ -57,6 +57,7 @@ class Loop:
         self.optimizer = self.make_optimizer()
         self.collected: list[Any] = []
         self.norms: dict[tuple[int, str, str], float] = {}
+        self.log: Callable[..., None] = lambda **_: None
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.net.parameters(), lr=0.01)
@@ -64,13 +65,12 @@ class Loop:
     def prepare(self) -> None:
         """Prepare the training after the monitor was attached."""
 
-    def train(self, monitor: Monitor | None) -> None:
-        for step in range(1, STEPS + 1):
+    def train(self) -> None:
+        for step in range(1, self.steps + 1):
             loss = self.step()
             self.note(step)
-            self.between()
-            if monitor is not None:
-                monitor.log(loss=loss.detach())
+            self.between(step)
+            self.log(loss=loss.detach())
 
     def step(self) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -88,8 +88,8 @@ class Loop:
     def update(self) -> None:
         self.optimizer.step()
 
-    def between(self) -> None:
-        """Run between two steps."""
+    def between(self, step: int) -> None:
+        """Run after a step."""
 
     def note(self, step: int) -> None:
         for name, parameter in self.net.named_parameters():
@@ -102,51 +102,15 @@ class Loop:
 
 class CompiledUpdate(Loop):
     absent, names = AT_UPDATE, "the optimizer's step runs inside compiled code"
-    backend = "eager"
 
     def prepare(self) -> None:
-        self.compiled = torch.compile(self.step_once, backend=self.backend)
+        self.compiled = torch.compile(self.step_once, backend="eager")
 
     def step_once(self) -> None:
         self.optimizer.step()
 
     def update(self) -> None:
         self.compiled()
-
-
-class CompiledUpdateWithAot(CompiledUpdate):
-    backend = "aot_eager"
-
-
-class CompiledUpdateOfSGD(CompiledUpdate):
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.net.parameters(), lr=torch.tensor(0.01), momentum=0.9, foreach=True)
-
-
-class CompiledMethodStep(CompiledUpdate):
-    def prepare(self) -> None:
-        self.compiled = torch.compile(self.optimizer.step, backend="eager")
-
-
-class CompiledUpdateOfMicroBatches(CompiledUpdate):
-    def step(self) -> torch.Tensor:
-        for _ in range(2):
-            loss = self.loss(torch.randn(3, 4))
-            self.backward(loss)
-        self.update()
-        return loss
-
-    def between(self) -> None:
-        self.optimizer.zero_grad()
-
-
-class CompiledUpdateAndLateZero(CompiledUpdate):
-    def step(self) -> torch.Tensor:
-        loss = self.loss(torch.randn(3, 4))
-        self.optimizer.zero_grad()
-        self.backward(loss)
-        self.update()
-        return loss
 
 
 class CompiledStep(Loop):
@@ -203,121 +167,56 @@ class CompiledBackward(Loop):
     absent, names = IN_BACKWARD, "the backward pass runs inside compiled code"
     # `structure` hooks tensors at only one step, and compiled autograd creates a graph for each set of hooks.
     quantities = tuple(name for name in EVERYTHING if name != "structure")
-    backend = "aot_eager"
 
     def backward(self, loss: torch.Tensor) -> None:
-        compiler = torch.compile(backend=self.backend, fullgraph=True, dynamic=True)
-        with compiled_autograd._enable(compiler):
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)):
             loss.backward()
 
 
-class CompiledBackwardAndClipping(CompiledBackward):
-    absent = IN_BACKWARD | {"grad_unreduced", "grad_reduced"}
-
-    def update(self) -> None:
-        nn.utils.clip_grad_norm_(self.net.parameters(), 0.1)
-        self.optimizer.step()
-
-    def note(self, step: int) -> None:
-        super().note(step)
-        clipped = {key: norm for key, norm in self.norms.items() if key[1] == "grad_reduced"}
-        for (number, _, name), norm in clipped.items():
-            del self.norms[number, "grad_reduced", name]
-            self.norms[number, "grad_clipped", name] = norm
+def targets(traced: Any) -> list[str]:
+    return [str(node.target) for node in traced.graph.nodes]
 
 
-class CapturedBackward(CompiledBackward):
-    """Compiled autograd that captures the backward pass and runs it unchanged, so that hooks run."""
+def with_fake_input(net: nn.Module) -> tuple[int, ...]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return tuple(net(torch.ones(3, 4)).shape)
 
-    absent, names = frozenset(), None
+
+def with_fake_parameters(net: nn.Module) -> tuple[int, ...]:
+    """No mode is on the stack."""
+    mode = FakeTensorMode()
+    fakes = {name: mode.from_tensor(parameter) for name, parameter in net.named_parameters()}
+    return tuple(torch.func.functional_call(net, fakes, (mode.from_tensor(ONES),)).shape)
+
+
+def of_jit(net: nn.Module) -> int:
+    return str(torch.jit.trace(net, ONES).inlined_graph).count("aten::")
+
+
+def of_fx(net: nn.Module, **how: Any) -> list[str]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = net(x)
+        return made
+
+    return targets(make_fx(forward, **how)(ONES))
+
+
+class Traced(Loop):
+    """A tracer runs after each step, and one within it."""
+
+    tracers: tuple[Callable[[nn.Module], Any], ...] = (
+        *(of_jit, with_fake_input, with_fake_parameters, of_fx, functools.partial(of_fx, pre_dispatch=True)),
+        lambda net: targets(torch.fx.symbolic_trace(nn.Sequential(net, nn.ReLU()))),
+        lambda net: targets(torch.export.export(net, (ONES,), strict=False)),
+    )
+    steps = len(tracers)
 
     def backward(self, loss: torch.Tensor) -> None:
-        with compiled_autograd._enable(lambda graph: graph):
-            loss.backward()
-
-
-class JitTrace(Loop):
-    def between(self) -> None:
-        traced = torch.jit.trace(self.net, torch.ones(3, 4))
-        self.collected.append(str(traced.inlined_graph).count("aten::"))
-
-
-class JitTraceWithinAStep(JitTrace):
-    def backward(self, loss: torch.Tensor) -> None:
-        super().between()
+        self.collected.append(of_jit(self.net))
         loss.backward()
 
-    def between(self) -> None:
-        pass
-
-
-class MakeFx(Loop):
-    def between(self, **how: Any) -> None:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.net(x)
-            return made
-
-        graph = make_fx(forward, **how)(torch.ones(3, 4))
-        self.collected.append([str(node.target) for node in graph.graph.nodes])
-
-
-class MakeFxWithFakes(MakeFx):
-    def between(self, **how: Any) -> None:
-        super().between(tracing_mode="symbolic", _allow_non_fake_inputs=True)
-
-
-class MakeFxBeforeDispatch(MakeFx):
-    def between(self, **how: Any) -> None:
-        super().between(pre_dispatch=True)
-
-
-class MakeFxOfGradients(Loop):
-    def between(self) -> None:
-        def gradients(x: torch.Tensor) -> Any:
-            return torch.autograd.grad(self.net(x).sum(), list(self.net.parameters()))
-
-        graph = make_fx(gradients)(torch.ones(3, 4))
-        self.collected.append([str(node.target) for node in graph.graph.nodes])
-
-
-class SymbolicTrace(Loop):
-    def between(self) -> None:
-        traced = torch.fx.symbolic_trace(nn.Sequential(self.net, nn.ReLU()))
-        self.collected.append([str(node.target) for node in traced.graph.nodes])
-
-
-class Export(Loop):
-    strict = True
-
-    def between(self) -> None:
-        program = torch.export.export(self.net, (torch.ones(3, 4),), strict=self.strict)
-        self.collected.append([str(node.target) for node in program.graph.nodes])
-
-
-class ExportNotStrict(Export):
-    strict = False
-
-
-class FakeForward(Loop):
-    def between(self) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            self.collected.append(tuple(self.net(torch.ones(3, 4)).shape))
-
-
-class FakeParameters(Loop):
-    """Fake tensors replace the parameters, and no mode is on the stack."""
-
-    def between(self) -> None:
-        mode = FakeTensorMode()
-        fakes = {name: mode.from_tensor(parameter) for name, parameter in self.net.named_parameters()}
-        result = torch.func.functional_call(self.net, fakes, (mode.from_tensor(torch.ones(3, 4)),))
-        self.collected.append(tuple(result.shape))
-
-
-class Aot(Loop):
-    def between(self) -> None:
-        compiled = aot_module(self.net, fw_compiler=lambda graph, _: graph)
-        self.collected.append(float(compiled(torch.ones(3, 4)).sum()))
+    def between(self, step: int) -> None:
+        self.collected.append(self.tracers[step - 1](self.net))
 
 
 class CountedOperations(TorchDispatchMode):
@@ -340,69 +239,42 @@ class CountedFunctions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Moded(Loop):
-    """The whole step, including calls of the monitor, runs under a mode of the user."""
-
-    def mode(self) -> Any:
-        raise NotImplementedError
-
-    def found(self, mode: Any) -> Any:
-        return dict(mode.counted)
-
-    def train(self, monitor: Monitor | None) -> None:
-        for step in range(1, STEPS + 1):
-            with self.mode() as mode:
-                loss = self.step()
-                if monitor is not None:
-                    monitor.log(loss=loss.detach() if step % 2 else 1.0)
-            self.note(step)
-            self.collected.append(self.found(mode))
-
-
-class UserDispatchMode(Moded):
-    mode = CountedOperations
-
-    def found(self, mode: Any) -> Any:  # the script calls detach() for log()
-        return {name: count for name, count in mode.counted.items() if "detach" not in name}
-
-
-class UserFunctionMode(Moded):
-    mode = CountedFunctions
-
-    def found(self, mode: Any) -> Any:
-        return {name: count for name, count in mode.counted.items() if "detach" not in name}
-
-
-class CountedFlops(Moded):
-    def mode(self) -> Any:
-        return FlopCounterMode(display=False)
-
-    def found(self, mode: Any) -> Any:
+def found_in(mode: Any) -> Any:
+    """Return the result of a mode, without calls of detach(), which the script makes for log()."""
+    if isinstance(mode, FlopCounterMode):
         return mode.get_total_flops()
-
-
-class CountedCollectives(Moded):
-    mode = CommDebugMode
-
-    def found(self, mode: Any) -> Any:
+    if isinstance(mode, CommDebugMode):
         return mode.get_total_counts()
+    return {name: count for name, count in getattr(mode, "counted", {}).items() if "detach" not in name}
 
 
-class ModesOfBothKinds(Moded):
-    @contextlib.contextmanager
-    def mode(self) -> Iterator[Any]:
-        with CountedFunctions(), CountedOperations() as operations, FlopCounterMode(display=False):
-            yield operations
-
-    found = UserDispatchMode.found
+@contextlib.contextmanager
+def modes_of_both_kinds() -> Iterator[Any]:
+    with CountedFunctions(), CountedOperations() as operations, FlopCounterMode(display=False):
+        yield operations
 
 
-class MetaDevice(Moded):
-    """`with torch.device("meta")`: a tensor that is created without a device argument has no values."""
+@contextlib.contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("cpu")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+class Moded(Loop):
+    """Whole steps, including calls of the monitor, run under modes of the user."""
+
+    modes: tuple[Callable[[], Any], ...] = (
+        *(CountedOperations, CountedFunctions, functools.partial(FlopCounterMode, display=False), CommDebugMode),
+        *(modes_of_both_kinds, default_device, functools.partial(torch.device, "meta")),
+    )
+    steps = 2 * len(modes)
 
     def __init__(self) -> None:
         super().__init__()
-        self.data = torch.randn(3, 4)
+        self.data = torch.randn(3, 4)  # under torch.device("meta"), a new tensor has no values
 
     def step(self) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -411,20 +283,13 @@ class MetaDevice(Moded):
         self.optimizer.step()
         return loss
 
-    def mode(self) -> Any:
-        return torch.device("meta")
-
-    def found(self, mode: Any) -> Any:
-        return None
-
-
-class DefaultDevice(Loop):
-    def train(self, monitor: Monitor | None) -> None:
-        torch.set_default_device("cpu")
-        try:
-            super().train(monitor)
-        finally:
-            torch.set_default_device(None)
+    def train(self) -> None:
+        for step in range(1, self.steps + 1):
+            with self.modes[step // 2 % len(self.modes)]() as mode:
+                loss = self.step()
+                self.log(loss=loss.detach() if step % 2 else 1.0)
+            self.note(step)
+            self.collected.append(found_in(mode))
 
 
 class SelectiveCheckpoint(Loop):
@@ -438,95 +303,46 @@ class SelectiveCheckpoint(Loop):
         return made.square().sum()
 
 
-USUAL = [
-    *(Loop, CompiledStep, CompiledLoss, JitTrace, JitTraceWithinAStep, MakeFx, MakeFxBeforeDispatch),
-    *(SymbolicTrace, ExportNotStrict, FakeForward, FakeParameters, UserDispatchMode, UserFunctionMode),
-    *(CountedFlops, CountedCollectives, MetaDevice, DefaultDevice, SelectiveCheckpoint),
-]
-LONG = [
-    *(CompiledInPlace, CapturedBackward, MakeFxWithFakes, MakeFxOfGradients, Export, Aot, ModesOfBothKinds),
-    *(CompiledUpdateWithAot, CompiledMethodStep, CompiledUpdateOfMicroBatches, CompiledUpdateAndLateZero),
-    *(CompiledUpdate, CompiledUpdateOfSGD, CompiledBackward, CompiledBackwardAndClipping),
-]
-CASES = few(len(USUAL), [*USUAL, *LONG])
+USUAL = [Loop, CompiledLoss, CompiledStep, Traced, Moded, SelectiveCheckpoint]
+LONG = [CompiledInPlace, CompiledUpdate, CompiledBackward]
 
 
-def config_of(case: type[Loop]) -> MonitorConfig:
-    options = {"hashes": {"of": "all", "every": 1}}
-    return MonitorConfig(quantities=case.quantities, options=options, console=False, exit_wait_seconds=0)
-
-
-def trained(case: Callable[[], Loop], monitor: Monitor | None = None) -> tuple[Loop, tuple[Any, ...]]:
-    """Return the loop after its training, and the values that must be equal with and without a monitor."""
+def trained(case: Callable[[], Loop], **settings: Any) -> tuple[Loop, tuple[Any, ...], Watched | None]:
+    """Return the loop after its training, the values that a monitor may not change, and the monitor with `settings`."""
     torch._dynamo.reset()
     counters.clear()
-    loop = case()
-    if monitor is not None:
-        monitor.attach(loop.net, loop.optimizer)
+    loop, watched = case(), None
+    if settings:
+        watched = Watched(loop.net, loop.optimizer, **settings)
+        loop.log = watched.monitor.log
     loop.prepare()
-    loop.train(monitor)
+    loop.train()
     graphs = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    if watched is not None:
+        watched.finish()
     bits = [parameter.detach().numpy().tobytes() for parameter in loop.net.parameters()]
-    return loop, (bits, loop.collected, graphs)
+    return loop, (bits, loop.collected, graphs), watched
 
 
-@pytest.mark.usual(9)
 @pytest.mark.filterwarnings("ignore")  # deprecation warnings of torch about its tracers
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_training_is_bit_identical_and_its_rows_are_right(case, reader, eventually):
-    _, alone = trained(case)
-    with Monitor(config_of(case)) as monitor:
-        loop, watched = trained(case, monitor)
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == STEPS and record["plan"]])
-        rows, events = read.rows(), read.events()
-        faults = monitor.faults
+@pytest.mark.parametrize("case", few(len(USUAL), [*USUAL, *LONG]), ids=lambda case: case.__name__)
+def test_training_is_bit_identical_and_its_rows_are_right(case):
+    _, alone, _ = trained(case)
+    options = {"hashes": {"of": "all", "every": 1}}
+    loop, same, watched = trained(case, quantities=case.quantities, options=options)
+    rows = watched.rows()
 
-    assert alone[0] == watched[0], "the trained bits differ"
-    assert alone[1] == watched[1], "the user collects operations of the monitor"
-    assert alone[2] == watched[2], "graphs and graph breaks differ"
-    assert 0 == faults
-    assert list(range(1, STEPS + 1)) == sorted({row.step for row in rows})
-    assert [] == [event for event in events if event["type"] in ("step_skipped", "anomaly")]
-    found = {(row.step, row.kind, row.tensor): row.numbers["norm"] for row in rows if row.micro_step is None}
+    assert alone[0] == same[0], "the trained bits differ"
+    assert alone[1] == same[1], "the user collects operations of the monitor"
+    assert alone[2] == same[2], "graphs and graph breaks differ"
+    assert (0, [], []) == (watched.faults, watched.skipped(), watched.events("anomaly"))
+    assert list(range(1, case.steps + 1)) == watched.measured()
+    found = {(r.step, r.entry.kind, r.entry.tensor): r.numbers["norm"] for r in rows if r.entry.micro_step is None}
     known = {key: norm for key, norm in loop.norms.items() if key[1] not in case.absent or key in found}
     assert pytest.approx(known, rel=1e-5) == {key: found.get(key) for key in known}
-    assert set() == {row.kind for row in rows} & case.absent - {key[1] for key in loop.norms}
-    notes = [event["message"] for event in events if event["type"] == "note"]
+    assert set() == {row.entry.kind for row in rows} & case.absent - {key[1] for key in loop.norms}
+    notes = watched.messages("note")
     assert [case.names] == [case.names for note in notes if case.names is None or case.names in note] or not notes
-
-
-@pytest.mark.parametrize(
-    ("how", "plain", "traced"),
-    [
-        (contextlib.nullcontext, True, False),
-        (lambda: torch.device("cpu"), False, False),
-        (CountedOperations, False, False),
-        (CountedFunctions, False, False),
-        (FakeTensorMode, False, True),
-    ],
-)
-def test_gate_distinguishes_modes_from_tracers(how, plain, traced):
-    with how():
-        seen = is_plain(), is_traced()
-
-    assert (plain, traced) == seen
-
-
-@pytest.mark.parametrize("how", [{}, {"tracing_mode": "fake"}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}])
-def test_hook_entry_does_not_run_while_make_fx_traces(how):
-    calls = []
-    entry = Entry(lambda: calls.append(1), ErrorBoundary())
-
-    def traced(x: torch.Tensor) -> torch.Tensor:
-        entry()
-        return x * 2
-
-    make_fx(traced, **how)(torch.ones(2))
-    entry()
-
-    assert [1] == calls
 
 
 def test_modes_are_restored_in_order_after_an_entry_that_raises():
@@ -544,42 +360,23 @@ def test_modes_are_restored_in_order_after_an_entry_that_raises():
     assert 1 == operations.counted["aten.sum.default"]
 
 
-def test_compiled_entry_reports_each_compilation_and_does_not_run():
-    torch._dynamo.reset()
-    calls: list[str] = []
-    entry = Entry(lambda: calls.append("ran"), ErrorBoundary(), on_compilation(lambda: calls.append("compiled")))
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def frame(x: torch.Tensor) -> torch.Tensor:
-        entry()
-        return x * 2
-
-    for _ in range(3):
-        frame(torch.ones(2))
-
-    assert ["compiled"] == calls
-
-
 @pytest.mark.thorough
-def test_learning_rates_of_a_compiled_update_are_the_used_ones(quiet, reader, eventually):
+def test_learning_rates_of_a_compiled_update_are_the_used_ones():
     class Scheduled(CompiledUpdate):
         def prepare(self) -> None:
             self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
             super().prepare()
 
-        def between(self) -> None:
+        def between(self, step: int) -> None:
             self.schedule.step()
 
-    with Monitor(quiet) as monitor:
-        trained(Scheduled, monitor)
-        monitor.end_step()
-        read = reader(monitor)
-        rates = eventually(lambda: len(found := read.scalars("learning_rate")) == STEPS and found)
+    _, _, watched = trained(Scheduled, every=1)
 
-    assert {step: pytest.approx(0.01 * 0.5 ** (step - 1)) for step in range(1, STEPS + 1)} == dict(rates)
+    rates = {step: pytest.approx(0.01 * 0.5 ** (step - 1)) for step in range(1, Loop.steps + 1)}
+    assert rates == dict(watched.scalars("learning_rate"))
 
 
-def test_omitted_compiled_update_is_reported_as_skipped_step(quiet, reader, eventually):
+def test_omitted_compiled_update_is_reported_as_skipped_step():
     class Skipping(CompiledUpdate):
         updates = 0
 
@@ -588,35 +385,26 @@ def test_omitted_compiled_update_is_reported_as_skipped_step(quiet, reader, even
             if self.updates != 2:
                 self.compiled()
 
-    with Monitor(quiet) as monitor:
-        trained(Skipping, monitor)
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == STEPS and record["plan"]])
-        skipped = [event["step"] for event in read.events() if event["type"] == "step_skipped"]
+    _, _, watched = trained(Skipping, every=1)
 
-    assert [2] == skipped
+    assert ([1, 2, 3, 4], [2]) == (watched.measured(), watched.skipped())
 
 
-def test_update_without_optimizer_state_is_not_reported_as_skipped(quiet, reader, eventually):
+def test_update_without_optimizer_state_is_not_reported_as_skipped():
     class Fused(CompiledUpdate):
         def make_optimizer(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.net.parameters(), lr=0.01, fused=True)
 
-    with Monitor(quiet) as monitor:
-        trained(Fused, monitor)
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == STEPS and record["plan"]])
-        events = read.events()
+    _, _, watched = trained(Fused, every=1)
 
-    assert [] == [event for event in events if event["type"] == "step_skipped"]
+    assert ([1, 2, 3, 4], []) == (watched.measured(), watched.skipped())
 
 
-def test_monitor_calls_in_compiled_code_have_no_effect_and_one_notice(quiet, reader, eventually):
+def test_monitor_calls_in_compiled_code_have_no_effect_and_one_notice():
     torch._dynamo.reset()
     loop = Loop()
-    with Monitor(quiet).attach(loop.net, loop.optimizer) as monitor:
+    with Watched(loop.net, loop.optimizer) as watched:
+        monitor = watched.monitor
 
         @torch.compile(backend="eager", fullgraph=True)
         def loss(x: torch.Tensor) -> torch.Tensor:
@@ -627,14 +415,9 @@ def test_monitor_calls_in_compiled_code_have_no_effect_and_one_notice(quiet, rea
             return made
 
         for _ in range(3):
-            loss(torch.ones(3, 4)).backward()
+            loss(ONES).backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()
-        monitor.end_step()
-        read = reader(monitor)
-        eventually(lambda: [record for record in read.records() if record["step"] == 3 and record["plan"]])
-        notes = [event["message"] for event in read.events() if event["type"] == "note"]
-        scalars, faults = read.scalars("loss"), monitor.faults
 
-    assert (0, []) == (faults, scalars)
-    assert 1 == sum("torch.compile" in note and "call it outside" in note for note in notes)
+    assert (0, [], [1, 2, 3]) == (watched.faults, watched.scalars("loss"), watched.measured())
+    assert 1 == sum("torch.compile" in note and "call it outside" in note for note in watched.messages("note"))
