@@ -137,10 +137,14 @@ def test_exit_reports_in_the_store_complete_the_run(restored):
 def test_ended_attempt_is_remembered_but_not_judged_again(restored):
     runs = restored(RunState.COMPLETED)
     runs.tick(9999.0, 1)
-    before = list(runs.attempts())
-    revived = runs.registered(target().registration, 0, Liveness(last_sign=0.0), 5)
+    found = []
+    for _ in range(2):
+        found.append(list(runs.attempts()))
+        revived = runs.registered(target().registration, 0, Liveness(last_sign=0.0), 5)
+        found.append((list(runs.attempts()) == [revived], revived.last_step, list(revived.ranks)))
+        runs.forget(("r", 0))
 
-    assert ([], 7) == (before, revived.last_step)
+    assert [[], (True, 7, [0])] * 2 == found
 
 
 def test_failed_run_remains_failed_until_all_its_ranks_register(restored):

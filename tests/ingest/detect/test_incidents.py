@@ -220,27 +220,6 @@ def test_later_steps_join_and_a_quiet_time_resolves_the_incident():
 
 
 @pytest.mark.parametrize(
-    ("symptoms", "expected"),
-    [
-        pytest.param([symptom(step) for step in (60, 61, 120, 125)], [(60, 2), (120, 2)], id="distant steps"),
-        pytest.param([symptom(60, run="a"), symptom(60, run="b")], [(60, 1), (60, 1)], id="runs"),
-        pytest.param(
-            [symptom(201, severity="warning", rule="AnomalyTurbulence"), symptom(201, rule="ReplicaDesync")],
-            [(201, 1), (201, 1)],
-            id="divergence of replicas",
-        ),
-    ],
-)
-def test_separate_causes_that_arrive_together_are_separate_incidents(symptoms, expected):
-    """This happens after an outage of the service, when a backlog is read."""
-    incidents = tracker()
-    for one in symptoms:
-        incidents.observe(one, 0.0)
-
-    assert expected == [(one.first.step, one.events) for one in incidents.settle(1.0, {})]
-
-
-@pytest.mark.parametrize(
     ("rule", "step", "is_past"),
     [
         *(("ReplicaDesync", 196, True), ("AnomalyNan", 215, False), ("ReplicaDesync", 216, False)),
@@ -263,6 +242,28 @@ def spike(step, tensor="w", *, value=100.0, **changes):
 
 
 @pytest.mark.parametrize(
+    ("symptoms", "expected"),
+    [
+        pytest.param([symptom(step) for step in (60, 61, 120, 125)], [(60, 2), (120, 2)], id="distant steps"),
+        pytest.param([spike(60), spike(65, "v"), spike(70)], [(60, 2), (65, 1)], id="different tensors"),
+        pytest.param([symptom(60, run="a"), symptom(60, run="b")], [(60, 1), (60, 1)], id="runs"),
+        pytest.param(
+            [symptom(201, severity="warning", rule="AnomalyTurbulence"), symptom(201, rule="ReplicaDesync")],
+            [(201, 1), (201, 1)],
+            id="divergence of replicas",
+        ),
+    ],
+)
+def test_separate_causes_that_arrive_together_are_separate_incidents(symptoms, expected):
+    """This happens after an outage of the service, when a backlog is read."""
+    incidents = tracker()
+    for one in symptoms:
+        incidents.observe(one, 0.0)
+
+    assert expected == [(one.first.step, one.events) for one in incidents.settle(1.0, {})]
+
+
+@pytest.mark.parametrize(
     "later",
     [
         pytest.param(spike(65, "v"), id="another tensor"),
@@ -277,14 +278,6 @@ def test_false_alarm_does_not_hide_later_anomalies(later):
     incidents.observe(later, 2.0)
 
     assert [later] == [incident.first for incident in incidents.unsettled()]
-
-
-def test_anomalies_of_different_tensors_that_arrive_together_are_separate():
-    incidents = tracker()
-    for one in (spike(60), spike(65, "v"), spike(70)):
-        incidents.observe(one, 0.0)
-
-    assert [("w", 2), ("v", 1)] == [(i.first.tensor, i.events) for i in incidents.settle(1.0, {})]
 
 
 def nans(step, tensor, value=9.0, **changes):
