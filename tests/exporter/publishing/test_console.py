@@ -91,56 +91,36 @@ def test_closed_stream_and_disabled_console_print_nothing(monkeypatch) -> None:
     Console(0, enabled=True).line("nothing")
 
 
-@pytest.mark.parametrize(
-    ("service", "spool_dir", "reader"),
-    [
-        (None, "/records", "no service (RANKSCOPE_INGEST_URL): records are written to /records"),
-        (
-            None,
-            None,
-            "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus",
-        ),
-        ("http://127.0.0.1:1", "/records", "registering with service http://127.0.0.1:1"),
-    ],
-)
+NO_FILE = "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
+READERS = [
+    (None, "/records", "no service (RANKSCOPE_INGEST_URL): records are written to /records"),
+    (None, None, NO_FILE),
+    ("http://127.0.0.1:1", "/records", "registering with service http://127.0.0.1:1"),
+]
+
+
+@pytest.mark.parametrize(("service", "spool_dir", "reader"), READERS)
 def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader) -> None:
-    lines = banner(
-        run="my run",
-        world_size=2,
-        measured="gradients",
-        tensors=3,
-        elements=1_234_567,
-        series=12,
-        bytes_per_step=336,
-        every=5,
-        backend="numba",
-        address="http://127.0.0.1:9",
-        service=service,
-        spool_dir=spool_dir,
-    )
+    own = {"run": "my run", "world_size": 2, "address": "http://127.0.0.1:9", "backend": "numba", "every": 5}
+    cost = {"tensors": 3, "elements": 1_234_567, "series": 12, "bytes_per_step": 336}
+    first, second = banner(measured="gradients", service=service, spool_dir=spool_dir, **own, **cost)
 
-    assert 2 == len(lines)
-    assert (
-        "run 'my run' on 2 ranks; gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel" == lines[0]
-    )
-    assert lines[1] == f"12 series, about 0 kB per step; http://127.0.0.1:9/metrics; {reader}"
+    text = "gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel"
+    assert f"run 'my run' on 2 ranks; {text}" == first
+    assert f"12 series, about 0 kB per step; http://127.0.0.1:9/metrics; {reader}" == second
 
 
-def test_note_about_records_names_the_installation_first(monkeypatch) -> None:
+def test_note_about_records_has_commands_and_the_missing_installation(monkeypatch) -> None:
     """With only the part for ranks installed, `rankscope summary` lacks its libraries."""
+    first, second = records_note("/data/my runs/records", 1234)
+    assert "no service has stored the last 1,234 records of this rank; they are in /data/my runs/records" == first
+    assert "rankscope import '/data/my runs/records' --store history" in second
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _, second = records_note("/data", 3)
-
     assert "to read them: first " in second
     assert "[cli,store,service]', then " in second
     assert "rankscope summary --store /data; to store them: " in second
-
-
-def test_note_about_records_quotes_the_folder_in_its_commands() -> None:
-    first, second = records_note("/data/my runs/records", 1234)
-
-    assert "no service has stored the last 1,234 records of this rank; they are in /data/my runs/records" == first
-    assert "rankscope import '/data/my runs/records' --store history" in second
 
 
 @pytest.mark.parametrize(
