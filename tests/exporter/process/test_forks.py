@@ -7,20 +7,7 @@ from tests.programs import run_program
 FORKS = """
 import os, threading, time
 import pyarrow as pa, pyarrow.compute as pc
-import torch
-from rankscope_exporter import Monitor, MonitorConfig
-
-def attached():
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    config = MonitorConfig(console=False, exit_wait_seconds=0, statistics="torch")
-    return model, optimizer, Monitor(config).attach(model, optimizer)
-
-def train(model, optimizer, steps):
-    for _ in range(steps):
-        model(torch.randn(4, 8)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+from tests.exporter.parts import Training
 
 is_publishing = False
 begun = threading.Event()
@@ -35,25 +22,23 @@ def publish():  # on the publisher thread, like the work for each step
         pc.if_else(pc.is_nan(numbers), None, numbers)
     is_publishing = False
 
-model, optimizer, monitor = attached()
+training = Training(statistics="torch")
 for _ in range(4):
-    train(model, optimizer, 2)
+    training.train(2)
     begun.clear()
-    monitor._session.steps.items.put(publish)
+    training.session.steps.items.put(publish)
     begun.wait(20)
     child = os.fork()
     if child == 0:
         was_publishing = is_publishing
-        model, optimizer, monitor = attached()
-        session = monitor._session
-        train(model, optimizer, 5)
-        monitor.detach()
-        records = session.channel.ring.after(-1, 1 << 30).records
-        print(was_publishing, [record.step for record in records][:5], flush=True)
+        own = Training(statistics="torch")
+        own.train(5)
+        own.monitor.detach()
+        print(was_publishing, [record.step for record in own.records][:5], flush=True)
         os._exit(0)
     os.waitpid(child, 0)
-monitor.detach()
-print(monitor.faults)
+training.monitor.detach()
+print(training.faults)
 """
 
 

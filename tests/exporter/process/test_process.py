@@ -12,21 +12,9 @@ import pytest
 from tests.programs import run_program
 
 PREAMBLE = """
-import os, sys, torch
-from rankscope_exporter import Monitor, MonitorConfig
-from torch import nn
-def setup(total_steps=None, **settings):
-    torch.manual_seed(0)
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    config = MonitorConfig(**{"console": False, "statistics": "torch", **settings})
-    monitor = Monitor(config, total_steps=total_steps)
-    monitor.attach(net, optimizer)
-    return net, optimizer, monitor
-def step(net, optimizer):
-    net(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+import os, sys
+from rankscope_exporter import Monitor
+from tests.exporter.parts import QUIET, Training
 """
 
 
@@ -38,15 +26,16 @@ def test_monitor_in_a_forked_child_is_inactive_and_holds_no_port() -> None:
     """The parent closes its port while the child is still running, and the port can be bound again immediately."""
     done = run("""
         import socket
-        net, optimizer, monitor = setup()
-        step(net, optimizer)
+        training = Training(statistics="torch")
+        training.train()
+        monitor = training.monitor
         port = int(monitor.address.rpartition(":")[2])
         hooks = monitor._session.hooks
         spent = hooks.clock.cpu_seconds
         (read, write), (go_read, go) = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:
-            step(net, optimizer)
+            training.train()
             monitor.log(loss=1.0)
             with monitor.phase("child"):
                 pass
@@ -71,9 +60,9 @@ def test_child_that_is_forked_during_detach_holds_no_spool(tmp_path: Path) -> No
     """Detach may take seconds. Another thread may fork meanwhile, and the child may run longer than its parent."""
     done = run(
         """
-        net, optimizer, monitor = setup()
-        step(net, optimizer)
-        channel = monitor._session.channel
+        training = Training(statistics="torch")
+        training.train()
+        channel = training.session.channel
         def fork(_seconds):
             child = os.fork()
             if child == 0:
@@ -82,7 +71,7 @@ def test_child_that_is_forked_during_detach_holds_no_spool(tmp_path: Path) -> No
             os.waitpid(child, 0)
             return 0
         channel.drain = fork
-        monitor.detach()
+        training.monitor.detach()
         """,
         RANKSCOPE_SPOOL_DIR=str(tmp_path),
     )
@@ -91,8 +80,8 @@ def test_child_that_is_forked_during_detach_holds_no_spool(tmp_path: Path) -> No
 
 
 def test_exception_and_exit_code_end_the_program_as_without_a_monitor() -> None:
-    failed = run("net, optimizer, monitor = setup()\nstep(net, optimizer)\nraise ValueError('its own error')")
-    left = run("net, optimizer, monitor = setup()\nwith monitor:\n    step(net, optimizer)\n    sys.exit(7)")
+    failed = run("training = Training()\ntraining.train()\nraise ValueError('its own error')")
+    left = run("with Training() as training:\n    training.train()\n    sys.exit(7)")
 
     assert (1, 7) == (failed.returncode, left.returncode)
     assert "ValueError: its own error" == failed.stderr.strip().splitlines()[-1]
@@ -102,9 +91,9 @@ def test_unreachable_service_delays_the_exit_by_at_most_the_setting() -> None:
     done = run(
         """
         import time
-        net, optimizer, monitor = setup(exit_wait_seconds=1.0)
-        with monitor:
-            step(net, optimizer)
+        training = Training(exit_wait_seconds=1.0, statistics="torch")
+        with training.monitor:
+            training.train()
             began = time.monotonic()
         print(time.monotonic() - began)
         """,
@@ -116,8 +105,9 @@ def test_unreachable_service_delays_the_exit_by_at_most_the_setting() -> None:
 
 
 def test_import_and_construction_open_no_socket_or_thread() -> None:
-    script = PREAMBLE + textwrap.dedent("""
-        import json, threading
+    script = textwrap.dedent("""
+        import json, sys, threading
+        from rankscope_exporter import Monitor
         monitor = Monitor()
         import psutil
         sockets = len(psutil.Process().net_connections(kind="all"))
@@ -129,44 +119,40 @@ def test_import_and_construction_open_no_socket_or_thread() -> None:
 
 
 WITHOUT_REFERENCES = """
-    net, optimizer, monitor = setup(exit_wait_seconds=1.0)
+    training = Training(monitor=Monitor(QUIET | {"exit_wait_seconds": 1.0, "statistics": "torch"}, total_steps=PLANNED))
     published = []
-    channel = monitor._session.channel
-    publish = channel.publish
-    monitor._session.publisher.publish = lambda record: published.append(record) or publish(record)
-    step(net, optimizer)
+    publish = training.session.channel.publish
+    training.session.publisher.publish = lambda record: published.append(record) or publish(record)
+    training.train()
     def print_exits():
         import json
         exits = [json.loads(e.details) for r in published for e in r.events if e.type == "exit"]
         print(json.dumps(exits))
-    attachment = type(monitor._session_end)
+    attachment = type(training.monitor._session_end)
     ended = attachment.end_of_process
     def end_and_print(self, *arguments):
         ended(self, *arguments)
         print_exits()
     attachment.end_of_process = end_and_print
-    del monitor
+    net, optimizer = training.net, training.optimizer
+    del training
 """
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "reason"),
+    ("begin", "planned", "end", "reason"),
     [
-        ("", "", "unknown"),
-        ("", "sys.exit(1)", "unknown"),
-        ("", "raise ValueError('broken')", "exception"),
-        ("sys.last_value = NameError('of a notebook cell')\n", "", "unknown"),
+        ("", None, "", "unknown"),
+        ("", None, "sys.exit(1)", "unknown"),
+        ("", None, "raise ValueError('broken')", "exception"),
+        ("sys.last_value = NameError('of a notebook cell')\n", None, "", "unknown"),
+        ("", 1, "", "completed"),
     ],
-    ids=["end of the script", "exit code", "uncaught exception", "notebook"],
+    ids=["end of the script", "exit code", "uncaught exception", "notebook", "all planned steps"],
 )
-def test_monitor_without_references_still_reports_the_exit_reason(begin: str, end: str, reason: str) -> None:
-    done = run(begin + textwrap.dedent(WITHOUT_REFERENCES) + "\nimport gc\ngc.collect()\n" + end)
+def test_monitor_without_references_still_reports_the_exit_reason(begin, planned, end, reason) -> None:
+    program = textwrap.dedent(WITHOUT_REFERENCES).replace("PLANNED", str(planned))
+    done = run(begin + program + "\nimport gc\ngc.collect()\n" + end)
     ((exit_record,),) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
     assert (reason, 1) == (exit_record["reason"], exit_record["last_step"]), done.stderr
-
-
-def test_exit_after_all_planned_steps_is_completed() -> None:
-    done = run(textwrap.dedent(WITHOUT_REFERENCES).replace("setup(", "setup(total_steps=1, ", 1))
-
-    assert '"reason": "completed"' in done.stdout, done.stderr
