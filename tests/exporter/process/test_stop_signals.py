@@ -10,25 +10,20 @@ from tests.programs import run_program
 from rankscope_exporter import ConfigError, MonitorConfig
 
 PREAMBLE = """
-import json, os, signal, sys, threading, time, torch
-from rankscope_exporter import Monitor, MonitorConfig
-from torch import nn
+import json, os, signal, threading, time
+from rankscope_exporter import Monitor
+from tests.exporter.parts import QUIET, Training
 def attached(**settings):
-    net = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    settings = {"console": False, "statistics": "torch", "exit_wait_seconds": 0, **settings}
-    monitor = Monitor(MonitorConfig(**settings), total_steps=9).attach(net, optimizer)
-    publish = monitor._session.channel.publish
+    training = Training(monitor=Monitor(QUIET | {"statistics": "torch", **settings}, total_steps=9))
+    publish = training.session.channel.publish
     def show_exit(record):
         for event in record.events:
             if event.type == "exit":
                 os.write(1, f"{json.loads(event.details)}\\n".encode())
         return publish(record)
-    monitor._session.publisher.publish = show_exit
-    net(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return monitor
+    training.session.publisher.publish = show_exit
+    training.train()
+    return training.monitor
 def stop():
     os.kill(os.getpid(), signal.SIGTERM)
 def report(*words):

@@ -80,6 +80,8 @@ def test_byte_limit_applies_above_the_smallest_ring(statistics):
 
     assert (MIN_RING_RECORDS, 50, 1.0) == (len(ring), ring.overrun, ring.fill)
     assert (400, 1.0) == (len(small), small.fill)
+    small.commit(799)
+    assert 0.5 == small.fill  # only of the records that are not overwritten
 
 
 def test_fill_is_the_uncommitted_share_of_the_capacity():
