@@ -32,12 +32,19 @@ def page(watched: Watched) -> dict[tuple[str, tuple[tuple[str, str], ...]], floa
 
 
 def test_logged_tensor_has_its_value_at_the_time_of_the_call():
+    """The learning rate is logged once, by the monitor or by the script. An event has its text and details."""
     with Training() as training:
         loss = torch.tensor(3.0)
         training.train(loss=loss)
         loss.mul_(0)
+        training.train(learning_rate=0.5)
+        training.monitor.event("note", 123, path="a/b", when=object)  # type: ignore[arg-type]  # a script may pass anything
+    ((_, event),) = training.events("note")
 
     assert [(1, 3.0)] == training.scalars("loss")
+    assert [(1, pytest.approx(0.1)), (2, 0.5)] == training.scalars("learning_rate")
+    assert ("note", "123", "a/b") == (event.type, event.message, json.loads(event.details)["path"])
+    assert 0 == training.faults
 
 
 def test_value_that_cannot_be_logged_loses_only_itself():
@@ -134,14 +141,6 @@ def test_rules_evaluate_logged_scalars_and_not_derived_ones():
     assert [(2, "loss")] == [(step, event.op) for step, event in training.events("anomaly")]
 
 
-def test_learning_rate_is_logged_once_by_monitor_or_script():
-    with Training() as training:
-        training.train()
-        training.train(learning_rate=0.5)
-
-    assert [(1, pytest.approx(0.1)), (2, 0.5)] == training.scalars("learning_rate")
-
-
 def test_step_is_published_during_a_pause_and_its_time_follows(monkeypatch):
     monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.2)
     with Training() as training:
@@ -201,15 +200,6 @@ def test_nested_phases_have_totals_and_events():
     assert ["checkpoint", "checkpoint", "evaluation", "evaluation", "evaluation", "checkpoint"] == phases
     assert [sorted(found) for found in totals] == totals
     assert all(len(found) >= 3 for found in totals)
-
-
-def test_an_event_carries_its_text_and_details():
-    with Training() as training:
-        training.monitor.event("note", 123, path="a/b", when=object)  # type: ignore[arg-type]  # a script may pass anything
-    ((_, event),) = training.events("note")
-
-    assert ("note", "123", "a/b") == (event.type, event.message, json.loads(event.details)["path"])
-    assert 0 == training.faults
 
 
 def test_lbfgs_makes_one_step_of_many_evaluations():
