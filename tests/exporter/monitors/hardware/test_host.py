@@ -21,7 +21,7 @@ def unexpected(where: str, error: BaseException) -> None:
 
 def test_psutil_and_proc_agree(tmp_path):
     with (tmp_path / "file").open("wb") as file:
-        file.write(b"x" * 1_000_000)
+        file.write(b"x" * 8_000_000)
     by_psutil, by_kernel = from_psutil(psutil, psutil.Process(), lambda _name, ask: ask()), from_proc()
 
     assert None not in [getattr(by_kernel, item.name) for item in fields(HostState)]
@@ -31,7 +31,7 @@ def test_psutil_and_proc_agree(tmp_path):
         tolerance = 0.2 * by_kernel.host_memory_total_bytes  # other processes run at the same time
         assert getattr(by_kernel, name) == pytest.approx(getattr(by_psutil, name), abs=tolerance)
     for name in ("process_read_bytes_total", "process_written_bytes_total"):
-        assert getattr(by_kernel, name) == pytest.approx(getattr(by_psutil, name), rel=0.02, abs=10)
+        assert getattr(by_kernel, name) == pytest.approx(getattr(by_psutil, name), rel=0.02, abs=1e6)
     assert by_kernel.process_cpu_seconds_total == pytest.approx(by_psutil.process_cpu_seconds_total, abs=0.3)
     ticks = 100
     assert by_kernel.all_seconds / ticks == pytest.approx(by_psutil.all_seconds, rel=0.01)
