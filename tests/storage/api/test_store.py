@@ -47,7 +47,9 @@ def test_store_is_created_only_with_create(folder):
             opening(folder)
 
     assert not folder.exists()
+    (folder / log_module.LOG_FOLDER).mkdir(parents=True)  # an interrupted creation is completed
     assert folder == Store.open(folder, create=True).root
+    assert 0 == Log.open(folder, sync_to_disk).version
     assert folder == Store.open(folder).root
     assert folder == Store.open(folder, create=True).root
 
@@ -235,13 +237,10 @@ def test_without_file_locks_the_log_decides(store, monkeypatch, batch):
     assert 3 == second.append(batch(range(3))).rows["scalars"]
 
 
-def test_shard_must_be_i_of_n(store):
+def test_shard_must_be_i_of_n_and_its_lock_must_be_writable(store):
     for shard in ("", "1", "1/1", "a/b", "-1/2", "0/0", "../x"):
         with pytest.raises(ShardLockError, match="i/N"):
             store.claim(shard, owner="me")
-
-
-def test_lock_that_cannot_be_created_is_reported(store):
     (store.root / "_shards").write_text("in the way")
     with pytest.raises(UnwritableError, match="cannot write"):
         store.claim(owner="me")
@@ -267,13 +266,6 @@ def test_any_other_path_works_for_every_reader(tmp_path, name, batch):
     plain.execute((root / "rankscope.sql").read_text(encoding="utf-8"))
     with connect(root, locked=True) as connection:
         assert [[(3,)], [(3,)]] == [ask(plain, COUNT), ask(connection, COUNT)]
-
-
-def test_interrupted_creation_is_completed_by_the_next_open(folder):
-    (folder / log_module.LOG_FOLDER).mkdir(parents=True)
-
-    assert folder == Store.open(folder, create=True).root
-    assert 0 == Log.open(folder, sync_to_disk).version
 
 
 @pytest.mark.parametrize("before", ["its predecessor", ""])

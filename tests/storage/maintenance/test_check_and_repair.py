@@ -321,20 +321,25 @@ def test_stats_equal_those_of_the_files(left):
     assert {"r": (2, 10), "first": (1, 5)} == groups
 
 
-def test_stats_are_grouped_by_tier(store, writer, batch):
+def test_stats_are_grouped_by_tier_and_count_seven_statistics_per_row(store, writer, batch):
     writer.append(batch(range(3)))
     put(writer, "scalar_rollups", [{"run": "r", "name": "loss", "rows": 100}])
     put(writer, "runs", [{"run": "r", "state": "running"}])
-    groups = store_stats(Log.open(store.root, sync_to_disk), by="tier").groups.to_pylist()
+    put(
+        writer,
+        "tensor_stats",
+        [{"seq": n} for n in range(10)],
+        {"i": 9},
+        run="r",
+        kind="k",
+        tensor="t",
+        incarnation="i",
+    )
+    log = Log.open(store.root, sync_to_disk)
+    tiers = {row["tier"]: row["rows"] for row in store_stats(log, by="tier").groups.to_pylist()}
+    (figures,) = (row for row in store_stats(log, by="dataset").groups.to_pylist() if row["dataset"] == "tensor_stats")
 
-    assert {"raw": 3, "rollups": 1, "kept for ever": 1} == {row["tier"]: row["rows"] for row in groups}
-
-
-def test_bytes_per_sample_count_seven_statistics_per_row(store, writer):
-    rows_ = [{"run": "r", "kind": "k", "tensor": "t", "seq": seq, "incarnation": "i"} for seq in range(10)]
-    put(writer, "tensor_stats", rows_, {"i": 9})
-    (figures,) = store_stats(Log.open(store.root, sync_to_disk), by="dataset").groups.to_pylist()
-
+    assert {"raw": 3 + 10, "rollups": 1, "kept for ever": 1} == tiers
     assert 7 == len({*DEFAULT_OPS} - {"numel"})
     assert figures["bytes"] / 70 == figures["bytes_per_sample"]
 

@@ -81,13 +81,20 @@ def test_merged_run_has_attempts_after_those_of_the_other(root):
 
 
 @pytest.mark.usual(1)
-def test_existing_target_name_or_missing_run_is_refused(root):
+def test_existing_unprintable_or_empty_name_or_missing_run_is_refused(root):
+    """Rows without a run are samples of exporters."""
+    before, said = told(root), "name of a run must (not be empty|consist of at most 1000 printable characters)"
+    for name in ("", "  ", "x" * 1001, "a\nb"):
+        with pytest.raises(StoreError, match=said):
+            edit.rename(root, "a", name, sync_to_disk)
     with pytest.raises(StoreError, match="a run named 'a' already exists"):
         edit.rename(root, "b", "a", sync_to_disk)
     with pytest.raises(StoreError, match="there is no run named 'nobody'"):
         edit.merge(root, "b", "nobody", sync_to_disk)
     with pytest.raises(StoreError, match="cannot be joined to itself"):
         edit.merge(root, "b", "b", sync_to_disk)
+
+    assert before == told(root)
 
 
 def test_running_run_cannot_be_edited_while_its_service_runs(store, writer, batch):
@@ -232,17 +239,6 @@ def test_removal_killed_before_its_commit_changes_nothing(root):
     assert before == told(root)
     edit.rename(root, "b", "z", sync_to_disk)
     assert before["b"] == told(root)["z"]
-
-
-@pytest.mark.usual(1)
-def test_unprintable_or_empty_run_names_are_refused(root):
-    """Rows without a run are samples of exporters."""
-    before, said = told(root), "name of a run must (not be empty|consist of at most 1000 printable characters)"
-    for name in ("", "  ", "x" * 1001, "a\nb"):
-        with pytest.raises(StoreError, match=said):
-            edit.rename(root, "a", name, sync_to_disk)
-
-    assert before == told(root)
 
 
 def test_removed_source_leaves_the_rows_of_ranks_and_of_other_formats(store, writer, batch):

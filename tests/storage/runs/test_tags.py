@@ -146,18 +146,14 @@ def test_invalid_tags_and_notes_are_refused(change, complaint):
         change(TagsAndNote())
 
 
-def test_refused_edit_of_tags_changes_nothing(root):
+def test_refused_edit_of_tags_changes_nothing(root, writer, batch):
+    writer.append(batch(range(3), run="rows alone", incarnation="i1"))
     with pytest.raises(StoreError, match="not a valid tag key"):
         edit_tags(root, "r", set_tags({"good": "1", "": "x"}), sync_to_disk)
-
-    assert [("running", None, None)] == shown(root)
-
-
-def test_unregistered_run_cannot_have_tags(root, writer, batch):
-    writer.append(batch(range(3), run="rows alone", incarnation="i1"))
-
     with pytest.raises(StoreError, match="run 'rows alone' is not registered"):
         edit_tags(root, "rows alone", set_note("x"), sync_to_disk)
+
+    assert [("running", None, None)] == shown(root)
 
 
 def test_invalid_tags_of_another_program_are_ignored():
