@@ -53,16 +53,6 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
     assert "numba.core" not in done.stderr
 
 
-@pytest.mark.thorough
-def test_torch_is_used_without_numba_and_without_a_warning():
-    done = run("""
-sys.modules["numba"] = None
-print(statistics.warm_up(), statistics.backend_name(), measure())
-""")
-
-    assert ("None torch [4.0]\n", "") == (done.stdout, done.stderr)
-
-
 def test_broken_numba_is_reported_once_and_torch_is_used(tmp_path: Path):
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.1 or less')")
@@ -77,17 +67,24 @@ print(statistics.backend_name(), measure())
     assert "Traceback" not in done.stderr
 
 
-@needs_numba
-def test_kernel_is_compiled_in_memory_without_a_cache_folder():
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        pytest.param('sys.modules["numba"] = None', "None torch [4.0]", marks=pytest.mark.thorough),
+        pytest.param("statistics.warm_up().join()", "None numba [4.0]", marks=needs_numba),
+    ],
+    ids=["not installed", "without a cache folder"],
+)
+def test_kernel_is_absent_or_compiled_in_memory_without_a_warning(script, printed):
     done = run(
-        """
-statistics.warm_up().join()
-print(statistics.backend_name(), measure())
+        f"""
+{script}
+print(statistics.warm_up(), statistics.backend_name(), measure())
 """,
         NUMBA_CACHE_DIR="/dev/null/nowhere",
     )
 
-    assert ("numba [4.0]\n", "") == (done.stdout, done.stderr)
+    assert (f"{printed}\n", "") == (done.stdout, done.stderr)
 
 
 @needs_numba
