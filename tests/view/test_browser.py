@@ -6,16 +6,14 @@ All tests share one browser and one server. After each test, the browser must ha
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from tests.view.browser import Browser
 from tests.view.served import served
-from tests.view.training import MAIN, START, append, event, events, run_row, scalars
+from tests.view.training import MAIN, START, event, events, run_row, scalars, write
 
-from rankscope_storage.api.store import Store
 from rankscope_view.pages.format import percent
 from rankscope_view.site import Site
 
@@ -45,6 +43,9 @@ class Reader:
         self.clicks += 1
         self.page.wait(then)
 
+    def open(self, run: str) -> None:
+        self.page.open(self.page.run(f"location.origin + '/runs/{run}'"))
+
     def text(self, selector: str) -> str:
         return self.page.wait(f"document.querySelector({json.dumps(selector)})?.innerText")
 
@@ -58,11 +59,26 @@ def reader(chromium, address):
     assert found.clicks <= 4
 
 
-def test_failed_run_is_found(reader):
-    reader.click("#chips a[href*='state=failed']", "location.search.includes('failed')")
-    reader.click("#runs .name a[href*='qwen-7b']", "document.body.dataset.page === 'run'")
+MAIN_RUN = f"#runs .name a[href='/runs/{MAIN}']"
+WAYS = [
+    (["#chips a[href*='state=failed']", "#runs .name a[href*='qwen-7b']"], "#head", "loss is not finite"),
+    ([f"#runs tr:has(a[href='/runs/{MAIN}']) .why a"], "h1", "became NaN at step 46"),
+    ([MAIN_RUN, "#tabs a[href$='/ranks']"], "#verdicts strong", "is silent"),
+]
 
-    assert "loss is not finite" in reader.text("#head")
+
+@pytest.mark.parametrize(("clicks", "place", "words"), WAYS, ids=["failed run", "first NaN", "slow rank"])
+def test_fault_is_found_with_at_most_two_clicks(reader, course, clicks, place, words):
+    for selector in clicks:
+        before = reader.page.run("location.href")
+        reader.click(selector, f"document.readyState === 'complete' && location.href !== {json.dumps(before)}")
+
+    assert 46 == course.nan_from
+    assert words in reader.text(place)
+    if place == "h1":
+        assert "rank 1" in reader.text("h1").lower()
+    if "ranks" in clicks[-1]:
+        assert reader.page.wait("document.querySelector('#heat canvas')?.width > 100")
 
 
 def test_text_below_a_number_of_a_run_does_not_reach_the_next_number(chromium, address):
@@ -74,13 +90,6 @@ def test_text_below_a_number_of_a_run_does_not_reach_the_next_number(chromium, a
 
     assert len(found) == 7
     assert [] == [(box, text) for box, text in found if text > box]
-
-
-def test_first_nan_is_found(reader, course):
-    reader.click(f"#runs tr:has(a[href='/runs/{MAIN}']) .why a", "document.body.dataset.page === 'incident'")
-
-    assert f"became NaN at step {course.nan_from}" in reader.text("h1")
-    assert "rank 1" in reader.text("h1").lower()
 
 
 def test_two_runs_are_compared(reader):
@@ -95,7 +104,7 @@ def test_two_runs_are_compared(reader):
 
 
 def test_spike_is_zoomed(reader, course):
-    reader.click(f"#runs .name a[href='/runs/{MAIN}']", "document.querySelector('#chart-loss .uplot')")
+    reader.click(MAIN_RUN, "document.querySelector('#chart-loss .uplot')")
     page = reader.page
     first, last = (page.place("#chart-loss .u-over", across) for across in (0.2, 0.3))
     page.click_at(*first, to=last)
@@ -110,21 +119,13 @@ def test_spike_is_zoomed(reader, course):
     page.wait("document.querySelector('#whole:not(.off)') && document.querySelector('#chart-loss .uplot')")
 
 
-def test_slow_rank_is_found(reader):
-    reader.click(f"#runs .name a[href='/runs/{MAIN}']", "document.body.dataset.page === 'run'")
-    reader.click("#tabs a[href$='/ranks']", "document.body.dataset.page === 'ranks'")
-
-    assert "is silent" in reader.text("#verdicts strong")
-    assert reader.page.wait("document.querySelector('#heat canvas')?.width > 100")
-
-
 def test_keys_open_pages_and_the_help_lists_all(reader):
     page = reader.page
-    page.open(page.run(f"location.origin + '/runs/{MAIN}'"))
+    reader.open(MAIN)
     for key, where in (("t", "tensors"), ("k", "ranks"), ("i", "incidents"), ("c", "compare"), ("r", "list")):
         page.press("g" + key)
         page.wait(f"document.readyState === 'complete' && document.body.dataset.page === '{where}'")
-    page.open(page.run(f"location.origin + '/runs/{MAIN}/incidents/a1'"))
+    reader.open(f"{MAIN}/incidents/a1")
     page.press("]")
     page.wait("document.readyState === 'complete' && location.pathname.endsWith('/b2')")
     page.press("[")
@@ -132,9 +133,8 @@ def test_keys_open_pages_and_the_help_lists_all(reader):
     page.press("?")
     keys = page.wait("[...document.querySelectorAll('dialog kbd')].map((one) => one.textContent)")
 
-    assert {"g r", "g o", "g t", "g k", "g i", "g c", "[", "]", "T", "?", "s", "l", "o", "0", "← →", "drag"} <= set(
-        keys
-    )
+    known = {"g r", "g o", "g t", "g k", "g i", "g c", "[", "]", "T", "?", "s", "l", "o", "0", "← →", "drag"}
+    assert known <= set(keys)
 
 
 def test_page_of_a_long_run_gets_its_goodput_later(chromium, store_path, connection):
@@ -149,10 +149,10 @@ def test_page_of_a_long_run_gets_its_goodput_later(chromium, store_path, connect
 
 def test_shift_and_drag_pans_a_zoomed_chart(reader):
     page = reader.page
-    page.open(page.run(f"location.origin + '/runs/{MAIN}?from=20&to=60'"))
+    reader.open(f"{MAIN}?from=20&to=60")
     page.wait("document.querySelector('#chart-loss .uplot')")
     first, last = (page.place("#chart-loss .u-over", across) for across in (0.7, 0.2))
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=first[0], y=first[1])
+    page.point(*first)
     for kind, (x, y) in (("mousePressed", first), ("mouseMoved", last), ("mouseReleased", last)):
         page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1, modifiers=8)
 
@@ -163,7 +163,7 @@ def test_shift_and_drag_pans_a_zoomed_chart(reader):
 
 def test_cell_of_the_heat_map_has_its_exact_value_and_opens_its_tensor(reader, connection):
     page = reader.page
-    page.open(page.run(f"location.origin + '/runs/{MAIN}/tensors'"))
+    reader.open(f"{MAIN}/tensors")
     page.wait("document.querySelector('#gridnotice')?.textContent.includes('no pooling')")
     x, y = page.place("#heat canvas", 0.5, 0.06)
     page.point(x, y)
@@ -185,13 +185,12 @@ def test_cell_of_the_heat_map_has_its_exact_value_and_opens_its_tensor(reader, c
     assert "limit 4×" in legend
 
 
-def test_number_of_ranks_with_a_loss_is_below_its_curve(chromium, tmp_path):
+def test_number_of_ranks_with_a_loss_is_below_its_curve(chromium, stored):
     """A note next to the curve made the table wider than the window."""
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        losses = [scalars("r", "loss", np.arange(9 - rank), 2.0, rank=rank, incarnation=f"r-{rank}") for rank in (0, 1)]
-        append(writer, runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(losses))
+    losses = [scalars("r", "loss", np.arange(9 - rank), 2.0, rank=rank, incarnation=f"r-{rank}") for rank in (0, 1)]
+    store = stored(runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(losses))
     note, curve = (f"document.querySelector('#runs .loss {one}').getBoundingClientRect()" for one in (".dim", "svg"))
-    with served(Site(tmp_path / "store", clock=lambda: NOW)) as own:
+    with served(Site(store, clock=lambda: NOW)) as own:
         chromium.open(f"{own}/")
 
         assert "1 of 2 ranks" == chromium.wait("document.querySelector('#runs .loss .dim').innerText")
@@ -216,22 +215,18 @@ WORDS = """(() => {
 """Keeps the words on each canvas, with their left and right ends and their height."""
 
 
-def test_labels_of_charts_and_scales_are_whole_and_apart(chromium, tmp_path):
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        step = 119_880 + np.arange(121)
-        times = [
-            scalars("r", name, step, 1 + rank / 20, rank=rank, incarnation=f"r-{rank}", labels=labels)
-            for rank in (0, 1)
-            for name, labels in (
-                ("loss", None),
-                ("pre_collective_seconds", None),
-                ("step_phase_seconds", '{"phase":"forward"}'),
-            )
-        ]
-        append(writer, runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(times))
+def test_labels_of_charts_and_scales_are_whole_and_apart(chromium, stored):
+    names = {"loss": None, "pre_collective_seconds": None, "step_phase_seconds": '{"phase":"forward"}'}
+    step = 119_880 + np.arange(121)
+    times = [
+        scalars("r", name, step, 1 + rank / 20, rank=rank, incarnation=f"r-{rank}", labels=labels)
+        for rank in (0, 1)
+        for name, labels in names.items()
+    ]
+    store = stored(runs=run_row("r", "completed", world_size=2), scalars=pa.concat_tables(times))
     found = {}
     script = chromium.call("Page.addScriptToEvaluateOnNewDocument", source=WORDS)["identifier"]
-    with served(Site(tmp_path / "store", clock=lambda: NOW)) as own:
+    with served(Site(store, clock=lambda: NOW)) as own:
         for path, box, last in (("", "#chart-loss", "120,000"), ("/ranks", "#heat", "absent")):
             chromium.look(1280, 900)
             chromium.open(f"{own}/runs/r{path}")
@@ -261,30 +256,27 @@ def test_run_of_any_shape_has_pages_without_messages(chromium, address, run):
     assert chromium.run("document.documentElement.scrollWidth") <= 420
 
 
-def write_attempt(writer, attempt: int, steps: range) -> None:
+def attempt_rows(attempt: int, steps: range) -> dict[str, pa.Table]:
     step = np.array(steps)
     source = {"attempt": attempt, "incarnation": f"live-{attempt}", "seq": step, "ts": START + step * 1_000_000}
     launch = event("live", "launch", None, START, attempt=attempt, rank=0, details={"host": "a", "world_size": 1})
-    tables = [
-        scalars("live", "loss", step, 4.0 - step / 50, **source),
-        scalars("live", "grad_norm", step, 1 + 0 * step, **source),
-    ]
+    values = {"loss": 4.0 - step / 50, "grad_norm": 1 + 0 * step}
+    tables = [scalars("live", name, step, value, **source) for name, value in values.items()]
     row = run_row("live", "running", attempt=attempt, planned_steps=200, last_step=steps[-1], ordinal=attempt + 1)
-    append(writer, scalars=pa.concat_tables(tables), events=events([launch]), runs=row)
+    return {"scalars": pa.concat_tables(tables), "events": events([launch]), "runs": row}
 
 
-def test_live_run_is_followed_across_a_restart(chromium, tmp_path: Path):
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        write_attempt(writer, 0, range(60))
-        with served(Site(tmp_path / "store", clock=lambda: NOW)) as address:
-            reader = Reader(chromium, address)
-            reader.click("#runs .name a", "document.querySelector('#chart-loss .uplot')")
-            assert "59" == reader.text("#head [data-value=step]")
-            write_attempt(writer, 1, range(40, 90))
+def test_live_run_is_followed_across_a_restart(chromium, stored):
+    store = stored(**attempt_rows(0, range(60)))
+    with served(Site(store, clock=lambda: NOW)) as address:
+        reader = Reader(chromium, address)
+        reader.click("#runs .name a", "document.querySelector('#chart-loss .uplot')")
+        assert "59" == reader.text("#head [data-value=step]")
+        write(store, attempt_rows(1, range(40, 90)))
 
-            chromium.wait("document.querySelector('#head [data-value=step]').innerText === '89'")
-            assert "59 → 40" in reader.text("#head > .figures")
-            assert "4.0" not in reader.text("#head [data-value=loss]")
-            chromium.call("Page.navigate", url="about:blank")  # ends the stream of events
+        chromium.wait("document.querySelector('#head [data-value=step]').innerText === '89'")
+        assert "59 → 40" in reader.text("#head > .figures")
+        assert "4.0" not in reader.text("#head [data-value=loss]")
+        chromium.call("Page.navigate", url="about:blank")  # ends the stream of events
     assert [] == chromium.problems
     assert 1 == reader.clicks

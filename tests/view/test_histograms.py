@@ -6,9 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.view.served import served
-from tests.view.training import START, append, rows, run_row
+from tests.view.training import START, rows, run_row, write
 
-from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data.grid import LEVELS, NOT_A_NUMBER, histogram_grid, histogram_tensors
 from rankscope_view.site import Site
@@ -17,34 +16,30 @@ STEPS = 30
 COUNTS = [10, 20, 30, 40]
 
 
-def write(writer, run: str, *, ranks: int = 1, nonfinite: int = 0) -> None:
+def histograms(run: str, *, ranks: int = 1, nonfinite: int = 0) -> dict[str, pa.Table]:
+    steps, known = np.arange(STEPS), {"run": run, "attempt": 0, "ts": START, "ts_origin": "rank"}
+    known |= {"scheme": "linear:-1.0:1.0:4", "below": 0, "above": 100, "counts": [COUNTS] * STEPS}
+    known |= {"seq": steps, "ordinal": steps, "step": steps, "nonfinite": np.where(steps == 20, nonfinite, 0)}
     tables = [
-        rows(
-            "histograms", run=run, attempt=0, rank=rank, incarnation=f"{run}-{rank}", kind=kind, tensor=tensor,
-            seq=np.arange(STEPS), ordinal=np.arange(STEPS), step=np.arange(STEPS), ts=START, ts_origin="rank",
-            scheme="linear:-1.0:1.0:4", below=0, above=100, nonfinite=np.where(np.arange(STEPS) == 20, nonfinite, 0),
-            counts=[COUNTS] * STEPS
-        )
+        rows("histograms", **known, rank=rank, incarnation=f"{run}-{rank}", kind=kind, tensor=tensor)
         for rank in range(ranks)
         for kind in ("adam_ratio", "adam_update")
         for tensor in ("layers.2.weight", "layers.10.weight")
-    ]  # fmt: skip
-    append(writer, histograms=pa.concat_tables(tables), runs=run_row(run, "completed", last_step=STEPS - 1))
+    ]
+    return {"histograms": pa.concat_tables(tables), "runs": run_row(run, "completed", last_step=STEPS - 1)}
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("histograms") / "store"
-    with Store.open(path, create=True).claim(owner="a test") as writer:
-        write(writer, "adam")
-        write(writer, "broken", ranks=2, nonfinite=3)
-    return path
+    return write(path, histograms("adam"), histograms("broken", ranks=2, nonfinite=3))
 
 
 def test_cells_are_logarithms_of_shares_of_the_elements(store):
     with connect(store) as connection:
         grid = histogram_grid(connection, "adam", "adam_update", "layers.2.weight")
         tensors = histogram_tensors(connection, "adam")
+        broken = histogram_grid(connection, "broken", "adam_update", "layers.2.weight")
 
     shares = np.array([100, 40, 30, 20, 10]) / 200
     low = grid.scale[0]
@@ -53,14 +48,8 @@ def test_cells_are_logarithms_of_shares_of_the_elements(store):
     assert (5, STEPS) == grid.cells.shape
     assert expected == grid.cells[:, 7].tolist()
     assert {kind: ["layers.2.weight", "layers.10.weight"] for kind in ("adam_ratio", "adam_update")} == tensors
-
-
-def test_values_that_are_not_finite_have_a_row(store):
-    with connect(store) as connection:
-        grid = histogram_grid(connection, "broken", "adam_update", "layers.2.weight")
-
-    assert "NaN, Inf" == grid.rows[0].name
-    assert [20] == np.flatnonzero(grid.cells[0] == NOT_A_NUMBER).tolist()
+    assert "NaN, Inf" == broken.rows[0].name
+    assert [20] == np.flatnonzero(broken.cells[0] == NOT_A_NUMBER).tolist()
 
 
 def test_page_of_tensors_draws_the_histogram_that_a_reader_chooses(chromium, store):
