@@ -29,6 +29,9 @@ def history(values, *, attempt=None, step=None, time=None) -> History:
     )
 
 
+AVERAGE = CurveRequest(smoothing=Smoothing.AVERAGE, width=7)
+
+
 def test_arrival_axis_has_raw_steps_as_labels():
     found = curve(history([3, 1, 2, 4], step=[30, 10, 20, 30], attempt=[0, 1, 1, 1]), CurveRequest(axis=Axis.ARRIVAL))
 
@@ -36,19 +39,16 @@ def test_arrival_axis_has_raw_steps_as_labels():
     assert (1.0,) == found.restarts
 
 
-@pytest.mark.parametrize("axis", list(Axis))
-def test_no_line_crosses_a_restart(connection, axis):
-    found = curve(read_history(connection, MAIN, "loss"), CurveRequest(axis=axis))
-
-    if axis is Axis.ATTEMPT:
-        assert ["attempt 0", "attempt 1", "attempt 2"] == [line.label for line in found.lines]
-    else:
-        (line,) = found.lines
-        for at in found.restarts:
-            before = np.flatnonzero(line.x < at)[-1]
-            assert np.isnan(line.value[before])
-    for line in found.lines:
-        assert (np.diff(line.x) > 0).all()
+def test_no_line_crosses_a_restart(connection):
+    loss = read_history(connection, MAIN, "loss")
+    for axis in Axis:
+        found = curve(loss, CurveRequest(axis=axis))
+        if axis is Axis.ATTEMPT:
+            assert ["attempt 0", "attempt 1", "attempt 2"] == [line.label for line in found.lines]
+        for line in found.lines:
+            assert (np.diff(line.x) > 0).all()
+            breaks = [] if axis is Axis.ATTEMPT else [np.flatnonzero(line.x < at)[-1] for at in found.restarts]
+            assert np.isnan(line.value[breaks]).all()
 
 
 def test_nan_breaks_the_line_and_is_a_range():
@@ -60,12 +60,12 @@ def test_nan_breaks_the_line_and_is_a_range():
     assert [[1.0, 2.0, "NaN, Inf 1–2"]] == found.document()["nonfinite"]
 
 
-def test_only_nan_has_a_range_and_an_extent_but_no_point():
-    found = curve(history([np.nan] * 6), CurveRequest())
+def test_curve_without_points_has_the_extent_of_its_rows():
+    only_nan, timeless = history([np.nan] * 6), history([1, 2], time=[np.nan, np.nan])
+    found, without = curve(only_nan, CurveRequest()), curve(timeless, CurveRequest(axis=Axis.TIME))
 
-    assert 0 == len(found.lines[0].x)
-    assert (0.0, 5.0) == found.extent
-    assert 6 == found.nonfinite[0].rows
+    assert (0, (0.0, 5.0), 6) == (len(found.lines[0].x), found.extent, found.nonfinite[0].rows)
+    assert (0, None) == (without.rows, without.extent)
 
 
 @pytest.mark.parametrize("axis", [Axis.STEP, Axis.TIME, Axis.ARRIVAL])
@@ -92,20 +92,15 @@ def test_old_buckets_do_not_change_when_rows_arrive():
     np.testing.assert_array_equal(before.x[done], after.x[: done.sum()])
 
 
-def test_zoom_is_queried_with_a_smaller_width():
+def test_zoom_and_the_newest_rows_are_drawn_exactly():
     values = np.random.default_rng(1).normal(size=70_000)
-    found = curve(history(values), CurveRequest(first=1000, last=2000))
+    zoomed = curve(history(values), CurveRequest(first=1000, last=2000))
+    newest = curve(history(values), CurveRequest(newest=4000))
 
-    assert found.bucket_width is None
-    assert [999.0, 2001.0] == [found.lines[0].x[0], found.lines[0].x[-1]]
-
-
-def test_newest_rows_are_drawn_exactly():
-    values = np.random.default_rng(1).normal(size=70_000)
-    found = curve(history(values), CurveRequest(newest=4000))
-
-    np.testing.assert_array_equal(values[-4000:], found.lines[0].value)
-    assert "66,000 older rows are left out" in notice(found)
+    assert zoomed.bucket_width is None
+    assert [999.0, 2001.0] == [zoomed.lines[0].x[0], zoomed.lines[0].x[-1]]
+    np.testing.assert_array_equal(values[-4000:], newest.lines[0].value)
+    assert "66,000 older rows are left out" in notice(newest)
 
 
 def test_pause_is_a_gap_on_the_axis_of_time():
@@ -114,23 +109,19 @@ def test_pause_is_a_gap_on_the_axis_of_time():
     assert [1.0, 2.0, 3.0, None, 4.0] == found.document()["lines"][0]["value"]
 
 
-def test_axis_of_time_without_times_is_empty():
-    found = curve(history([1, 2], time=[np.nan, np.nan]), CurveRequest(axis=Axis.TIME))
-
-    assert 0 == found.rows
-    assert found.extent is None
-
-
-def test_ema_is_the_macro_of_the_store_without_its_bias_to_the_first_value(connection):
-    found = curve(read_history(connection, "no-times", "loss"), CurveRequest(decay=0.9))
-    expected = connection.query(
-        "WITH points AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') FROM ema(points, step, loss, 0.1)"
+@pytest.mark.parametrize(("macro", "request_"), [("ema", CurveRequest(decay=0.9)), ("moving_average", AVERAGE)])
+def test_smoothing_equals_the_macro_of_the_store_without_its_bias_to_the_first_value(connection, macro, request_):
+    found = curve(read_history(connection, "no-times", "loss"), request_).lines[0].smoothed
+    parameter = 0.1 if macro == "ema" else AVERAGE.width
+    stored = connection.query(
+        "WITH points AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') "
+        f"FROM {macro}(points, step, loss, {parameter})"
     )
+    expected, first = stored[macro].to_numpy(), stored["loss"].to_numpy()[0]
+    weight = 0.9 ** np.arange(1, len(expected) + 1) if macro == "ema" else 0.0
+    # The weight of the first value, which the macro `ema` counts for all before it.
 
-    weight = 0.9 ** np.arange(1, len(expected) + 1)  # of the first value, which the macro counts for all before it
-
-    corrected = (expected["ema"].to_numpy() - weight * expected["loss"].to_numpy()[0]) / (1 - weight)
-    np.testing.assert_allclose(found.lines[0].smoothed, corrected)
+    np.testing.assert_allclose(found, (expected - weight * first) / (1 - weight))
 
 
 def test_both_is_the_moving_average_of_the_exponential_one():
@@ -157,16 +148,6 @@ def test_ema_of_few_rows_equals_that_of_all_rows(spike, attempts):
     series, rows = np.arange(len(values)) * attempts // len(values), np.array([0, 7, 700, 50_600, 99_999])
 
     np.testing.assert_allclose(ema_at(values, series, 0.9, rows), ema(values, series, 0.9)[rows], rtol=1e-9)
-
-
-def test_moving_average_equals_the_macro_of_the_store(connection):
-    request = CurveRequest(smoothing=Smoothing.AVERAGE, width=7)
-    found = curve(read_history(connection, "no-times", "loss"), request)
-    expected = connection.query(
-        "WITH p AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') FROM moving_average(p, step, loss, 7)"
-    )
-
-    np.testing.assert_allclose(found.lines[0].smoothed, expected["moving_average"].to_numpy())
 
 
 @pytest.mark.parametrize("smoothing", [Smoothing.EMA, Smoothing.AVERAGE])

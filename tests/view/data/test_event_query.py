@@ -29,19 +29,13 @@ def test_types_are_groups_or_types_of_events(connection, detail):
     assert 138 == len(select(detail, types=["step"]))
 
 
-def test_severity_selects_steps_with_nan_and_incidents(detail):
-    critical = select(detail, severity=Severity.CRITICAL)
+def test_severity_selects_steps_with_nan_and_a_rank_no_steps(detail):
+    critical, of_rank = select(detail, severity=Severity.CRITICAL), select(detail, rank=1)
 
     assert {"step", "anomaly", "incident"} == {line.type for line in critical}
     assert all("loss NaN" in line.text for line in critical if line.type == "step")
     assert {"warning", "critical"} == {line.severity for line in select(detail, severity=Severity.WARNING)}
-
-
-def test_rank_selects_events_and_no_steps(detail):
-    found = select(detail, rank=1)
-
-    assert all(1 in line.ranks for line in found)
-    assert "step" not in {line.type for line in found}
+    assert all(1 in line.ranks and line.type != "step" for line in of_rank)
 
 
 def test_newest_lines_of_all_types_come_first_and_counts_are_of_all(detail):

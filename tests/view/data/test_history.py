@@ -22,15 +22,12 @@ def test_history_equals_the_view(connection, run, name):
 
     slow, fast = read_history(connection, run, name, labels), raw_histories(connection, run, [name])
     for found in (slow, fast.get(name, slow)):
-        assert_equal(found, expected)
+        columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
+        columns |= {column: getattr(found, column) for column in ("value", "lowest", "highest", "stands")}
+        for column, values in columns.items():
+            stored = expected[column].to_numpy(zero_copy_only=False).astype(float)
+            np.testing.assert_allclose(values.astype(float), stored)
     assert (name in fast) is bool(len(slow))
-
-
-def assert_equal(found, expected):
-    columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
-    columns |= {"value": found.value, "lowest": found.lowest, "highest": found.highest, "stands": found.stands}
-    for column, values in columns.items():
-        np.testing.assert_allclose(values.astype(float), expected[column].to_numpy(zero_copy_only=False).astype(float))
 
 
 def test_steps_that_an_attempt_repeated_are_superseded(connection, course):
@@ -39,7 +36,4 @@ def test_steps_that_an_attempt_repeated_are_superseded(connection, course):
 
     assert set(course.step[course.attempt == 1]) >= set(again.step[again.attempt == 0].tolist())
     assert found.is_varied
-
-
-def test_unknown_scalar_has_no_rows(connection):
     assert 0 == len(read_history(connection, "no such run", "loss"))

@@ -8,20 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import MAIN, append, rows
+from tests.view.training import MAIN, rows, run_row
 
-from rankscope_storage.api.store import Store
-from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing
-from rankscope_view.data.tensor import (
-    Limit,
-    _configured,
-    allowed_range,
-    firing_groups,
-    tensor_curve,
-    tensor_detail,
-    total_gradient_norm,
-)
+from rankscope_view.data.tensor import Limit, allowed_range, firing_groups, tensor_curve, tensor_detail
+from rankscope_view.data.tensor import total_gradient_norm as gradient_norm
 
 TENSOR, KIND = "layers.1.mlp.down_proj.weight", "grad_unreduced"
 REQUEST = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE)
@@ -37,56 +28,38 @@ def drawn(connection, detail):
     return tensor_curve(connection, MAIN, detail, REQUEST)
 
 
-def test_each_rank_has_its_line_and_the_first_to_fire_is_the_subject(connection, drawn):
-    lines = {line.label: line for line in drawn.lines}
-    assert Role.SUBJECT is lines["rank 1"].role
+def test_lines_of_ranks_baseline_and_limit_equal_sql(connection, drawn, detail):
+    lines, roles = ({getattr(line, name): line for line in drawn.lines} for name in ("label", "role"))
+    stored = connection.query(
+        "SELECT rank, list(norm ORDER BY attempt, step) FILTER (norm IS NOT NULL) AS norms, "
+        "any_value(norm_baseline) AS baseline FROM tensor_stats WHERE run = $run AND kind = $kind AND tensor = $tensor "
+        "GROUP BY rank",
+        {"run": MAIN, "kind": KIND, "tensor": TENSOR},
+    ).to_pylist()
+    levels = {role: set(roles[role].value[np.isfinite(roles[role].value)]) for role in (Role.BASELINE, Role.LIMIT)}
 
-    for rank in (0, 1):
-        expected = connection.query(
-            "SELECT norm FROM tensor_stats WHERE run = $run AND kind = $kind AND tensor = $tensor AND rank = $rank "
-            "AND norm IS NOT NULL ORDER BY attempt, step",
-            {"run": MAIN, "kind": KIND, "tensor": TENSOR, "rank": rank},
-        )["norm"].to_pylist()
-        values = lines[f"rank {rank}"].value
-        assert expected == values[np.isfinite(values)].tolist()
-
-
-def test_baseline_and_limit_are_lines(connection, drawn, detail):
-    lines = {line.role: line for line in drawn.lines}
-    (stored,) = set(
-        connection.query(
-            "SELECT norm_baseline FROM tensor_stats WHERE run = $run AND kind = $kind AND tensor = $tensor",
-            {"run": MAIN, "kind": KIND, "tensor": TENSOR},
-        )["norm_baseline"].to_pylist()
-    )
-    levels = {role: set(lines[role].value[np.isfinite(lines[role].value)]) for role in (Role.BASELINE, Role.LIMIT)}
-
+    assert {f"rank {row['rank']}": row["norms"] for row in stored} == {
+        label: line.value[np.isfinite(line.value)].tolist() for label, line in lines.items() if "rank" in str(label)
+    }
+    assert Role.SUBJECT is lines["rank 1"].role, "the first to fire"
     assert Limit(high=4.0) == detail.limit
-    assert {Role.BASELINE: {stored}, Role.LIMIT: {4 * stored}} == levels
+    assert {Role.BASELINE: {stored[0]["baseline"]}, Role.LIMIT: {4 * stored[0]["baseline"]}} == levels
 
 
-def test_firings_are_on_the_line_of_their_rank(connection, drawn):
+def test_firings_are_on_the_line_of_their_rank(connection, drawn, detail):
     expected = connection.query(
         "SELECT step, op FROM events WHERE run = $run AND type = 'anomaly' AND tensor = $tensor ORDER BY step",
         {"run": MAIN, "tensor": TENSOR},
     ).to_pylist()
-    line = next(one for one in drawn.lines if one.role is Role.SUBJECT)
-    values = dict(zip(line.x.tolist(), line.value.tolist(), strict=True))
+    fired = next(one for one in detail.firings if one["op"] == "norm") | {"rank": 0, "value": 1e9}
+    other = tensor_curve(connection, MAIN, replace(detail, firings=(*detail.firings, fired)), REQUEST)
+    lines = {line.label: dict(zip(line.x.tolist(), line.value.tolist(), strict=True)) for line in other.lines}
     placed = [one for one in drawn.firings if one.value is not None]
 
-    assert [values[one.x] for one in placed] == [one.value for one in placed]
+    assert [lines["rank 1"][one.x] for one in placed] == [one.value for one in placed]
     assert [row["step"] for row in expected if row["op"] == "norm"] == sorted(one.step for one in placed)
     assert len(expected) == len(drawn.firings)
-
-
-def test_firing_of_another_rank_is_on_the_line_of_that_rank(connection, detail):
-    fired = next(one for one in detail.firings if one["op"] == "norm")
-    other = replace(detail, firings=(*detail.firings, fired | {"rank": 0, "value": 1e9}))
-    drawn = tensor_curve(connection, MAIN, other, REQUEST)
-    line = next(one for one in drawn.lines if one.label == "rank 0")
-    values = dict(zip(line.x.tolist(), line.value.tolist(), strict=True))
-
-    assert values[drawn.firings[-1].x] == drawn.firings[-1].value
+    assert lines["rank 0"][other.firings[-1].x] == other.firings[-1].value
 
 
 def test_firings_of_a_rule_at_consecutive_steps_are_one_group():
@@ -116,32 +89,25 @@ def test_curve_of_one_attempt_is_on_the_axis_of_steps(connection, detail):
     assert all(np.diff(found.lines[0].x) > 0)
 
 
-def test_limit_is_known_from_the_configuration_without_a_firing():
-    rule = {
-        "rule_name": "AnomalyTurbulence",
-        "args": {"threshold": 24.0, "direction": "both", "ops": ["norm"], "kinds": None},
-    }
-    config = json.dumps({"rules": [rule]})
+def test_limit_is_known_from_the_configuration_without_a_firing(connection, opened):
+    arguments = {"threshold": 24.0, "direction": "both", "ops": ["norm"], "kinds": None}
+    config = json.dumps({"rules": [{"rule_name": "AnomalyTurbulence", "args": arguments}]})
+    bad = [None, "[]", "not JSON", '{"rules": [1]}', '{"rules": 3}']
+    states = [run_row(f"r{at}", "completed", config=text) for at, text in enumerate([config, *bad])]
+    store = opened(runs=pa.concat_tables(states))
 
-    assert 24.0 == _configured(config, KIND, "norm")["threshold"]
-    assert {} == _configured(config, KIND, "mean")
-    for bad in (None, "[]", "not JSON", '{"rules": [1]}', '{"rules": 3}'):
-        assert {} == _configured(bad, KIND, "norm")
-
-
-def test_statistic_without_a_baseline_has_no_limit(connection):
-    assert allowed_range(connection, MAIN, KIND, "max") is None
+    assert Limit(high=25.0, low=0.04) == allowed_range(store, "r0", KIND, "norm")
+    places = [("r0", "mean"), *((f"r{at}", "norm") for at in range(1, 6))]
+    assert {None} == {allowed_range(store, run, KIND, op) for run, op in places}
+    assert allowed_range(connection, MAIN, KIND, "max") is None, "a statistic without a baseline"
 
 
-def test_total_gradient_norm_has_each_replica_once_and_all_shards(tmp_path):
-    store = tmp_path / "store"
-    with Store.open(store, create=True).claim(owner="a test") as writer:
-        parts = [
-            rows("tensor_stats", run="r", attempt=0, rank=rank, incarnation=f"r-{rank}", seq=[0], step=[0],
-                 tensor=tensor, kind="grad_reduced", placement=placement, shard_group=group, norm=norm, numel=4)
-            for rank in (0, 1)
-            for tensor, placement, group, norm in (("a", "replica", None, 12.0), ("b", "shard", "0-1", 3.0 + rank))
-        ]  # fmt: skip
-        append(writer, tensor_stats=pa.concat_tables(parts))
-    with connect(store) as connection:
-        assert [13.0] == total_gradient_norm(connection, "r").value.tolist()
+def test_total_gradient_norm_has_each_replica_once_and_all_shards(opened):
+    known = {"run": "r", "attempt": 0, "seq": [0], "step": [0], "kind": "grad_reduced", "numel": 4}
+    parts = []
+    for rank in (0, 1):
+        own = known | {"rank": rank, "incarnation": f"r-{rank}"}
+        parts.append(rows("tensor_stats", **own, tensor="a", placement="replica", norm=12.0))
+        parts.append(rows("tensor_stats", **own, tensor="b", placement="shard", shard_group="0-1", norm=3.0 + rank))
+
+    assert [13.0] == gradient_norm(opened(tensor_stats=pa.concat_tables(parts)), "r").value.tolist()
