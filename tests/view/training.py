@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,16 @@ class Size:
 
 def rows(dataset: str, **columns: Any) -> pa.Table:
     """Return a table of `dataset`; a single value of a column is that of every row."""
-    length = max(
-        (len(values) for values in columns.values() if isinstance(values, np.ndarray | list | pa.Array)), default=1
-    )
+    listed = np.ndarray | list | pa.Array
+    length = max((len(values) for values in columns.values() if isinstance(values, listed)), default=1)
     schema = dataset_schema(dataset)
-    arrays = {}
-    for name, values in columns.items():
-        type_ = schema.field(name).type
-        if isinstance(values, np.ndarray | list | pa.Array):
-            arrays[name] = pa.array(values).cast(type_)
-        else:
-            arrays[name] = pa.repeat(pa.scalar(values, type_), length)
+    arrays = {
+        name: pa.array(values).cast(type_)
+        if isinstance(values, listed)
+        else pa.repeat(pa.scalar(values, type_), length)
+        for name, values in columns.items()
+        for type_ in [schema.field(name).type]
+    }
     return conform(pa.table(arrays), dataset)
 
 
@@ -136,29 +136,25 @@ def trajectory(size: Size) -> Trajectory:
 
 def rank_scalars(run: str, size: Size, course: Trajectory) -> pa.Table:
     """Return all scalars of all ranks of the main run."""
-    tables = []
-    slow = max(size.ranks - 2, 0)
+    tables, seq, slow = [], np.arange(len(course.step)), max(size.ranks - 2, 0)
+    gpu = '{"gpu":"0"}'
+    labels = {"learning_rate": '{"group":"0"}', "gpu_clock_hertz": '{"clock":"sm","gpu":"0"}', "gpu_utilization": gpu}
+    labels |= {"gpu_temperature_celsius": '{"gpu":"0","sensor":"gpu"}', "gpu_memory_total_bytes": gpu}
     for rank in range(size.ranks):
         random = np.random.default_rng(100 + rank)
-        seq = np.arange(len(course.step))
-        common = {
-            "rank": rank,
-            "attempt": course.attempt,
-            "incarnation": [f"{run}-{a}-{rank}" for a in course.attempt.tolist()],
-            "seq": seq,
-            "ordinal": seq * size.ranks + rank,
-            "ts": course.ts,
-        }
+        kept = np.ones(len(seq), bool) if rank != size.ranks - 1 else course.step < round(course.slow_from * 1.02)
+        common = {"attempt": course.attempt[kept], "seq": seq[kept], "ts": course.ts[kept], "rank": rank}
+        common |= {"ordinal": seq[kept] * size.ranks + rank}
+        common["incarnation"] = [f"{run}-{attempt}-{rank}" for attempt in course.attempt[kept].tolist()]
         noise = random.normal(0, 0.05, len(seq))
         is_slow = (rank == slow) & (course.step >= course.slow_from)
         compute = (4.5 + random.normal(0, 0.03, len(seq))) * np.where(is_slow, 1.31, 1.0)
         step_seconds = np.where(course.step >= course.slow_from, 6.5, 5.4) + 0 * compute
+        warm_up = np.minimum(1, (course.step + 1) / (size.steps / 12))
         values = {
             "loss": course.loss + noise,
             "grad_norm": course.grad_norm,
-            "learning_rate": 3e-4
-            * np.minimum(1, (course.step + 1) / (size.steps / 12))
-            * (1 - 0.7 * course.step / size.steps),
+            "learning_rate": 3e-4 * warm_up * (1 - 0.7 * course.step / size.steps),
             "step_seconds": step_seconds,
             "tokens_per_second": 4.2e6 / step_seconds / size.ranks,
             "pre_collective_seconds": compute,
@@ -168,31 +164,15 @@ def rank_scalars(run: str, size: Size, course: Trajectory) -> pa.Table:
             "gpu_clock_hertz": np.where(is_slow, 1.305e9, 1.965e9),
             "gpu_temperature_celsius": np.where(is_slow, 83.0, 62.0),
         }
-        labels = {"learning_rate": '{"group":"0"}', "gpu_clock_hertz": '{"clock":"sm","gpu":"0"}'}
-        labels |= {"gpu_temperature_celsius": '{"gpu":"0","sensor":"gpu"}', "gpu_utilization": '{"gpu":"0"}'}
-        labels |= {"gpu_memory_total_bytes": '{"gpu":"0"}'}
-        kept = np.ones(len(seq), bool) if rank != size.ranks - 1 else course.step < round(course.slow_from * 1.02)
         for name, value in values.items():
-            chosen = {key: _kept(column, kept) for key, column in common.items()}
-            tables.append(scalars(run, name, course.step[kept], value[kept], **chosen, labels=labels.get(name)))
+            tables.append(scalars(run, name, course.step[kept], value[kept], **common, labels=labels.get(name)))
         forward = compute * 0.33
-        parts = {"data_wait": 0.08 + 0 * compute, "forward": forward, "backward": compute - forward - 0.08}
-        parts |= {
-            "collective": step_seconds - compute - 0.2,
-            "optimizer": 0.15 + 0 * compute,
-            "other": 0.05 + 0 * compute,
-        }
+        parts = {"data_wait": 0.08, "forward": forward, "backward": compute - forward - 0.08}
+        parts |= {"collective": step_seconds - compute - 0.2, "optimizer": 0.15, "other": 0.05}
         for phase, seconds in parts.items():
-            chosen = {key: _kept(column, kept) for key, column in common.items()}
-            text = json.dumps({"phase": phase})
-            tables.append(scalars(run, "step_phase_seconds", course.step[kept], seconds[kept], **chosen, labels=text))
+            known = common | {"labels": json.dumps({"phase": phase})}
+            tables.append(scalars(run, "step_phase_seconds", course.step[kept], (seconds + 0 * compute)[kept], **known))
     return pa.concat_tables(tables)
-
-
-def _kept(column: Any, chosen: Any) -> Any:
-    if isinstance(column, np.ndarray):
-        return column[chosen]
-    return [value for value, keep in zip(column, chosen, strict=True) if keep] if isinstance(column, list) else column
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,35 +209,17 @@ def norms(size: Size, course: Trajectory, number: int) -> Norms:
 
 def tensor_rows(run: str, size: Size, course: Trajectory) -> pa.Table:
     """Return the gradient statistics of all tensors."""
-    tables = []
-    seq = np.arange(len(course.step))
+    tables, seq = [], np.arange(len(course.step))
+    every = {"run": run, "attempt": course.attempt, "seq": seq, "step": course.step, "ts": course.ts}
+    every |= {"ts_origin": "rank", "kind": "grad_unreduced", "placement": "full", "infs": 0 * seq, "numel": 4096}
     for number, name in enumerate(size.tensors):
         known = norms(size, course, number)
         for rank in range(size.ranks):
             norm, bad = known.norm[rank], known.bad[rank]
-            tables.append(
-                rows(
-                    "tensor_stats",
-                    run=run,
-                    attempt=course.attempt,
-                    rank=rank,
-                    incarnation=[f"{run}-{a}-{rank}" for a in course.attempt.tolist()],
-                    seq=seq,
-                    ordinal=seq * size.ranks + rank,
-                    step=course.step,
-                    ts=course.ts,
-                    ts_origin="rank",
-                    kind="grad_unreduced",
-                    tensor=name,
-                    placement="full",
-                    norm=pa.array(norm, mask=bad),
-                    max=norm / 3,
-                    nans=np.where(bad, 112, 0),
-                    infs=np.zeros(len(seq), np.int64),
-                    numel=np.full(len(seq), 4096),
-                    norm_baseline=np.full(len(seq), known.baseline),
-                )
-            )
+            own = {"incarnation": [f"{run}-{attempt}-{rank}" for attempt in course.attempt.tolist()], "tensor": name}
+            own |= {"rank": rank, "ordinal": seq * size.ranks + rank, "norm_baseline": known.baseline}
+            values = {"norm": pa.array(norm, mask=bad), "max": norm / 3, "nans": np.where(bad, 112, 0)}
+            tables.append(rows("tensor_stats", **every, **own, **values))
     return pa.concat_tables(tables)
 
 
@@ -293,55 +255,39 @@ def main_events(run: str, size: Size, course: Trajectory) -> pa.Table:
         if (0, step) in time_of and other != tensor:
             own = {"kind": "grad_unreduced", "tensor": other, "rank": number % size.ranks}
             found.append(event(run, "anomaly", step, time_of[0, step], **own, **nan))
-    first = {"run": run, "step": course.nan_from, "ts": time_of[0, course.nan_from], "ordinal": 10_000_001}
+    at, ordinal = time_of[0, course.nan_from], 10_000_001
     details = {"key": "a1", "events": 41, "ranks": [0, 1], "last_step": course.nan_from + 9, "subjects": []}
-    found.extend(
-        event(run, "incident", first["step"], first["ts"] + number * 2_000_000, **subject, **nan,
-              message=f"AnomalyNan on rank 1: {tensor}", ordinal=first["ordinal"] + number,
-              details=details | {"state": state})
-        for number, state in enumerate(("opened", "notified"))
-    )  # fmt: skip
-    slow_at = time_of[2, course.slow_from]
-    slow = max(size.ranks - 2, 0)
-    details = {
-        "key": "b2",
-        "state": "opened",
-        "events": 57,
-        "ranks": [slow],
-        "last_step": size.steps - 1,
-        "subjects": [],
-    }
-    found.append(
-        event(run, "incident", course.slow_from, slow_at, attempt=2, rank=slow, rule="SlowRank", severity="warning",
-              message=f"rank {slow} is slow before the collective", ordinal=10_000_009, details=details)
-    )  # fmt: skip
+    known = subject | nan | {"message": f"AnomalyNan on rank 1: {tensor}"}
+    for number, state in enumerate(("opened", "notified")):
+        own = {"ordinal": ordinal + number, "details": details | {"state": state}}
+        found.append(event(run, "incident", course.nan_from, at + number * 2_000_000, **known, **own))
+    slow, at = max(size.ranks - 2, 0), time_of[2, course.slow_from]
+    details = {"key": "b2", "state": "opened", "events": 57, "ranks": [slow]}
+    details |= {"last_step": size.steps - 1, "subjects": []}
+    known = {"rule": "SlowRank", "severity": "warning", "message": f"rank {slow} is slow before the collective"}
+    known |= {"attempt": 2, "rank": slow, "ordinal": 10_000_009, "details": details}
+    found.append(event(run, "incident", course.slow_from, at, **known))
     return events(found)
 
 
 def evaluations(run: str, size: Size, course: Trajectory) -> pa.Table:
     every = max(2, round(size.steps / 24))
     chosen = (course.step > 0) & (course.step % every == 0) & np.isfinite(course.loss)
-    x = course.step[chosen] / size.steps
-    columns = {"attempt": course.attempt[chosen], "ts": course.ts[chosen], "ordinal": np.flatnonzero(chosen)}
-    columns["incarnation"] = [f"{run}-{a}-0" for a in course.attempt[chosen].tolist()]
-    return scalars(
-        run, "eval_loss", course.step[chosen], 2.75 + 5.5 * np.exp(-14 * x) + 1.1 * np.exp(-3 * x), **columns
-    )
+    x, attempt = course.step[chosen] / size.steps, course.attempt[chosen]
+    columns = {"attempt": attempt, "ts": course.ts[chosen], "ordinal": np.flatnonzero(chosen)}
+    columns["incarnation"] = [f"{run}-{one}-0" for one in attempt.tolist()]
+    losses = 2.75 + 5.5 * np.exp(-14 * x) + 1.1 * np.exp(-3 * x)
+    return scalars(run, "eval_loss", course.step[chosen], losses, **columns)
 
 
 def write_main(writer: Writer, run: str, size: Size) -> Trajectory:
     """Write the main run, and return its course."""
     course = trajectory(size)
     tags = json.dumps({"team": "pretrain", "size": "1b", "ddp": str(size.ranks)})
-    columns = {
-        "planned_steps": round(size.steps * 1.6),
-        "last_step": size.steps - 1,
-        "world_size": size.ranks,
-        "attempt": 2,
-    }
+    columns = {"planned_steps": round(size.steps * 1.6), "last_step": size.steps - 1, "world_size": size.ranks}
     config = json.dumps({"optimizer": {"lr": 3e-4, "name": "adamw"}, "batch_size": 512, "checkpoint_every": 100})
     labelled = run_row(run, "running", tags=tags, ts=int(course.ts[-1]), ordinal=None)
-    state = run_row(run, "running", config=config, ts=int(course.ts[-1]), **columns)
+    state = run_row(run, "running", config=config, ts=int(course.ts[-1]), attempt=2, **columns)
     append(
         writer,
         runs=pa.concat_tables([state, labelled]),
@@ -360,11 +306,9 @@ def write_other(
     step = np.arange(steps)
     ts = None if options.get("timeless") else at - (steps - step) * 900_000
     loss = options.get("loss", 2.5 + 6 * np.exp(-5 * step / max(steps, 1)) + 0.02 * np.sin(step))
-    tables = []
-    if steps:
-        tables.append(scalars(run, options.get("name", "loss"), step, loss, ts=ts))
-        tables.append(scalars(run, "learning_rate", step, 3e-4 * (1 - step / max(steps, 1)), ts=ts))
-        tables.append(scalars(run, "tokens_per_second", step, 8e5 + 1e3 * np.sin(step), ts=ts))
+    values = {options.get("name", "loss"): loss, "learning_rate": 3e-4 * (1 - step / max(steps, 1))}
+    values["tokens_per_second"] = 8e5 + 1e3 * np.sin(step)
+    tables = [scalars(run, name, step, value, ts=ts) for name, value in values.items() if steps]
     ended = {"ended_at": at} if state in {"completed", "failed", "stopped"} else {}
     tags = {"tags": json.dumps(options["tags"])} if "tags" in options else {}
     first = at - steps * 900_000
@@ -383,28 +327,24 @@ def write_store(path: Path, size: Size) -> Trajectory:
     """Create a store with the main run and runs of all states and odd shapes. Return the course of the main run."""
     with Store.open(path, create=True).claim(owner="a test") as writer:
         course = write_main(writer, MAIN, size)
-        incident = [
-            {"type_": "incident", "step": 150, "ts": START, "rank": 1, "severity": "critical", "rule": "AnomalyNan",
-             "kind": "grad_unreduced", "tensor": "layers.7.mlp.down_proj.weight", "op": "nans", "value": 3.0,
-             "message": "AnomalyNan on rank 1", "details": {"key": "c3", "state": "notified", "events": 3}}
-        ]  # fmt: skip
+        known = {"rank": 1, "severity": "critical", "rule": "AnomalyNan", "kind": "grad_unreduced", "op": "nans"}
+        known |= {"tensor": "layers.7.mlp.down_proj.weight", "value": 3.0, "message": "AnomalyNan on rank 1"}
+        known["details"] = {"key": "c3", "state": "notified", "events": 3}
+        incident = [{"type_": "incident", "step": 150, "ts": START, **known}]
         late = np.where(np.arange(187) > 150, np.nan, 2.4 + 3 * np.exp(-np.arange(187) / 40))
-        write_other(writer, "qwen-7b-sft-tulu", "failed", 187, planned=4200, age=0.5, loss=late, events=incident,
-                    reason="rank 1: ValueError: loss is not finite", tags={"team": "post"})  # fmt: skip
-        write_other(writer, "llama-1b-muon-sweep-04", "completed", 400, planned=400, age=2, tags={"sweep": "muon"})
-        write_other(writer, "llama-1b-muon-sweep-02", "stopped", 150, planned=400, age=3, tags={"sweep": "muon"})
+        other = partial(write_other, writer)
+        failed = {"events": incident, "reason": "rank 1: ValueError: loss is not finite", "tags": {"team": "post"}}
+        other("qwen-7b-sft-tulu", "failed", 187, planned=4200, age=0.5, loss=late, **failed)
+        other("llama-1b-muon-sweep-04", "completed", 400, planned=400, age=2, tags={"sweep": "muon"})
+        other("llama-1b-muon-sweep-02", "stopped", 150, planned=400, age=3, tags={"sweep": "muon"})
         stopping = [{"type_": "exit", "step": 220, "ts": START, "details": {"reason": "signal"}}]
-        write_other(
-            writer, "llama-8b-dpo-b0.1", "running", 221, planned=300, age=0, tags={"team": "post"}, events=stopping
-        )
-        write_other(
-            writer, "qwen-moe-a2.7b-ep8", "stalled", 300, planned=6000, age=0.1, reason="alive, but no step for 432 s"
-        )
-        write_other(writer, "mamba2-370m-32k-ctx", "pending", 0, planned=24_000, age=0.2)
-        write_other(writer, "only-nan", "failed", 12, loss=np.full(12, np.nan), age=90)
-        write_other(writer, "one-row", "stopped", 1, age=91)
-        write_other(writer, "no-loss", "completed", 20, name="accuracy", age=92)
-        write_other(writer, "no-times", "completed", 30, timeless=True, age=93)
-        write_other(writer, HOSTILE, "stopped", 5, age=94, reason=HOSTILE, tags={HOSTILE: HOSTILE},
-                    events=[{"type_": "note", "step": 1, "ts": START, "message": HOSTILE}])  # fmt: skip
+        other("llama-8b-dpo-b0.1", "running", 221, planned=300, age=0, tags={"team": "post"}, events=stopping)
+        other("qwen-moe-a2.7b-ep8", "stalled", 300, planned=6000, age=0.1, reason="alive, but no step for 432 s")
+        other("mamba2-370m-32k-ctx", "pending", 0, planned=24_000, age=0.2)
+        other("only-nan", "failed", 12, loss=np.full(12, np.nan), age=90)
+        other("one-row", "stopped", 1, age=91)
+        other("no-loss", "completed", 20, name="accuracy", age=92)
+        other("no-times", "completed", 30, timeless=True, age=93)
+        note = [{"type_": "note", "step": 1, "ts": START, "message": HOSTILE}]
+        other(HOSTILE, "stopped", 5, age=94, reason=HOSTILE, tags={HOSTILE: HOSTILE}, events=note)
     return course

@@ -47,24 +47,11 @@ type Board = Omit<Plain<Dashboard>, 'annotations'> & { annotations?: { list?: An
 """
 
 
-@pytest.fixture
-def compiler():
-    """Return the TypeScript compiler. The packages of Grafana are in the folder of packages that contains it."""
-    found = shutil.which("tsc")
-    packages = Path(found).resolve().parents[2] if found else Path()
-    if not (packages / "@grafana" / "schema").is_dir():
-        pytest.skip("make boards-check fetches the types of Grafana for this test")
-    return found
-
-
 def columns(panel):
     """Return the settings of each column that belong to the type of the panel."""
-    overrides = panel["fieldConfig"]["overrides"] or ()
-    settings = [{one["id"]: one["value"] for one in override["properties"]} for override in overrides]
-    return [
-        {name.removeprefix("custom."): value for name, value in one.items() if name.startswith("custom.")}
-        for one in ({name: value for name, value in one.items() if name != BEFORE_9_5} for one in settings)
-    ]
+    overrides = [one["properties"] for one in panel["fieldConfig"]["overrides"] or ()]
+    settings = [{one["id"]: one["value"] for one in properties if one["id"] != BEFORE_9_5} for properties in overrides]
+    return [{name[7:]: one[name] for name in one if name.startswith("custom.")} for one in settings]
 
 
 def script(boards):
@@ -88,12 +75,19 @@ def script(boards):
 
 
 @pytest.fixture
-def errors(compiler, tmp_path):
-    """Return a function that returns the errors of the compiler for a script."""
+def errors(tmp_path):
+    """Return a function that returns the errors of the TypeScript compiler for a script.
+
+    The packages of Grafana are in the folder of packages that contains the compiler.
+    """
+    compiler = shutil.which("tsc")
+    packages = Path(compiler).resolve().parents[2] if compiler else Path()
+    if not (packages / "@grafana" / "schema").is_dir():
+        pytest.skip("make boards-check fetches the types of Grafana for this test")
 
     def compiled(text):
         (tmp_path / "boards.ts").write_text(text, encoding="utf-8")
-        (tmp_path / "node_modules").symlink_to(Path(compiler).resolve().parents[2])
+        (tmp_path / "node_modules").symlink_to(packages)
         options = ["--noEmit", "--strict", "--skipLibCheck", "--target", "es2022", "--module", "esnext"]
         command = [compiler, *options, "--moduleResolution", "bundler", "boards.ts"]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from tests.dashboards.grafana.contract_answers import Answer, Caller, Request, Role, message
 
 MOST_UID_CHARACTERS: Final = 40
-TIME: Final = "2026-11-24T14:11:07Z"
 CHANGED_FOLDER: Final = message(412, "the folder has been changed by someone else", status="version-mismatch")
 NO_FOLDER: Final = message(404, "folder not found", status="not-found")
 NO_SOURCE: Final = message(404, "Data source not found")
@@ -52,11 +51,6 @@ class Board:
     def save(self, document: dict[str, Any]) -> None:
         self.version += 1
         self.document = {**document, "id": self.id, "uid": self.uid, "version": self.version}
-
-
-def slug(title: str) -> str:
-    """Return the last part of the address of a folder or board."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
 def uid_error(uid: str) -> str | None:
@@ -126,12 +120,8 @@ class Content:
         return self._folder_answer(self.add_folder(uid, title, caller.login), caller)
 
     def _folder_answer(self, folder: Folder, caller: Caller) -> Answer:
-        may = caller.role is Role.ADMIN
-        rights = dict.fromkeys(("canSave", "canEdit", "canAdmin", "canDelete"), may)
-        url = f"/dashboards/f/{folder.uid}/{slug(folder.title)}"
-        named = {"id": folder.id, "uid": folder.uid, "title": folder.title, "url": url, "hasAcl": False}
-        times = {"createdBy": folder.login, "created": TIME, "updatedBy": folder.login, "updated": TIME}
-        return Answer(200, {**named, **rights, **times, "version": folder.version})
+        may = {"canSave": caller.role is Role.ADMIN, "version": folder.version}
+        return Answer(200, {"uid": folder.uid, "title": folder.title, "createdBy": folder.login, **may})
 
     def _get_folder(self, _request: Request, caller: Caller, uid: str) -> Answer:
         return self._folder_answer(self.folders[uid], caller) if uid in self.folders else NO_FOLDER
@@ -148,11 +138,8 @@ class Content:
         return Answer(200)
 
     def _list_sources(self, _request: Request, _caller: Caller) -> Answer:
-        logo = "public/app/plugins/datasource/prometheus/img/prometheus_logo.svg"
-        dropped = ("basicAuthUser", "withCredentials", "secureJsonFields", "version")
         shown = sorted(self.sources.values(), key=lambda source: str(source["name"]))
-        kept = [{name: value for name, value in source.items() if name not in dropped} for source in shown]
-        return Answer(200, [source | {"typeName": "Prometheus", "typeLogoUrl": logo} for source in kept])
+        return Answer(200, [{name: one[name] for name in one if name != "version"} for one in shown])
 
     def _create_source(self, request: Request, _caller: Caller) -> Answer:
         wanted = request.body
@@ -170,15 +157,7 @@ class Content:
     def add_source(
         self, wanted: dict[str, Any], *, number: int | None = None, version: int = 1, read_only: bool = False
     ) -> Any:
-        made = {
-            "id": number or next(self._source_ids),
-            "orgId": 1,
-            "version": version,
-            "readOnly": read_only,
-            "secureJsonFields": {},
-        }
-        made |= dict.fromkeys(("typeLogoUrl", "user", "database", "basicAuthUser"), "")
-        made |= dict.fromkeys(("basicAuth", "withCredentials"), False)
+        made = {"id": number or next(self._source_ids), "version": version, "readOnly": read_only}
         made |= {name: wanted[name] for name in ("uid", "name", "type", "access")}
         made |= {name: wanted.get(name, unset) for name, unset in (("url", ""), ("isDefault", False), ("jsonData", {}))}
         self.sources[wanted["uid"]] = made
@@ -239,39 +218,14 @@ class Content:
         else:
             old.folder = folder
             old.save(wanted)
-        named = {"id": old.id, "slug": slug(old.title), "status": "success", "uid": old.uid}
-        return Answer(200, {**named, "url": f"/d/{old.uid}/{slug(old.title)}", "version": old.version})
+        return Answer(200, {"id": old.id, "status": "success", "uid": old.uid, "version": old.version})
 
     def _get_board(self, _request: Request, _caller: Caller, uid: str) -> Answer:
         if uid not in self.boards:
             return NO_BOARD
         board = self.boards[uid]
-        folder = self.folders.get(board.folder)
-        may = dict.fromkeys(("canAdd", "canEdit", "canDelete"), True)
-        where = {
-            "folderId": folder.id if folder else 0,
-            "folderUid": board.folder,
-            "folderTitle": folder.title if folder else "General",
-            "folderUrl": f"/dashboards/f/{folder.uid}/{slug(folder.title)}" if folder else "",
-        }
-        meta = {
-            "type": "db",
-            **dict.fromkeys(("canSave", "canEdit", "canAdmin", "canStar", "canDelete"), True),
-            **dict.fromkeys(("hasAcl", "isFolder", "hasPublicDashboard", "publicDashboardEnabled"), False),
-            **dict.fromkeys(("publicDashboardAccessToken", "publicDashboardUid"), ""),
-            "slug": slug(board.title),
-            "url": f"/d/{uid}/{slug(board.title)}",
-            "expires": "0001-01-01T00:00:00Z",
-            "created": TIME,
-            "updated": TIME,
-            "updatedBy": board.login,
-            "createdBy": board.login,
-            "version": board.version,
-            "provisioned": bool(board.file),
-            "provisionedExternalId": board.file,
-            "annotationsPermissions": {"dashboard": may, "organization": may},
-            **where,
-        }
+        meta = {"folderUid": board.folder, "version": board.version, "updatedBy": board.login, "createdBy": board.login}
+        meta |= {"provisioned": bool(board.file), "provisionedExternalId": board.file}
         document = board.document | ({"schemaVersion": 99} if self.migrates_boards else {})
         return Answer(200, {"meta": meta, "dashboard": document})
 
@@ -296,12 +250,7 @@ class Content:
         return Answer(200, [one for one in found if title in one["title"].lower()])
 
     def _found(self, board: Board) -> dict[str, Any]:
-        address = slug(board.title)
-        found = {"id": board.id, "uid": board.uid, "title": board.title, "slug": "", "type": "dash-db", "sortMeta": 0}
-        found |= {"uri": f"db/{address}", "url": f"/d/{board.uid}/{address}", "isStarred": False, "folderId": 0}
-        found |= {"tags": board.document.get("tags", [])}
-        folder = self.folders.get(board.folder)
-        if folder is None:
+        found = {"id": board.id, "uid": board.uid, "title": board.title, "type": "dash-db", "folderId": 0}
+        if (folder := self.folders.get(board.folder)) is None:
             return found
-        url = f"/dashboards/f/{folder.uid}/{slug(folder.title)}"
-        return found | {"folderId": folder.id, "folderUid": folder.uid, "folderTitle": folder.title, "folderUrl": url}
+        return found | {"folderId": folder.id, "folderUid": folder.uid, "folderTitle": folder.title}

@@ -30,7 +30,6 @@ TOKENS: Final = {
 
 MOST_WRONG_PASSWORDS: Final = 5
 HEALTH: Final = {"commit": "8f3e923057", "database": "ok", "version": "9.4.0-pre"}
-ADDRESS: Final = dict.fromkeys(("address1", "address2", "city", "zipCode", "state", "country"), "")
 
 
 def permission(method: str, path: str) -> str | None:
@@ -39,17 +38,10 @@ def permission(method: str, path: str) -> str | None:
         return "alert.provisioning:read" if method == "GET" else "alert.provisioning:write"
     if path.startswith("/api/alertmanager/grafana/config/"):
         return f"alert.notifications:{'read' if method == 'GET' else 'write'}"
-    needed = {
-        ("POST", "folders"): "folders:create",
-        ("PUT", "folders"): "folders:write",
-        ("DELETE", "folders"): "folders:delete",
-        ("POST", "datasources"): "datasources:create",
-        ("PUT", "datasources"): "datasources:write",
-        ("DELETE", "datasources"): "datasources:delete",
-        ("POST", "dashboards"): "any of dashboards:create, dashboards:write",
-        ("DELETE", "dashboards"): "dashboards:delete",
-    }
-    return needed.get((method, path.split("/")[2]))
+    verbs, kind = {"POST": "create", "PUT": "write", "DELETE": "delete"}, path.split("/")[2]
+    if (method, kind) == ("POST", "dashboards"):
+        return "any of dashboards:create, dashboards:write"
+    return f"{kind}:{verbs[method]}" if kind in {"folders", "datasources", "dashboards"} and method in verbs else None
 
 
 def is_granted(caller: Caller, needed: str) -> bool:
@@ -148,7 +140,7 @@ class ContractServer:
 
     def _organisation(self, _request: Request, caller: Caller) -> Answer:
         number = caller.organisation
-        return Answer(200, {"id": number, "name": self.organisations[number], "address": ADDRESS})
+        return Answer(200, {"id": number, "name": self.organisations[number]})
 
 
 class _Handler(BaseHTTPRequestHandler):

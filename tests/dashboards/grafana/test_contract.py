@@ -50,24 +50,31 @@ def test_webhook_messages_lack_private_annotations():
 
 
 def _is_different(one: Pair, got: Answer) -> bool:
-    """Return True if the server does not answer as recorded."""
+    """Return True if the server does not answer as recorded, with the part of a document that a deployment reads."""
     if one.answer is None:
         return got.status >= 300
-    expected, actual = _stable(one.answer.body), _stable(got.body)
+    expected, actual = one.answer.body, got.body
     if isinstance(expected, list) and any(text in one.note for text in ("(first 3", "(body cut to the first")):
         actual = actual[: len(expected)]
-    return (one.answer.status, expected) != (got.status, actual)
+    return one.answer.status != got.status or not _is_part(actual, expected)
+
+
+def _is_part(part: Any, whole: Any) -> bool:
+    """Return True if two documents are equal, except for keys that `part` lacks or whose values always differ."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(name in VOLATILE or (name in whole and _is_part(part[name], whole[name])) for name in part)
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(part) == len(whole) and all(map(_is_part, part, whole))
+    return bool(part == whole)
 
 
 def _send(url: str, one: Pair) -> Answer:
     kind, _, value = CREDENTIALS[one.sender.partition(", X-Grafana")[0]].partition(" ")
     secret = base64.b64encode(value.encode()).decode() if kind == "Basic" else value
     body, headers = one.request.body, dict(one.request.headers) | {"Authorization": f"{kind} {secret}"}
-    if isinstance(body, str):
-        data = body.encode()
-    else:
-        data = None if body is None else json.dumps(body).encode()
-        headers["Content-Type"] = "application/json"
+    is_form = isinstance(body, str)
+    headers |= {} if is_form else {"Content-Type": "application/json"}
+    data = None if body is None else (body if is_form else json.dumps(body)).encode()
     query = f"?{urllib.parse.urlencode(one.request.query)}" if one.request.query else ""
     request = urllib.request.Request(url + one.request.path + query, data, headers, method=one.request.method)
     try:
@@ -83,10 +90,3 @@ def _parsed(raw: bytes) -> Any:
         return json.loads(raw) if raw else ""
     except ValueError:
         return raw.decode()
-
-
-def _stable(value: Any) -> Any:
-    """Return a document without the values that differ at each recording."""
-    if isinstance(value, dict):
-        return {name: _stable(part) for name, part in value.items() if name not in VOLATILE}
-    return [_stable(part) for part in value] if isinstance(value, list) else value

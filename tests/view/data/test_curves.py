@@ -110,7 +110,7 @@ def test_pause_is_a_gap_on_the_axis_of_time():
 
 
 @pytest.mark.parametrize(("macro", "request_"), [("ema", CurveRequest(decay=0.9)), ("moving_average", AVERAGE)])
-def test_smoothing_equals_the_macro_of_the_store_without_its_bias_to_the_first_value(connection, macro, request_):
+def test_smoothing_equals_the_macro_of_the_store_without_its_first_bias(connection, macro, request_):
     found = curve(read_history(connection, "no-times", "loss"), request_).lines[0].smoothed
     parameter = 0.1 if macro == "ema" else AVERAGE.width
     stored = connection.query(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import append, event, events, rows
+from tests.view.training import event, events, rows, write
 
-from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
 from rankscope_view.data.cell_value import cell_value
@@ -19,21 +18,15 @@ from rankscope_view.data.tensor import first_to_leave
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
     """Return a connection to a store with 2,500 tensors of 40 steps: one has a spike, another one a NaN."""
-    folder = tmp_path_factory.mktemp("grid") / "store"
     tensors, steps = 2500, 40
-    step = np.tile(np.arange(steps), tensors)
-    number = np.repeat(np.arange(tensors), steps)
-    norm = np.ones(tensors * steps)
-    norm[(number == 1700) & (step == 20)] = 500.0
+    step, number = np.tile(np.arange(steps), tensors), np.repeat(np.arange(tensors), steps)
+    norm = np.where((number == 1700) & (step == 20), 500.0, 1.0)
     bad = (number == 2001) & (step == 30)
-    table = rows(
-        "tensor_stats", run="r", attempt=0, rank=0, incarnation="i", seq=step, step=step, kind="grad_reduced",
-        tensor=[f"layers.{one}.weight" for one in number], norm=pa.array(norm, mask=bad), nans=np.where(bad, 3, 0),
-        infs=np.zeros(len(step), np.int64)
-    )  # fmt: skip
-    with Store.open(folder, create=True).claim(owner="a test") as writer:
-        append(writer, tensor_stats=table)
-    with connect(folder) as opened:
+    known = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i", "seq": step, "step": step, "infs": 0 * step}
+    names = [f"layers.{one}.weight" for one in number]
+    values = {"norm": pa.array(norm, mask=bad), "nans": np.where(bad, 3, 0)}
+    table = rows("tensor_stats", kind="grad_reduced", tensor=names, **known, **values)
+    with connect(write(tmp_path_factory.mktemp("grid") / "store", {"tensor_stats": table})) as opened:
         yield opened
 
 
@@ -55,7 +48,7 @@ def test_pooled_rows_name_the_tensor_with_the_extreme(many):
 @pytest.mark.parametrize(
     ("kind", "first"), [("grad_reduced", "layers.2.a"), ("exp_avg", "layers.2.a"), ("act_out", "layers.0.a")]
 )
-def test_first_nan_is_that_of_the_causal_order_in_each_order_of_rows(tmp_path, kind, first):
+def test_first_nan_is_that_of_the_causal_order_in_each_order_of_rows(opened, kind, first):
     """All layers become NaN at a step: in the backward pass, the last one is the first."""
     names = [f"layers.{layer}.{part}" for layer in range(3) for part in "ab"]
     nan = {"rule": "AnomalyNan", "op": "nans", "kind": kind, "rank": 0}
@@ -66,11 +59,9 @@ def test_first_nan_is_that_of_the_causal_order_in_each_order_of_rows(tmp_path, k
     step, tensor = list(range(5)) * 6, [name for name in names for _ in range(5)]
     known = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i", "seq": step, "norm": 1.0, "infs": 0}
     table = rows("tensor_stats", step=step, kind=kind, tensor=tensor, nans=bad, **known)
-    with Store.open(tmp_path / "store", create=True).claim(owner="a test") as writer:
-        append(writer, tensor_stats=table, events=events(listed))
-    with connect(tmp_path / "store") as opened:
-        grids = [tensor_grid(opened, "r", GridRequest(kind=kind, order=order)) for order in Order]
-        leaving = first_to_leave(opened, "r")[0].tensor
+    store = opened(tensor_stats=table, events=events(listed))
+    grids = [tensor_grid(store, "r", GridRequest(kind=kind, order=order)) for order in Order]
+    leaving = first_to_leave(store, "r")[0].tensor
 
     assert [first] * 4 == [leaving, *(holder(found, found.first_bad[0]) for found in grids)]
     assert [3] * 3 == [found.first_bad[1] for found in grids]
@@ -85,44 +76,33 @@ def test_zoom_shows_single_tensors_and_steps(many):
     assert "no pooling" in found.notice
 
 
-def test_worst_tensors_come_first(many):
-    found = tensor_grid(many, "r", GridRequest(kind="grad_reduced", order=Order.WORST, rows=(0, 2)))
-
-    assert ("layers.2001.weight", "layers.1700.weight") == found.names
-
-
-def test_rows_are_pooled_to_the_height_of_the_screen(many):
+def test_rows_are_the_worst_ones_or_pooled_to_the_height_of_the_screen(many):
+    worst = tensor_grid(many, "r", GridRequest(kind="grad_reduced", order=Order.WORST, rows=(0, 2)))
     found = tensor_grid(many, "r", GridRequest(kind="grad_reduced", most_rows=100))
 
+    assert ("layers.2001.weight", "layers.1700.weight") == worst.names
     assert (100, 40) == found.cells.shape
     assert "layers.1700.weight" == holder(found, 68)
     assert 2500 == sum(row.tensors for row in found.rows) == len(found.names)
+    assert (0, 0) == tensor_grid(many, "no such run", GridRequest(kind="grad_reduced")).cells.shape
 
 
-@pytest.mark.parametrize(
-    ("column", "tensor", "value"), [(20, "layers.1700.weight", 500.0), (3, "layers.1699.weight", 1)]
-)
-def test_exact_value_of_a_pooled_cell_names_its_tensor(many, column, tensor, value):
-    names = tuple(f"layers.{number}.weight" for number in range(1699, 1703))
-    found = cell_value(many, "r", GridRequest(kind="grad_reduced", tensors=names), column)
+def test_exact_value_of_a_pooled_cell_names_its_tensor_and_nan_has_priority(many):
+    def value(column, *numbers):
+        names = tuple(f"layers.{number}.weight" for number in numbers)
+        return cell_value(many, "r", GridRequest(kind="grad_reduced", tensors=names), column)
 
-    assert (tensor, column, value) == (found.tensor, found.step, found.value)
-
-
-def test_nan_in_a_pooled_cell_has_priority(many):
-    found = cell_value(
-        many, "r", GridRequest(kind="grad_reduced", tensors=("layers.2000.weight", "layers.2001.weight")), 30
-    )
-
+    for column, number, expected in ((20, 1700, 500.0), (3, 1699, 1)):
+        found = value(column, *range(1699, 1703))
+        assert (f"layers.{number}.weight", column, expected) == (found.tensor, found.step, found.value)
+    found = value(30, 2000, 2001)
     assert ("layers.2001.weight", 3) == (found.tensor, found.nans)
 
 
 @pytest.fixture(scope="module")
 def spread(tmp_path_factory):
     """Return a connection to two parts of four layers on three ranks, two attempts, two kinds and an odd stride."""
-    folder = tmp_path_factory.mktemp("spread") / "store"
-    random = np.random.default_rng(3)
-    tables = []
+    random, batches = np.random.default_rng(3), []
     for attempt, steps in ((0, range(0, 60, 3)), (1, range(45, 90, 3))):
         for kind in ("grad_reduced", "param_after"):
             for rank in range(3):
@@ -130,11 +110,9 @@ def spread(tmp_path_factory):
                 names = [f"layers.{at // 2}.{('a', 'b')[at % 2]}.weight" for at in range(8)] * len(steps)
                 source = {"run": "r", "attempt": attempt, "rank": rank, "incarnation": f"{attempt}-{rank}", "seq": step}
                 norm, mean = np.exp(random.normal(0, 2, len(step))), random.normal(0, 1, len(step))
-                tables += [rows("tensor_stats", **source, step=step, kind=kind, tensor=names, norm=norm, mean=mean)]
-    with Store.open(folder, create=True).claim(owner="a test") as writer:
-        for table in tables:
-            append(writer, tensor_stats=table)
-    with connect(folder) as opened:
+                table = rows("tensor_stats", **source, step=step, kind=kind, tensor=names, norm=norm, mean=mean)
+                batches.append({"tensor_stats": table})
+    with connect(write(tmp_path_factory.mktemp("spread") / "store", *batches)) as opened:
         yield opened
 
 
@@ -145,8 +123,7 @@ def test_tensors_are_grouped_by_layer_or_by_part(spread):
     assert ["layers.0.a.weight", "layers.1.a.weight", "layers.2.a.weight"] == list(by[Order.PART][:3])
 
 
-@pytest.mark.parametrize("op", ["norm", "mean"])
-@pytest.mark.parametrize("rank", [None, 2])
+@pytest.mark.parametrize(("op", "rank"), [("norm", None), ("mean", 2)])
 def test_cells_equal_sql(spread, op, rank):
     query = CellQuery(run="r", kind="grad_reduced", op=op, rank=rank, groups=find_groups(spread, "r", "grad_reduced"))
     columns = sampled_columns(spread, query)
@@ -163,10 +140,6 @@ def test_cells_equal_sql(spread, op, rank):
         for row in expected:
             at = found.names.index(row["tensor"]), row["place"]
             assert (row["low"], row["high"]) == (found.low[at], found.high[at])
-
-
-def test_unknown_run_has_an_empty_grid(many):
-    assert (0, 0) == tensor_grid(many, "no such run", GridRequest(kind="grad_reduced")).cells.shape
 
 
 def test_names_sort_by_their_numbers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope_view.data.slow_ranks import find_slow_ranks
+from rankscope_view.data import slow_ranks
 
 PHASES = ("data_wait", "forward", "backward", "collective", "optimizer", "checkpoint")
 STEPS = 200
@@ -23,6 +23,10 @@ def steps(ranks: int = 4, *, late=None, has_waits: bool = True, seed: int = 0) -
     return seconds
 
 
+def found_in(seconds: np.ndarray, first: int = 0):
+    return slow_ranks.find_slow_ranks(seconds, PHASES, range(first, first + seconds.shape[1]))
+
+
 def every(interval: int, seconds: float) -> np.ndarray:
     return np.where(np.arange(STEPS) % interval == interval - 1, seconds, 0.0)
 
@@ -30,7 +34,7 @@ def every(interval: int, seconds: float) -> np.ndarray:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("phase", ["data_wait", "forward", "backward", "optimizer"])
 def test_slow_rank_has_its_share_and_phase(ranks, phase):
-    (found,) = find_slow_ranks(steps(ranks, late={(1, phase): 0.33}), PHASES, range(STEPS))
+    (found,) = found_in(steps(ranks, late={(1, phase): 0.33}))
 
     assert (1, phase, 0) == (found.row, found.phase, found.pauses)
     assert (0.5, 0.33) == (pytest.approx(found.share, abs=0.03), pytest.approx(found.seconds, abs=0.03))
@@ -39,12 +43,10 @@ def test_slow_rank_has_its_share_and_phase(ranks, phase):
 @pytest.mark.parametrize(("phase", "interval"), [("checkpoint", 10), ("data_wait", 30), ("forward", 50)])
 def test_rank_that_pauses_is_slow_until_its_pauses_stop(phase, interval):
     pauses = every(interval, 0.1 * interval)
-    (found,) = find_slow_ranks(steps(2, late={(0, phase): pauses}), PHASES, range(STEPS))
+    (found,) = found_in(steps(2, late={(0, phase): pauses}))
 
     assert (0, phase, STEPS // interval) == (found.row, found.phase, found.pauses)
-    assert [] == find_slow_ranks(
-        steps(2, late={(0, phase): np.where(np.arange(STEPS) < 80, pauses, 0)}), PHASES, range(STEPS)
-    )
+    assert [] == found_in(steps(2, late={(0, phase): np.where(np.arange(STEPS) < 80, pauses, 0)}))
 
 
 @pytest.mark.parametrize("first", [80, 150])
@@ -52,16 +54,10 @@ def test_rank_that_pauses_is_slow_until_its_pauses_stop(phase, interval):
 def test_slowness_that_begins_late_is_no_pause(first, count):
     """A loader that takes 0.6 s of 0.9 s from a step on is called slow from the 16th step on, since the first one."""
     seconds = steps(2, late={(1, "data_wait"): np.where(np.arange(STEPS) < first, 0.0, 0.6)})[:, : first + count]
-    found = find_slow_ranks(seconds, PHASES, range(1000, 1000 + seconds.shape[1]))
+    found = found_in(seconds, 1000)
 
     assert bool(found) == (count >= 16) or count == 15  # a step of noise before it may be slow
     assert {(1, 0, 1000 + first)} >= {(one.row, one.pauses, one.since) for one in found}
-
-
-def test_slowness_that_has_ended_is_no_pause_despite_single_pauses_before():
-    late = np.where((np.arange(STEPS) >= 80) & (np.arange(STEPS) < 120), 0.6, every(25, 0.6))
-
-    assert [] == find_slow_ranks(steps(2, late={(1, "data_wait"): late}), PHASES, range(STEPS))
 
 
 def test_rank_is_slow_since_its_first_slow_step_despite_evaluations():
@@ -69,45 +65,40 @@ def test_rank_is_slow_since_its_first_slow_step_despite_evaluations():
     seconds = np.full((2, 80, 1), 0.1)
     seconds[1, 20:] = 0.2
     seconds[:, [60, 79]] += 3.0
-    (found,) = find_slow_ranks(seconds, ["data_wait"], range(80))
+    (found,) = slow_ranks.find_slow_ranks(seconds, ["data_wait"], range(80))
 
     assert "since step 20" in found.words
 
 
-def test_pauses_of_all_ranks_make_no_rank_slow():
-    late = {(rank, "checkpoint"): every(10, 2.0) for rank in range(4)}
+def test_past_slowness_and_pauses_of_all_ranks_make_no_rank_slow():
+    late = np.where((np.arange(STEPS) >= 80) & (np.arange(STEPS) < 120), 0.6, every(25, 0.6))
 
-    assert [] == find_slow_ranks(steps(late=late), PHASES, range(STEPS))
-
-
-def test_slow_input_is_found_where_waits_are_part_of_forward():
-    (found,) = find_slow_ranks(steps(late={(2, "data_wait"): 0.33}, has_waits=False), PHASES, range(STEPS))
-
-    assert (2, "data_wait") == (found.row, found.phase)
-    assert [] == find_slow_ranks(
-        steps(late={(2, "forward"): 0.33}, has_waits=False), PHASES, range(STEPS)
-    )  # looks like a wait
+    assert [] == found_in(steps(2, late={(1, "data_wait"): late}))
+    assert [] == found_in(steps(late={(rank, "checkpoint"): every(10, 2.0) for rank in range(4)}))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_slow_input_is_found_where_the_forward_pass_contains_a_collective(ranks):
+def test_slow_input_is_found_where_the_forward_pass_contains_waits(ranks):
     """The broadcast of buffers of DDP, and the shards of FSDP: the others wait in their forward passes."""
     seconds = steps(ranks, late={(1, "data_wait"): 0.33}, has_waits=False)
-    seconds[:, :, PHASES.index("collective")] += steps(ranks, seed=1)[:, :, PHASES.index("collective")]
-    (found,) = find_slow_ranks(seconds, PHASES, range(STEPS))
+    (found,) = found_in(seconds)
+    assert (1, "data_wait") == (found.row, found.phase)
+    assert [] == found_in(steps(late={(1, "forward"): 0.33}, has_waits=False)), "looks like a wait"
 
+    seconds[:, :, PHASES.index("collective")] += steps(ranks, seed=1)[:, :, PHASES.index("collective")]
+    (found,) = found_in(seconds)
     assert (1, "data_wait", 0) == (found.row, found.phase, found.pauses)
     assert 0.33 == pytest.approx(found.seconds, abs=0.05)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 16])
 def test_healthy_ranks_are_not_slow(ranks):
-    assert [] == [one for seed in range(40) for one in find_slow_ranks(steps(ranks, seed=seed), PHASES, range(STEPS))]
+    assert [] == [one for seed in range(40) for one in found_in(steps(ranks, seed=seed))]
 
 
 def test_missing_steps_of_a_rank_are_not_compared():
     seconds = steps(late={(1, "forward"): 0.33})
     seconds[0, :150], seconds[3, 190:] = np.nan, np.nan
-    (found,) = find_slow_ranks(seconds, PHASES, range(STEPS))
+    (found,) = found_in(seconds)
 
     assert (1, "forward") == (found.row, found.phase)
