@@ -140,32 +140,29 @@ def page(values, baselines="1x30", thresholds="0.5x30", **labels):
 
 
 def turbulence():
-    scenario = partial(Scenario, "AnomalyTurbulence")
-
     both = [AnomalyTurbulence(threshold=0.5, direction="both", ops=("norm", "mean"))]
-    yield scenario(
-        "equal to the threshold does not fire, slightly above fires", page("1.5 1.5000001"), {0: [], 1: [NORM]}
-    )
-    yield scenario("stays active for a minute, then resolves", page("9 1x20"), {0: [NORM], 5: [NORM], 9: []})
-    yield scenario("a fall does not fire with the default direction", page("0.1"), {0: []})
-    yield scenario("infinity fires, NaN does not", page("NaN Inf"), {0: [], 1: [NORM]})
-    yield scenario("does not fire without a threshold", page("9", thresholds="NaN"), {0: []})
-    yield scenario("does not fire without a baseline", page("0 9", baselines="NaN NaN"), {0: [], 1: []})
-    yield scenario("baseline 0: value 0 does not fire, value 1 fires", page("0 1", baselines="0 0"), {0: [], 1: [NORM]})
-    yield scenario("a kind that the rule does not include", page("9", kind="exp_avg"), {0: []})
-    yield scenario("kind grad_reduced", page("9", kind="grad_reduced"), {0: [{**NORM, "kind": "grad_reduced"}]})
-    yield scenario("an op that the rule does not include", page("9", op="mean"), {0: []})
     ranks = page("2", thresholds="0.5") | page("2", thresholds="3", rank="1")
-    yield scenario("each rank is compared with its own threshold", ranks, {0: [NORM]})
     tensors = page("2", baselines="1") | page("2", baselines="3", tensor="v")
-    yield scenario("each tensor is compared with its own baseline", tensors, {0: [NORM]})
-    gone = page("9 _ stale", baselines="1 _ stale")
-    yield scenario("a tensor that is no longer exported", gone, {0: [NORM], 9: []})
-    mean = {**NORM, "op": "mean"}
-    yield scenario("the absolute value is compared", page("-2", op="mean"), {0: [mean]}, both)
-    fall = page("0.5 0.4999999", thresholds="1 1")
-    yield scenario("a fall with direction both", fall, {0: [], 1: [NORM]}, both)
-    yield scenario("a rise with direction both", page("1.5 1.6"), {0: [], 1: [NORM]}, both)
+    zero, fall = page("0 1", baselines="0 0"), page("0.5 0.4999999", thresholds="1 1")
+    for row in (
+        ("equal to the threshold does not fire, slightly above fires", page("1.5 1.5000001"), {0: [], 1: [NORM]}),
+        ("stays active for a minute, then resolves", page("9 1x20"), {0: [NORM], 5: [NORM], 9: []}),
+        ("a fall does not fire with the default direction", page("0.1"), {0: []}),
+        ("infinity fires, NaN does not", page("NaN Inf"), {0: [], 1: [NORM]}),
+        ("does not fire without a threshold", page("9", thresholds="NaN"), {0: []}),
+        ("does not fire without a baseline", page("0 9", baselines="NaN NaN"), {0: [], 1: []}),
+        ("baseline 0: value 0 does not fire, value 1 fires", zero, {0: [], 1: [NORM]}),
+        ("a kind that the rule does not include", page("9", kind="exp_avg"), {0: []}),
+        ("kind grad_reduced", page("9", kind="grad_reduced"), {0: [{**NORM, "kind": "grad_reduced"}]}),
+        ("an op that the rule does not include", page("9", op="mean"), {0: []}),
+        ("each rank is compared with its own threshold", ranks, {0: [NORM]}),
+        ("each tensor is compared with its own baseline", tensors, {0: [NORM]}),
+        ("a tensor that is no longer exported", page("9 _ stale", baselines="1 _ stale"), {0: [NORM], 9: []}),
+        ("the absolute value is compared", page("-2", op="mean"), {0: [{**NORM, "op": "mean"}]}, both),
+        ("a fall with direction both", fall, {0: [], 1: [NORM]}, both),
+        ("a rise with direction both", page("1.5 1.6"), {0: [], 1: [NORM]}, both),
+    ):
+        yield Scenario("AnomalyTurbulence", *row)
 
 
 def nan():

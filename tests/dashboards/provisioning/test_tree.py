@@ -8,16 +8,10 @@ import pytest
 import yaml
 
 from rankscope_dashboards.generate import PROVISIONING, generated_files
-from rankscope_dashboards.provisioning.tree import (
-    MANIFEST,
-    TreeError,
-    TreeSettings,
-    packaged_boards,
-    tree_files,
-    write_tree,
-)
+from rankscope_dashboards.provisioning import tree
+from rankscope_dashboards.provisioning.tree import MANIFEST, TreeError, TreeSettings, tree_files, write_tree
 
-BOARDS = packaged_boards()
+BOARDS = tree.packaged_boards()
 FILES = tree_files(BOARDS)
 
 
@@ -64,19 +58,16 @@ def test_address_of_the_pages_is_the_value_of_a_variable_of_the_boards():
     assert ("https://pages.example", "https://pages.example") == address(pages_url="https://pages.example")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"prometheus_url": ""}, "prometheus-url is ''"),
-        ({"history_url": "history.example:9090"}, "history-url is 'history.example:9090': write an address such as"),
-        ({"pages_url": "ftp://pages"}, "pages-url is"),
-        ({"runbooks_url": "docs/runbooks.md"}, "runbooks-url is"),
-        ({"prometheus_url": "http://user:$PASSWORD@host"}, "write it as %24"),
-    ],
-)
-def test_address_that_grafana_would_not_use_is_rejected(settings, message):
-    with pytest.raises(ValueError, match=message):
-        TreeSettings(**settings)
+def test_address_that_grafana_would_not_use_is_rejected():
+    for name, url, message in (
+        ("prometheus_url", "", "prometheus-url is ''"),
+        ("history_url", "history.example:9090", "history-url is 'history.example:9090': write an address such as"),
+        ("pages_url", "ftp://pages", "pages-url is"),
+        ("runbooks_url", "docs/runbooks.md", "runbooks-url is"),
+        ("prometheus_url", "http://user:$PASSWORD@host", "write it as %24"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TreeSettings(**{name: url})
 
 
 def test_folder_of_the_user_is_refused_without_force(tmp_path):
@@ -101,15 +92,15 @@ def test_file_that_the_user_changed_is_refused_without_force(tmp_path):
 
 
 def test_second_call_updates_the_files_but_none_of_the_user(tmp_path):
-    tree = tmp_path / "tree"
-    write_tree(tree, {"a/one.yaml": "1", "dropped.yaml": "1", "old.json": "{}"})
+    folder = tmp_path / "tree"
+    write_tree(folder, {"a/one.yaml": "1", "dropped.yaml": "1", "old.json": "{}"})
     for name in ("new.yaml", "dropped.yaml"):
-        (tree / name).write_text("mine")
+        (folder / name).write_text("mine")
 
     with pytest.raises(TreeError, match=r"were changed: new\.yaml"):
-        write_tree(tree, {"a/one.yaml": "2", "new.yaml": "2"})
-    write_tree(tree, {"a/one.yaml": "2", "b/new.yaml": "3"})
-    assert {"a/one.yaml": "2", "b/new.yaml": "3", "dropped.yaml": "mine", "new.yaml": "mine"} == written(tree)
+        write_tree(folder, {"a/one.yaml": "2", "new.yaml": "2"})
+    write_tree(folder, {"a/one.yaml": "2", "b/new.yaml": "3"})
+    assert {"a/one.yaml": "2", "b/new.yaml": "3", "dropped.yaml": "mine", "new.yaml": "mine"} == written(folder)
 
 
 def test_call_after_an_interrupted_one_completes_the_files(tmp_path):
