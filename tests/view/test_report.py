@@ -106,16 +106,13 @@ def test_embedded_curves_have_the_stored_values_on_each_axis(made, connection):
     assert {"incident"} == {marker[0] for marker in curves["arrival"]["grad_norm"]["markers"]}
 
 
-def test_axes_without_a_difference_are_not_offered(connection):
+def test_offered_axes_differ_and_curves_are_reduced_until_they_fit(connection):
     axes = {run: list(offered_axes(read_detail(connection, run))) for run in ("no-times", "no-loss", MAIN)}
-
-    assert {"no-times": ["step"], "no-loss": ["step", "time"], MAIN: ["arrival", "step", "attempt", "time"]} == axes
-
-
-def test_curves_are_reduced_until_they_fit(connection):
     found = read_detail(connection, MAIN)
     whole, small = (embedded_curves(found, offered_axes(found), limit) for limit in (1 << 30, 80_000))
 
+    every = ["arrival", "step", "attempt", "time"]
+    assert {"no-times": ["step"], "no-loss": ["step", "time"], MAIN: every} == axes
     assert len(small) < 80_000 < len(whole)
     assert "rows stored, all drawn" in whole
     assert "rows drawn as" in json.loads(small)["step"]["grad_norm"]["notice"]

@@ -60,12 +60,14 @@ def test_nan_breaks_the_line_and_is_a_range():
     assert [[1.0, 2.0, "NaN, Inf 1–2"]] == found.document()["nonfinite"]
 
 
-def test_curve_without_points_has_the_extent_of_its_rows():
+def test_curve_without_points_has_the_extent_of_its_rows_and_a_pause_is_a_gap():
     only_nan, timeless = history([np.nan] * 6), history([1, 2], time=[np.nan, np.nan])
     found, without = curve(only_nan, CurveRequest()), curve(timeless, CurveRequest(axis=Axis.TIME))
+    paused = curve(history([1, 2, 3, 4], time=[0, 1, 2, 500]), CurveRequest(axis=Axis.TIME))
 
     assert (0, (0.0, 5.0), 6) == (len(found.lines[0].x), found.extent, found.nonfinite[0].rows)
     assert (0, None) == (without.rows, without.extent)
+    assert [1.0, 2.0, 3.0, None, 4.0] == paused.document()["lines"][0]["value"]
 
 
 @pytest.mark.parametrize("axis", [Axis.STEP, Axis.TIME, Axis.ARRIVAL])
@@ -84,29 +86,19 @@ def test_reduction_keeps_extremes_at_their_places(axis):
     assert "1 row stored, drawn" == notice(curve(history([3]), CurveRequest()))
 
 
-def test_old_buckets_do_not_change_when_rows_arrive():
-    values = np.random.default_rng(1).normal(size=70_000)
-    before, after = (curve(history(values[:count]), CurveRequest()).lines[0] for count in (60_000, 63_000))
-
-    done = before.x < 60_000 - 64
-    np.testing.assert_array_equal(before.x[done], after.x[: done.sum()])
-
-
 def test_zoom_and_the_newest_rows_are_drawn_exactly():
     values = np.random.default_rng(1).normal(size=70_000)
     zoomed = curve(history(values), CurveRequest(first=1000, last=2000))
     newest = curve(history(values), CurveRequest(newest=4000))
 
+    before, after = (curve(history(values[:count]), CurveRequest()).lines[0] for count in (60_000, 63_000))
+    done = before.x < 60_000 - 64
+
+    np.testing.assert_array_equal(before.x[done], after.x[: done.sum()], "old buckets do not change")
     assert zoomed.bucket_width is None
     assert [999.0, 2001.0] == [zoomed.lines[0].x[0], zoomed.lines[0].x[-1]]
     np.testing.assert_array_equal(values[-4000:], newest.lines[0].value)
     assert "66,000 older rows are left out" in notice(newest)
-
-
-def test_pause_is_a_gap_on_the_axis_of_time():
-    found = curve(history([1, 2, 3, 4], time=[0, 1, 2, 500]), CurveRequest(axis=Axis.TIME))
-
-    assert [1.0, 2.0, 3.0, None, 4.0] == found.document()["lines"][0]["value"]
 
 
 @pytest.mark.parametrize(("macro", "request_"), [("ema", CurveRequest(decay=0.9)), ("moving_average", AVERAGE)])

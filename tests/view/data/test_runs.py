@@ -44,18 +44,19 @@ def test_running_run_with_an_exit_is_stopping(listed):
 
 
 def test_sparkline_has_at_most_60_points_and_its_last_row(listed):
-    for row in listed.values():
-        assert len(row.sparkline.points) <= 60
     last = listed["qwen-7b-sft-tulu"].sparkline
+
+    assert all(len(row.sparkline.points) <= 60 for row in listed.values())
     assert last.places - 1 == last.points[-1][0]
     assert math.isnan(last.points[-1][1])
 
 
-@pytest.mark.parametrize("run", ["only-nan", "one-row", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE])
-def test_run_of_any_shape_has_a_row_and_facts(connection, listed, run):
-    without_curve = replace(listed[run], sparkline=NO_CURVE)
-    assert repr(without_curve) == repr(row_of_run(connection, run)), "NaN differs from itself"
-    assert run_facts(connection, run).attempts == 0
+def test_run_of_any_shape_has_a_row_and_facts(connection, listed):
+    for run in ("only-nan", "one-row", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE):
+        without_curve = replace(listed[run], sparkline=NO_CURVE)
+
+        assert repr(without_curve) == repr(row_of_run(connection, run)), "NaN differs from itself"
+        assert run_facts(connection, run).attempts == 0
     assert row_of_run(connection, "no such run") is None
 
 
@@ -88,24 +89,17 @@ def test_loss_that_ended_before_the_newest_step_is_named(stored):
     assert "no loss since step 65" in page
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_search_selects_by_words_tags_and_state_and_unknown_losses_are_last(connection):
+    for text, expected in (
         ("muon", {"llama-1b-muon-sweep-02", "llama-1b-muon-sweep-04"}),
         ("tag:team=post", {"qwen-7b-sft-tulu", "llama-8b-dpo-b0.1"}),
         ("tag:sweep state:stopped", {"llama-1b-muon-sweep-02"}),
         (f"state:{INCIDENTS}", {MAIN, "qwen-7b-sft-tulu"}),
-    ],
-)
-def test_search_selects_by_words_tags_and_state(connection, text, expected):
-    assert expected == {row.run for row in run_list(connection, RunQuery.parse(text)).rows}
-
-
-def test_sort_by_loss_puts_unknown_losses_last(connection):
-    found = run_list(connection, RunQuery.parse("", sort="-loss")).rows
-
-    known = [row.loss for row in found if row.loss is not None and not math.isnan(row.loss)]
-    assert sorted(known, reverse=True) == [row.loss for row in found[: len(known)]]
+    ):
+        assert expected == {row.run for row in run_list(connection, RunQuery.parse(text)).rows}
+    found = [row.loss for row in run_list(connection, RunQuery.parse("", sort="-loss")).rows]
+    known = [loss for loss in found if loss is not None and not math.isnan(loss)]
+    assert sorted(known, reverse=True) == found[: len(known)]
 
 
 def test_newest_values_equal_those_by_sql(connection, listed, monkeypatch):
