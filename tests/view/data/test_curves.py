@@ -60,7 +60,7 @@ def test_nan_breaks_the_line_and_is_a_range():
     assert [[1.0, 2.0, "NaN, Inf 1–2"]] == found.document()["nonfinite"]
 
 
-def test_curve_without_points_has_the_extent_of_its_rows_and_a_pause_is_a_gap():
+def test_curve_without_points_has_an_extent_and_a_pause_is_a_gap():
     only_nan, timeless = history([np.nan] * 6), history([1, 2], time=[np.nan, np.nan])
     found, without = curve(only_nan, CurveRequest()), curve(timeless, CurveRequest(axis=Axis.TIME))
     paused = curve(history([1, 2, 3, 4], time=[0, 1, 2, 500]), CurveRequest(axis=Axis.TIME))
