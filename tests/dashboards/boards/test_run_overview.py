@@ -40,12 +40,8 @@ def test_first_row_shows_the_last_values_of_an_ended_run(judge):
         series("rankscope_ingest_lost_records_total"): "7x10 stale",
         series("rankscope_run_eta_seconds"): "5x9 stale",
     }
-    checks = [
-        (overview("State"), '{run="r"}', 3),
-        (overview("Progress"), '{run="r"}', 1),
-        (pipeline("Lost data"), "{}", 7),
-        (overview("Time left"), None, 0),
-    ]
+    checks = [(overview("State"), '{run="r"}', 3), (overview("Progress"), '{run="r"}', 1)]
+    checks += [(pipeline("Lost data"), "{}", 7), (overview("Time left"), None, 0)]
 
     assert promql_error(judge, given, checks) is None
 
@@ -68,13 +64,8 @@ def test_first_row_shows_a_run_from_the_store_unless_it_is_live(judge):
 
 def test_firings_of_an_ended_rank_are_counted_once(judge):
     own, service = "rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total"
-    given = {
-        series(own): "3x10 stale",
-        series(service): "3x30",
-        series(own, rank="1"): "5x30",
-        series(service, rank="1"): "4x30",
-        series(own, rank="2"): "0x30",
-    }
+    given = {series(own): "3x10 stale", series(service): "3x30", series(own, rank="1"): "5x30"}
+    given |= {series(service, rank="1"): "4x30", series(own, rank="2"): "0x30"}
 
     assert promql_error(judge, given, [(overview("Anomaly count"), '{run="r"}', 8)]) is None
 

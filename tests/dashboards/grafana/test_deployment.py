@@ -112,7 +112,6 @@ def test_changed_object_is_reported_and_kept_without_force(grafana: Grafana, kin
 def test_moved_board_is_reported(grafana: Grafana):
     grafana.deploy()
     grafana.save_board(grafana.board()["dashboard"], folder="")
-
     grafana.deploy()
 
     assert "--force moves it back" in grafana.text

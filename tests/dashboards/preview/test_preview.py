@@ -95,17 +95,14 @@ def test_lists_of_variables_depend_on_the_variables_before():
     assert 'rank=~"2", kind="act_out", tensor=~".+", op="norm"}[3600s]' in lines
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_value_of_a_variable_names_the_right_ones():
+    for given, message in (
         ({"run": ["gone"]}, "unknown run 'gone' in the time range: choose one of r"),
         ({"size": ["1"]}, "no variable 'size': its variables are run, rank, kind, tensor"),
         ({"run": ["r", "r"]}, "has one value"),
-    ],
-)
-def test_wrong_value_of_a_variable_names_the_right_ones(given, message):
-    with pytest.raises(PreviewError, match=message):
-        chosen_values(TENSORS, Prometheus(Recorded(labels=LISTS).fetch), HOUR, given)
+    ):
+        with pytest.raises(PreviewError, match=message):
+            chosen_values(TENSORS, Prometheus(Recorded(labels=LISTS).fetch), HOUR, given)
 
 
 def test_quotes_and_backslashes_of_a_name_do_not_end_the_selector():
