@@ -99,12 +99,15 @@ def test_pool_keeps_few_instances_with_few_footers(store, three, monkeypatch):
 
 
 def test_store_that_was_deleted_and_created_again_is_a_new_store(store, writer, batch, three):
+    """It is deleted while no connection is open, and then during a connection."""
     assert [(3,)] == ask(store.root, COUNT)
-    with connect(store.root, version=1):
-        writer.close()
+    writer.close()
+    shutil.rmtree(store.root)
+    Store.open(store.root, create=True)
+    assert [(0,)] == ask(store.root, COUNT)
+    with connect(store.root, version=0):
         shutil.rmtree(store.root)
         with Store.open(store.root, create=True).claim(owner="next") as successor:
-            assert [(0,)] == ask(store.root, COUNT)
             successor.append(batch(range(7)))
 
     assert [(7,)] == ask(store.root, COUNT)
