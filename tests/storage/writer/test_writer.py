@@ -206,13 +206,14 @@ def test_unknown_commit_is_resolved_after_an_append_of_another_batch(writer, sca
     assert [(7,)] == ask(connection, COUNT)
 
 
-def test_info_of_a_batch_is_in_the_log_for_the_next_owner(store, writer, scalars):
-    writer.append(Batch(tables={"scalars": scalars(range(2))}, watermarks={"i0": 1}, info={"receipts": "a b"}))
-    writer.append(Batch(tables={"scalars": scalars(range(4))}, watermarks={"i0": 3}))
-    writer.close()
+def test_next_owner_finds_watermarks_and_the_info_of_batches(store, scalars):
+    """The end of a `with` statement releases the shard."""
+    with store.claim(owner="first") as writer:
+        writer.append(Batch(tables={"scalars": scalars(range(2))}, watermarks={"i0": 1}, info={"receipts": "a b"}))
+        writer.append(Batch(tables={"scalars": scalars(range(4))}, watermarks={"i0": 3}))
 
     with store.claim(owner="next") as successor:
-        assert ["a b"] == successor.commit_info("receipts", 10)
+        assert (["a b"], 3) == (successor.commit_info("receipts", 10), successor.watermark("i0"))
 
 
 @pytest.mark.parametrize("failure", [commit_and_fail, fail])
