@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,21 +57,12 @@ def test_measuring_adds_nothing_to_the_autograd_graph(compiled, check):
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    torch.set_default_dtype(dtype)
+def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        change(before)
 
 
 MODES = {
@@ -79,9 +71,9 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "another default device": lambda: torch.device("meta"),
     "anomaly detection": lambda: torch.autograd.detect_anomaly(check_nan=True),
-    "float64 as default": lambda: default_dtype(torch.float64),
-    "bfloat16 as default": lambda: default_dtype(torch.bfloat16),
-    "deterministic algorithms": deterministic,
+    "float64 as default": lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16 as default": lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "deterministic algorithms": lambda: setting(torch.use_deterministic_algorithms, True, False),
 }
 
 
