@@ -99,7 +99,7 @@ def test_pool_keeps_few_instances_with_few_footers(store, three, monkeypatch):
 
 
 def test_store_that_was_deleted_and_created_again_is_a_new_store(store, writer, batch, three):
-    """It is deleted while no connection is open, and then during a connection."""
+    """A process deletes it while no connection is open, and then during a connection."""
     assert [(3,)] == ask(store.root, COUNT)
     writer.close()
     shutil.rmtree(store.root)
