@@ -19,6 +19,7 @@ from rankscope_exporter.quantities.activations.quantity import Activations
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.quantities.parameters import Parameters
+from rankscope_exporter.training.model_changes import NewOptimizers
 
 STEPS = 5
 FAULTY = 3
@@ -333,6 +334,32 @@ def test_changes_are_reported_once_where_every_second_step_is_sampled(case):
     assert all(map(torch.equal, alone.state(), run.state()))
     for expected, found in ((case.faults, watched.messages("fault")), (case.notes, watched.messages("note"))):
         assert [1] * len(expected) == [sum(text in message for message in found) for text in expected]
+
+
+def test_inner_optimizer_does_not_replace_a_foreign_outer_one():
+    """An optimizer as in DeepSpeed: its groups are those of the inner optimizer."""
+    net = nn.Linear(2, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    class Outer:
+        param_groups = inner.param_groups
+
+    outer: Any = Outer()
+    followed = [outer]
+    replacing = NewOptimizers(followed, lambda _optimizer, *, replaces: None)
+    handles: list[Any] = []
+    replacing.install(handles.append, lambda _where, function: function)
+    try:
+        for _ in range(3):
+            replacing.followed_begins(outer)
+            inner.step()
+            replacing.followed_ended(outer)
+        assert [outer] == followed
+        inner.step()
+        assert [inner] == followed
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @pytest.mark.parametrize(
