@@ -203,28 +203,6 @@ def test_stop_frees_the_port_and_closes_connections(new_server):
     listening("127.0.0.1", server.port).server_close()
 
 
-@contextlib.contextmanager
-def _slow_reader(server, context=None):
-    """Yield a client with a small receive buffer, which has sent a request."""
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
-        client.settimeout(10)
-        client.connect(("127.0.0.1", server.port))
-        with client if context is None else context.wrap_socket(client, server_hostname="localhost") as connection:
-            connection.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
-            yield connection
-
-
-def _read_slowly(client, bytes_per_second):
-    """Read the answer at this rate, and return its number of bytes."""
-    size, begun_at = 0, time.monotonic()
-    with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
-        while chunk := client.recv(8192):
-            size += len(chunk)
-            time.sleep(max(0.0, begun_at + size / bytes_per_second - time.monotonic()))
-    return size
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates, is_tls, monkeypatch):
@@ -234,8 +212,18 @@ def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates
     tls = TlsServer(cert_file=certificates.cert("server"), key_file=certificates.key("server")) if is_tls else None
     settings = {} if tls is None else {"tls": lambda: server_context(tls)}
     server = new_server(lambda _: Answer(200, (body,)), client_seconds=0.5, **settings)
-    trusted = ssl.create_default_context(cafile=certificates.ca) if is_tls else None
-    with _slow_reader(server, trusted) as client:
-        size = _read_slowly(client, 1_000_000)
+    size = 0
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        plain.settimeout(10)
+        plain.connect(("127.0.0.1", server.port))
+        trusted = ssl.create_default_context(cafile=certificates.ca)
+        with trusted.wrap_socket(plain, server_hostname="localhost") if is_tls else plain as client:
+            client.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+            begun_at = time.monotonic()
+            with contextlib.suppress(ConnectionResetError, ssl.SSLEOFError):
+                while chunk := client.recv(8192):
+                    size += len(chunk)
+                    time.sleep(max(0.0, begun_at + size / 1_000_000 - time.monotonic()))
 
     assert size > len(body)
