@@ -67,6 +67,7 @@ CASES = [
     ("FROM top_deviations(of_run := 'a')", None, {}),
     ("WITH c AS (FROM scalars WHERE run = 'a') FROM downsample(c, step, value, 9)", None, {"scalars": 4}),
     ("FROM downsample(scalars, step, value, 9) WHERE x = 1", None, {}),
+    ("FROM downsample('scal' || 'ars', step, value, 9) LIMIT 0", None, {}),
     ("SELECT (SELECT max(step) FROM scalars WHERE run = 'b') FROM scalars WHERE run = 'a'", None, {"scalars": 5}),
     (
         "FROM scalars s JOIN events e ON s.step = e.step WHERE s.run = 'a' AND e.run = 'b'",
