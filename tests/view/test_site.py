@@ -298,7 +298,6 @@ def test_ranks_have_the_order_of_the_address_and_silent_ones_are_named(site, con
     assert "Rank 1 is silent" in read(site, "runs", MAIN, "ranks").text
 
 
-@pytest.mark.usual(2)
 @pytest.mark.parametrize("others", ["no-loss", HOSTILE, MAIN])
 def test_any_two_runs_can_be_compared(site, others):
     found = read(site, "compare", a=MAIN, b=others)
