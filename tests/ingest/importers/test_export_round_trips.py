@@ -104,24 +104,12 @@ def stored(folder, rows):
     return folder
 
 
-def exported(folder, store, form):
-    """Export the run of the store as `form`, and return the path of the export and the report about it."""
+def round_trip(folder, store, form):
+    """Export the run of the store as `form`, import that into a new store, and return both stores."""
     target = folder / f"out{export_formats()[form].suffix}"
     with connect(store, locked=True) as connection:
-        return target, export_formats()[form].export(connection, "r", target, ExportOptions())
-
-
-def assert_restored(folder, data, form):
-    """Assert that an export of `data` as `form` and an import restore all rows."""
-    data = {name: rows for name, rows in data.items() if rows}
-    if data:
-        store = stored(folder / "store", data)
-        target, report = exported(folder, store, form)
-        back = imported(folder, target)
-
-        assert {} == report.omitted
-        for dataset in data:
-            assert told(store, dataset) == told(back, dataset)
+        report = export_formats()[form].export(connection, "r", target, ExportOptions())
+    return imported(folder, target), report
 
 
 def imported(folder, target):
@@ -138,42 +126,82 @@ def told(store, dataset):
         return sorted(map(repr, connection.query(f"SELECT {names} FROM {dataset}").to_pylist()))
 
 
-rows_of = {name: st.lists(st.builds(dict.__or__, common, own), max_size=6) for name, own in DATA.items()}
-
-
 @pytest.mark.thorough
 @relaxed
-@given(data=st.fixed_dictionaries(rows_of))
+@given(
+    data=st.fixed_dictionaries(
+        {name: st.lists(st.builds(dict.__or__, common, own), max_size=6) for name, own in DATA.items()}
+    )
+)
 def test_event_files_restore_every_series_exactly(tmp_path_factory, data):
-    assert_restored(tmp_path_factory.mktemp("events"), data, "tensorboard")
+    folder = tmp_path_factory.mktemp("events")
+    data = {name: rows for name, rows in data.items() if rows}
+    if not data:
+        return
+    store = stored(folder / "store", data)
+    back, report = round_trip(folder, store, "tensorboard")
+
+    assert {} == report.omitted
+    for dataset in data:
+        assert told(store, dataset) == told(back, dataset)
 
 
 @relaxed
-@given(scalars=rows_of["scalars"], tensors=rows_of["tensor_stats"], samples=st.lists(sample, max_size=4))
-def test_openmetrics_restores_every_series_exactly(tmp_path_factory, scalars, tensors, samples):
+@given(
+    data=st.fixed_dictionaries(
+        {name: st.lists(st.builds(dict.__or__, common, DATA[name]), max_size=6) for name in ("scalars", "tensor_stats")}
+    ),
+    samples=st.lists(sample, max_size=4),
+)
+def test_openmetrics_restores_every_series_exactly(tmp_path_factory, data, samples):
     """Rows have different steps here, because one series can have only one number at a time."""
-    data = {"scalars": scalars, "tensor_stats": tensors, "samples": samples}
-    assert_restored(tmp_path_factory.mktemp("metrics"), data, "openmetrics")
+    folder = tmp_path_factory.mktemp("metrics")
+    data = {name: rows for name, rows in (data | {"samples": samples}).items() if rows}
+    if not data:
+        return
+    store = stored(folder / "store", data)
+    back, report = round_trip(folder, store, "openmetrics")
+
+    assert {} == report.omitted
+    for dataset in data:
+        assert told(store, dataset) == told(back, dataset)
 
 
 def test_history_is_restored_through_a_real_prometheus(tmp_path, require_server):
     """The path is OpenMetrics, TSDB blocks, a dump, an import. Prometheus rounds times to milliseconds."""
     promtool = require_server("promtool", "prometheus")
-    steps = [
-        {"attempt": 0, "rank": rank, "step": n, "ts": START + dt.timedelta(seconds=n)}
-        for n in range(50)
-        for rank in (0, 1)
-    ]
-    tensor = {"kind": "exp_avg", "tensor": 'o"d\n', "placement": "full", "norm_baseline": 0.5, "mean_baseline": 0.25}
+    ranks = [{"attempt": 0, "rank": rank} for rank in (0, 1)]
     rows = {
-        "scalars": [step | {"name": "loss", "value": 1 / (step["step"] + 1)} for step in steps],
-        "tensor_stats": [step | tensor | {"norm": step["step"] + 0.5, "nans": step["step"]} for step in steps],
+        "scalars": [
+            {**who, "name": "loss", "value": 1 / (n + 1), "step": n, "ts": _second(n)}
+            for n in range(50)
+            for who in ranks
+        ],
+        "tensor_stats": [
+            {
+                **who,
+                "kind": "exp_avg",
+                "tensor": 'o"d\n',
+                "placement": "full",
+                "norm": n + 0.5,
+                "nans": n,
+                "norm_baseline": 0.5,
+                "mean_baseline": 0.25,
+                "step": n,
+                "ts": _second(n),
+            }
+            for n in range(50)
+            for who in ranks
+        ],
     }
     store = stored(tmp_path / "store", rows)
-    target, _ = exported(tmp_path, store, "openmetrics")
-    blocks, dump = tmp_path / "tsdb", tmp_path / "dump.txt"
+    target = tmp_path / "out.txt"
+    with connect(store, locked=True) as connection:
+        export_formats()["openmetrics"].export(connection, "r", target, ExportOptions())
+    blocks = tmp_path / "tsdb"
     subprocess.run([promtool, "tsdb", "create-blocks-from", "openmetrics", target, blocks], check=True, stdout=-3)
     (blocks / "wal").mkdir()
+    dump = tmp_path / "dump.txt"
     dump.write_bytes(subprocess.run([promtool, "tsdb", "dump", blocks], check=True, capture_output=True).stdout)
     back = imported(tmp_path, dump)
 
@@ -182,10 +210,16 @@ def test_history_is_restored_through_a_real_prometheus(tmp_path, require_server)
         assert 100 == len(told(back, dataset))
 
 
+def _second(number):
+    return START + dt.timedelta(seconds=number)
+
+
 @pytest.mark.parametrize("form", ["tensorboard", "openmetrics"])
 def test_second_import_of_an_export_adds_nothing(tmp_path, form):
     store = stored(tmp_path / "store", {"scalars": [{"attempt": 0, "rank": 0, "name": "loss", "value": 1.0}] * 5})
-    target, _ = exported(tmp_path, store, form)
+    target = tmp_path / f"out{export_formats()[form].suffix}"
+    with connect(store, locked=True) as connection:
+        export_formats()[form].export(connection, "r", target, ExportOptions())
     with Store.open(tmp_path / "back", create=True).claim(owner="test") as writer:
         new = [import_records(target, writer, find_importer(target), run="r").rows_stored for _ in range(2)]
 
