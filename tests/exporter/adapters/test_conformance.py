@@ -24,7 +24,7 @@ OWED = {
     "ddp": Owed(),
     "ddp, accumulating, bucket views": Owed(micros=2),
     "ddp, many buckets, static graph": Owed(),
-    # That each micro-batch is reduced is noticed at the first step.
+    # The first step shows that each micro-batch is reduced.
     "ddp, each reduced": Owed(micros=2, is_summed_from=2),
     "ddp, each reduced, summed": Owed(micros=2),
     "ddp, each reduced, bucket views": Owed(micros=3),
