@@ -112,6 +112,7 @@ import time
 
 import torch
 
+from rankscope_exporter import Monitor
 from rankscope_exporter.training.cpu_time import IntraOpThreads
 
 torch.set_num_threads(2)
@@ -127,11 +128,19 @@ team.on_measurement_end()
 own = time.thread_time() - own
 assert 1 == len(team._clocks), team._clocks
 assert 0.1 * own < team.seconds, (own, team.seconds)
+
+net = torch.nn.Linear(2048, 2048)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+settings = {"quantities": ["parameters"], "statistics": "torch", "console": False, "exit_wait_seconds": 0}
+with Monitor(settings).attach(net, optimizer) as monitor:
+    net(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    assert 0.0 < monitor.overhead_seconds()["intra_op"]
 """
 
 
 def test_torch_threads_count_only_during_measurements():
-    """In a forked process with one import of torch."""
+    """In a forked process with one import of torch: for a tensor, and in a training."""
     done = run_program(_MEASUREMENT)
 
     assert 0 == done.returncode, done.stderr
