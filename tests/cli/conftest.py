@@ -8,9 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -27,12 +24,12 @@ TENSORS = ("blocks.0.weight", "odd 'name' = \"学\"")
 NAN_STEP = 10
 
 
-def table(dataset: str, rows: list[dict[str, Any]]) -> pa.Table:
+def table(dataset, rows):
     empty = dict.fromkeys(field.name for field in DATASETS[dataset])
     return pa.Table.from_pylist([empty | row for row in rows], schema=dataset_schema(dataset))
 
 
-def common(rank: int | None, step: int, seq: int, run: str = "my-run") -> dict[str, Any]:
+def common(rank, step, seq, run="my-run"):
     return {
         "run": run,
         "attempt": 0,
@@ -46,7 +43,7 @@ def common(rank: int | None, step: int, seq: int, run: str = "my-run") -> dict[s
     }
 
 
-def tensor_rows(rank: int) -> Iterator[dict[str, Any]]:
+def tensor_rows(rank):
     for step in range(1, STEPS + 1):
         kinds = ["grad_unreduced", "grad_reduced"]
         kinds += [] if step == NAN_STEP else ["param_before", "param_after", "exp_avg", "exp_avg_sq"]
@@ -70,7 +67,7 @@ def tensor_rows(rank: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def scalar_rows(rank: int) -> Iterator[dict[str, Any]]:
+def scalar_rows(rank):
     for step in range(1, STEPS + 1):
         loss = {NAN_STEP: math.nan, NAN_STEP + 1: math.inf}.get(step, 5.0 / step)
         values = [
@@ -83,7 +80,7 @@ def scalar_rows(rank: int) -> Iterator[dict[str, Any]]:
             yield common(rank, step, step - 1) | {"name": name, "value": value, "unit": unit, "labels": labels}
 
 
-def event_rows() -> list[dict[str, Any]]:
+def event_rows():
     anomaly = {
         "type": "anomaly",
         "severity": "critical",
@@ -102,7 +99,7 @@ def event_rows() -> list[dict[str, Any]]:
     ]
 
 
-def run_rows() -> list[dict[str, Any]]:
+def run_rows():
     whole = {"started_at": START, "planned_steps": STEPS, "world_size": 2, "source_kind": "live", "ts_origin": "ingest"}
     code = {
         "config": json.dumps({"git_commit": "0123456789abcdef" * 2 + "01234567", "argv": ["train.py", "--lr", "3"]})
@@ -117,7 +114,7 @@ def run_rows() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sample_store(tmp_path_factory):
     """Return the folder of a store with the runs `my-run` and `../other run`."""
     folder = tmp_path_factory.mktemp("sample") / "history"
     with Store.open(folder, create=True).claim(owner="test") as writer:
@@ -132,10 +129,10 @@ def sample_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def rankscope(sample_store):
     """Return a function that runs `rankscope ARGUMENTS` on the sample store."""
 
-    def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    def run(*arguments, **options):
         environment = {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"} | options.pop("env", {})
         if "input" in options:  # programs of the fork server have no standard input
             command, environment = [sys.executable, "-m", "rankscope", *arguments], os.environ | environment
@@ -148,10 +145,10 @@ def rankscope(sample_store: Path) -> Callable[..., subprocess.CompletedProcess[s
 
 
 @pytest.fixture
-def in_process(monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess[str]]:
+def in_process(monkeypatch, capsys):
     """Return a function that runs `rankscope ARGUMENTS` in this process, as its entry point does."""
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    def run(*arguments):
         monkeypatch.setattr("sys.argv", ["rankscope", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -161,9 +158,21 @@ def in_process(monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess
     return run
 
 
-def history_entries(steps: int) -> list[dict[str, Any]]:
+@pytest.fixture
+def on_store(in_process, tmp_path):
+    """Return a function that runs `rankscope ARGUMENTS --store STORE` in this process, on a store of the test."""
+    return lambda *arguments: in_process(*arguments, "--store", tmp_path / "history")
+
+
+@pytest.fixture
+def rows(on_store):
+    """Return a function that returns the rows of a query on the store of the test as lines of CSV."""
+    return lambda query: on_store("sql", query, "--format", "csv").stdout.splitlines()[1:]
+
+
+def history_entries(steps):
     """Return the history of a `trainer_state.json` with two evaluation sets."""
-    entries: list[dict[str, Any]] = []
+    entries = []
     for step in range(1, steps + 1):
         loss = 0.1 + 7 * math.exp(-step / 20)
         shared = {"epoch": step / 30, "step": step}
@@ -174,7 +183,7 @@ def history_entries(steps: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def logs(tmp_path_factory):
     """Return a folder with logs of other tools: `outputs/checkpoint-N`, `metrics.jsonl` and `megatron.log`."""
     folder = tmp_path_factory.mktemp("logs")
     for steps, name in ((60, "checkpoint-60"), (9, "checkpoint-9"), (30, "checkpoint-last")):

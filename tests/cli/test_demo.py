@@ -86,7 +86,7 @@ def test_missing_or_unexpected_data_fails_a_check(changes, alerts):
     assert not all(check.holds for check in checks(EXPECTED, stored(**changes), alerts))
 
 
-def webhook(*labels: dict[str, str], at: float = 5.0, status: str = "firing") -> Alert:
+def webhook(*labels, at=5.0, status="firing"):
     alerts = [{"labels": given, "annotations": {"summary": f"rank {given['rank']}"}} for given in labels]
     group = {"run": "demo", "rule": "AnomalyNan"}
     return parse_alert({"version": "4", "status": status, "groupLabels": group, "alerts": alerts}, at)
@@ -102,7 +102,7 @@ def test_parse_alert_distinguishes_alertmanager_from_the_service():
     assert "by Alertmanager: " in next(alert.lines())
 
 
-def failed(alerts: list[Alert]) -> list[str]:
+def failed(alerts):
     return [check.text for check in checks(BOTH_SENDERS, stored(), alerts) if not check.holds]
 
 
@@ -135,7 +135,7 @@ def test_receiver_accepts_messages_of_the_apprise_json_notifier():
     assert ["      rank: 1", "      step: 2"] == list(alert.lines())[1:]
 
 
-def runs(pid: int) -> bool:
+def runs(pid):
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -194,7 +194,7 @@ def test_progress_has_the_known_values_and_a_lag_while_the_run_lasts(changes, pa
     assert parts == list(progress_parts(replace(RUN, **changes)))
 
 
-def plain_lines(*updates: tuple[RunProgress, float]) -> list[str]:
+def plain_lines(*updates):
     text = io.StringIO()
     with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
         for run, now in updates:

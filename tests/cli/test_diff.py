@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-from pathlib import Path
 
 import pytest
 from tests.cli.conftest import START, common, table
 from tests.cli.test_commands import assert_golden
 
-from rankscope.commands import main
 from rankscope.output.diff_text import _growth
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.diff.diff import StepDifference
 
 RUNS = ("good-run", "bad-run")
 PARTED = 12
 
 
-def rows(run: str, rank: int) -> dict[str, list[dict]]:
+def rows(run, rank):
     """Return a store with two runs of 20 steps; from step 12, one layer of the bad run deviates increasingly."""
-    found: dict[str, list[dict]] = {"tensor_stats": [], "scalars": [], "hashes": []}
+    found = {"tensor_stats": [], "scalars": [], "hashes": []}
     for step in range(1, 21):
         off = 1e-6 * 4.0 ** (step - PARTED) if run == "bad-run" and step >= PARTED and rank == 1 else 0.0
         place = common(rank, step, step - 1, run)
-        for kind, tensors in (
-            ("param_before", ("1.weight",)),
-            ("act_out", ("0", "1")),
-            ("grad_reduced", ("1.weight",)),
-        ):
-            for tensor in tensors:
-                moved = off if tensor != "0" else 0.0
-                found["tensor_stats"].append(
-                    place
-                    | {"kind": kind, "tensor": tensor, "norm": 2.0 * (1 + moved), "nans": 0, "infs": 0, "numel": 6}
-                )
+        for name in ("param_before 1.weight", "act_out 0", "act_out 1", "grad_reduced 1.weight"):
+            kind, tensor = name.split()
+            statistics = {"norm": 2.0 * (1 + off * (tensor != "0")), "nans": 0, "infs": 0, "numel": 6}
+            found["tensor_stats"].append(place | {"kind": kind, "tensor": tensor} | statistics)
         if run == "bad-run" and step == 3:
             found["tensor_stats"].append(place | {"kind": "act_out", "tensor": "extra", "norm": 1.0})
         found["scalars"].append(place | {"name": "loss", "value": 5.0 / step + off})
@@ -50,7 +39,7 @@ def rows(run: str, rank: int) -> dict[str, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("diff") / "history"
     with Store.open(folder, create=True).claim(owner="test") as writer:
         for number, run in enumerate(RUNS):
@@ -60,23 +49,13 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             state = {"state": "completed", "started_at": START, "ordinal": number}
             tables["runs"] = table("runs", [common(None, 20, 0, run) | state])
-            assert tables["runs"].schema == dataset_schema("runs")
             writer.append(Batch(tables=tables, watermarks={f"{run}-{rank}": 19 for rank in range(2)}))
     return folder
 
 
 @pytest.fixture
-def diff(two_runs, monkeypatch, capsys):
-    """Run the command in this process, as its entry point does."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        monkeypatch.setattr("sys.argv", ["rankscope", "diff", *arguments, "--store", str(two_runs)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        return subprocess.CompletedProcess(arguments, ended.value.code or 0, said.out, said.err)
-
-    return run
+def diff(in_process, two_runs):
+    return lambda *arguments: in_process("diff", *arguments, "--store", two_runs)
 
 
 @pytest.mark.parametrize(

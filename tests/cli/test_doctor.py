@@ -77,12 +77,12 @@ class FakeEnvironment:
         return NOW
 
 
-def target(rank: int, **changes: Any) -> dict[str, Any]:
+def target(rank, **changes):
     known = {"run": "my-run", "rank": rank, "url": f"http://127.0.0.1:500{rank}", "health": "up", "last_error": None}
     return known | {"records_lost": 0} | changes
 
 
-def readers(*names: tuple[str, str]) -> dict[str, Any]:
+def readers(*names):
     return {"status": "ok", "readers": [{"page": page, "by": by, "seconds_ago": 0.4} for page, by in names]}
 
 
@@ -97,11 +97,11 @@ VERSIONS = {
 PROGRAMS = {"Prometheus": "2.42.0 (/usr/bin/prometheus)", "Alertmanager": "0.25.0 (/usr/bin/prometheus-alertmanager)"}
 
 
-def scraped(job: str, health: str = "up", error: str = "") -> dict[str, Any]:
+def scraped(job, health="up", error=""):
     return {"labels": {"job": job}, "health": health, "lastError": error}
 
 
-def healthy_environment() -> FakeEnvironment:
+def healthy_environment():
     read = readers(("/records", "Rankscope/0.1.0"), ("/metrics", "Prometheus/2.42.0"))
     config = "receivers:\n- name: nobody\n- name: chat\n  webhook_configs:\n  - url: http://chat.example\n"
     targets = [scraped("rankscope"), scraped("rankscope"), scraped("rankscope-service"), scraped("node")]
@@ -123,7 +123,7 @@ def healthy_environment() -> FakeEnvironment:
     return FakeEnvironment(pages=pages, versions=VERSIONS, executables=PROGRAMS, ports=ports)
 
 
-def broken_environment() -> FakeEnvironment:
+def broken_environment():
     environment = healthy_environment()
     environment.date = LATE
     environment.versions = {**VERSIONS, "torch": "2.4.1", "duckdb": ""}
@@ -149,12 +149,12 @@ def broken_environment() -> FakeEnvironment:
     return environment
 
 
-def where(store: Path, **changes: Any) -> Endpoints:
+def where(store, **changes):
     addresses = {"service": SERVICE, "prometheus": PROMETHEUS, "alertmanager": ALERTMANAGER}
     return Endpoints(**{**addresses, "store": str(store), **changes})
 
 
-def report(environment: FakeEnvironment, store: Path, **changes: Any) -> str:
+def report(environment, store, **changes):
     text = "\n".join(report_lines(list(run_checks(environment, where(store, **changes))))) + "\n"
     return text.replace(str(store), "STORE")
 
@@ -188,11 +188,7 @@ SCRAPED = f"{PROMETHEUS}/api/v1/targets?state=active"
             {"refused_senders": [SENDER | {"accepted_requests": 50}] * 12},
             "FAIL  refuses 1,250 of 1,300 requests of the remote write sender 10.0.0.7 (p/3): malformed: x\n",
         ),
-        (
-            STATUS,
-            {"refused_senders": [SENDER] * 12},
-            "FAIL  refuses requests of 2 other remote write senders\n",
-        ),
+        (STATUS, {"refused_senders": [SENDER] * 12}, "FAIL  refuses requests of 2 other remote write senders\n"),
         (
             STATUS,
             {"notifications": UNDELIVERED},

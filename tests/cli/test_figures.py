@@ -11,7 +11,7 @@ from tests.cli.conftest import NAN_STEP, table
 from rankscope_storage.api.store import Batch, Store
 
 
-def size_of_png(path) -> tuple[int, int]:
+def size_of_png(path):
     head = path.read_bytes()[:24]
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 

@@ -11,55 +11,59 @@ import sys
 import pytest
 
 LINES = '{"step": 1, "loss": 2.5}\nnoise of the launcher\n{"step": 2, "loss": NaN}\n'
+ROWS = "".join(
+    f" [2025-02-28 16:26:{step:02d}] iteration {step}/ 40 | lm loss: 2.5 | grad norm: 1.0 |\n" for step in range(1, 41)
+)
+STORED = "select step, value, attempt from scalars order by attempt, step, value"
+LOSSES = "select step, value from scalars where name = 'loss' order by value, step"
 
 
 @pytest.fixture
-def log(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(LINES, encoding="utf-8")
-    return path
+def put(tmp_path):
+    """Return a function that writes a file, and returns its path."""
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
 
 
-def test_imported_log_can_be_queried_as_a_run(rankscope, log, tmp_path):
-    store = str(tmp_path / "history")
-    done = rankscope("import", str(log), "--run", "old", "--store", store)
-    asked = rankscope("sql", "select run, step, value from scalars order by step", "--format", "csv", "--store", store)
-
-    assert 0 == done.returncode, done.stderr
-    assert f"{log}: jsonl, 2 records, up to step 2; 3 new rows in old (1 anomalies)\n" == done.stdout
-    assert "1 malformed lines (line 2: " in done.stderr
-    assert "run,step,value\nold,1,2.5\nold,2,NaN\n" == asked.stdout
+@pytest.fixture
+def log(put):
+    return put("metrics.jsonl", LINES)
 
 
-def test_repeated_import_stores_only_new_lines(rankscope, log, tmp_path):
-    store = str(tmp_path / "history")
-    rankscope("import", str(log), "--store", store)
+def test_imported_log_can_be_queried_and_a_repeated_import_stores_only_new_lines(on_store, log, rows):
+    done = on_store("import", log, "--run", "old")
+    asked = rows("select run, step, value from scalars order by step")
     with log.open("a", encoding="utf-8") as file:
         file.write('{"step": 3, "loss": 2.0}\n')
-    done = rankscope("import", str(log), "--store", store)
+    again = on_store("import", log, "--run", "old")
 
-    assert f"{log}: jsonl, 3 records, up to step 3; 1 new rows in metrics\n" == done.stdout
+    assert (0, 0) == (done.returncode, again.returncode), done.stderr
+    assert f"{log}: jsonl, 2 records, up to step 2; 3 new rows in old (1 anomalies)\n" == done.stdout
+    assert "1 malformed lines (line 2: " in done.stderr
+    assert ["old,1,2.5", "old,2,NaN"] == asked
+    assert f"{log}: jsonl, 3 records, up to step 3; 1 new rows in old\n" == again.stdout
 
 
-def test_error_and_checkpoint_without_a_time_have_that_of_the_row_before(rankscope, tmp_path):
-    log, store = tmp_path / "train.log", str(tmp_path / "history")
-    rows = [f"2026-11-28 10:00:{n:02d} step {n} loss {3 - n / 100:.2f}\n" for n in range(40)]
-    log.write_text("".join([*rows, "Saved checkpoint at step 39\n", "RuntimeError: disk full\n"]))
-    rankscope("import", str(log), "--store", store)
+def test_error_and_checkpoint_without_a_time_have_that_of_the_row_before(on_store, put, rows):
+    lines = [f"2026-11-28 10:00:{n:02d} step {n} loss {3 - n / 100:.2f}\n" for n in range(40)]
+    on_store(
+        "import", put("train.log", "".join([*lines, "Saved checkpoint at step 39\n", "RuntimeError: disk full\n"]))
+    )
     asked = "SELECT type, strftime(ts, '%H:%M:%S') AS at FROM events WHERE step = 39 ORDER BY seq"
 
-    assert (
-        "type,at\ncheckpoint,10:00:39\nerror,10:00:39\n"
-        == rankscope("sql", asked, "--format", "csv", "--store", store).stdout
-    )
+    assert ["checkpoint,10:00:39", "error,10:00:39"] == rows(asked)
 
 
-def test_log_with_times_only_at_its_start_has_no_duration(rankscope, tmp_path):
-    log, store = tmp_path / "train.log", str(tmp_path / "history")
+def test_log_with_times_only_at_its_start_has_no_duration(on_store, put):
     head = "2026-11-28 10:00:00 step 0/62 loss 3.0\n2026-11-28 10:00:01 step 1/62 loss 2.9\n"
-    log.write_text(head + "".join(f"step {n}/62 loss {3 - n / 100:.2f}\n" for n in range(2, 63)))
-    rankscope("import", str(log), "--store", store)
-    listed = rankscope("runs", "--store", store).stdout.splitlines()
+    on_store("import", put("train.log", head + "".join(f"step {n}/62 loss {3 - n / 100:.2f}\n" for n in range(2, 63))))
+    listed = on_store("runs").stdout.splitlines()
 
     assert "2026-11-28 10:00" == listed[1][listed[0].index("started") : listed[0].index("reason")].strip()
 
@@ -70,10 +74,15 @@ def test_log_with_times_only_at_its_start_has_no_duration(rankscope, tmp_path):
         (["missing.jsonl"], 1, "missing.jsonl cannot be read"),
         (["/etc/passwd"], 1, "has an unknown format; known formats: "),
         (["/etc/passwd", "--format", "jsonll"], 2, "Did you mean 'jsonl'?"),
+        (
+            ["/etc/passwd", "--run", "x" * 1001],
+            2,
+            "--run: the name of the run has 1,001 characters; the maximum is 1,000",
+        ),
     ],
 )
-def test_import_errors_are_one_line(rankscope, tmp_path, arguments, code, message):
-    done = rankscope("import", *arguments, "--store", str(tmp_path / "history"))
+def test_import_errors_are_one_line(on_store, tmp_path, arguments, code, message):
+    done = on_store("import", *arguments)
 
     assert code == done.returncode
     assert message in done.stderr
@@ -81,14 +90,8 @@ def test_import_errors_are_one_line(rankscope, tmp_path, arguments, code, messag
     assert not (tmp_path / "history").exists()
 
 
-ROWS = "".join(
-    f" [2025-02-28 16:26:{step:02d}] iteration {step}/ 40 | lm loss: 2.5 | grad norm: 1.0 |\n" for step in range(1, 41)
-)
-
-
-def test_explain_prints_the_detected_formats_and_imports_nothing(rankscope, log, tmp_path):
-    (tmp_path / "train.log").write_text(ROWS)
-    done = rankscope("import", str(log), str(tmp_path / "train.log"), "--explain", "--store", str(tmp_path / "history"))
+def test_explain_prints_the_detected_formats_and_imports_nothing(on_store, log, put, tmp_path):
+    done = on_store("import", log, put("train.log", ROWS), "--explain")
     lines = done.stdout.splitlines()
 
     assert 0 == done.returncode, done.stderr
@@ -98,49 +101,50 @@ def test_explain_prints_the_detected_formats_and_imports_nothing(rankscope, log,
     assert not (tmp_path / "history").exists()
 
 
-def test_folder_import_reads_every_log_in_it(rankscope, tmp_path):
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    (folder / "metrics.jsonl").write_text(LINES)
-    (folder / "train.log").write_text(ROWS)
-    (folder / "README").write_text("nothing of interest")
-    done = rankscope("import", str(folder), "--store", str(tmp_path / "history"))
+def test_folder_import_reads_every_log_and_explains_unknown_files(on_store, put, tmp_path):
+    for name, text in {"metrics.jsonl": LINES, "train.log": ROWS, "README": "nothing of interest"}.items():
+        put(f"logs/{name}", text)
+    notes = put("logs/notes.txt", "final\nloss: 2.5\n")
+    folder = notes.parent
+    done = on_store("import", folder)
+    explained = on_store("import", notes, "--explain")
 
     assert 0 == done.returncode, done.stderr
     assert [f"{folder}/metrics.jsonl: jsonl, 2 records", f"{folder}/train.log: megatron, 40 records"] == [
         line.partition(", up to")[0] for line in done.stdout.splitlines()
     ]
+    assert f"not imported: {notes} has an unknown format" in done.stderr
+    assert 1 == explained.returncode
+    assert explained.stdout.startswith(f"{notes}: unknown format\n")
+    assert "line 2 has a loss and no step" in explained.stderr
 
 
-def test_rotated_logs_are_not_stored_twice(rankscope, tmp_path):
+def test_rotated_logs_are_not_stored_twice(on_store, put, tmp_path):
     """S0-06: no row is stored twice, even if files were renamed."""
-    log, store = tmp_path / "train.log", str(tmp_path / "history")
-    log.write_text(ROWS)
-    rankscope("import", str(log), "--store", store)
+    log = put("train.log", ROWS)
+    on_store("import", log)
     log.rename(tmp_path / "train.log.1")
-    log.write_text(ROWS.replace("2.5", "2.0"))
-    done = rankscope("import", str(tmp_path / "train.log.1"), str(log), "--store", store)
+    done = on_store("import", tmp_path / "train.log.1", put("train.log", ROWS.replace("2.5", "2.0")))
 
     first, second = done.stdout.splitlines()
     assert first.endswith("; 0 new rows in train")
     assert second.endswith("; 80 new rows in train")
 
 
-def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(in_process, tmp_path):
+def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(on_store, in_process, put):
     """A log that lack of memory ends; its second attempt passes the step of the failure."""
     cause = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"
-    rows = [f"step {step} loss {4 - step / 50:.4f}" for step in range(1, 61)]
-    log = tmp_path / "oom.log"
-    log.write_text("\n".join([*rows[:40], "Traceback (most recent call last):", cause, ""]))
-    imported = in_process("import", log, "--store", tmp_path / "history")
-    of_run = in_process("incidents", "oom", "--store", tmp_path / "history")
+    steps = [f"step {step} loss {4 - step / 50:.4f}" for step in range(1, 61)]
+    log = put("oom.log", "\n".join([*steps[:40], "Traceback (most recent call last):", cause, ""]))
+    imported = on_store("import", log)
+    of_run = on_store("incidents", "oom")
     of_log = in_process("incidents", log)
     summary = in_process("summary", log)
     incident = f"Out of memory: {cause} at step 40"
     with log.open("a") as more:
-        more.write("\n".join([*rows[10:], ""]))
-    in_process("import", log, "--store", tmp_path / "history")
-    after = in_process("incidents", "oom", "--store", tmp_path / "history", "--format", "json")
+        more.write("\n".join([*steps[10:], ""]))
+    on_store("import", log)
+    after = on_store("incidents", "oom", "--format", "json")
 
     assert imported.stdout.endswith(f"new rows in oom; failed: out of memory: {cause}\n")
     assert incident in of_run.stdout
@@ -152,37 +156,22 @@ def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(in_proc
     assert '"state": "resolved"' in after.stdout
 
 
-def test_log_that_reached_its_last_planned_step_does_not_report_the_end(in_process, tmp_path):
-    log = tmp_path / "train.jsonl"
-    log.write_text("".join(f'{{"step": {step}, "max_steps": 30, "loss": {5 / step}}}\n' for step in range(1, 31)))
-    done = in_process("summary", log)
+def test_default_rules_can_be_turned_off_and_replaced_by_a_file(on_store, log, put):
+    without = on_store("import", log, "--no-default-rules")
+    rules = put("rules.json", '[{"rule_name": "AnomalyNan", "args": {"threshold": 2.0}}]')
+    done = on_store("import", put("train.log", ROWS), "--rules", rules)
+    bad = on_store("import", log, "--rules", put("bad.json", '[{"rule_name": "AnomalyNann"}]'))
 
-    assert "train, completed (the last planned step, 30, was reached)" in done.stdout.splitlines()
-
-
-def test_default_rules_can_be_turned_off(rankscope, log, tmp_path):
-    done = rankscope("import", str(log), "--no-default-rules", "--store", str(tmp_path / "history"))
-
-    assert f"{log}: jsonl, 2 records, up to step 2; 2 new rows in metrics\n" == done.stdout
-
-
-def test_anomaly_rules_can_come_from_a_file(rankscope, tmp_path):
-    (tmp_path / "train.log").write_text(ROWS)
-    (tmp_path / "rules.json").write_text('[{"rule_name": "AnomalyNan", "args": {"threshold": 2.0}}]')
-    (tmp_path / "bad.json").write_text('[{"rule_name": "AnomalyNann"}]')
-    store = str(tmp_path / "history")
-    done = rankscope("import", str(tmp_path / "train.log"), "--rules", str(tmp_path / "rules.json"), "--store", store)
-    bad = rankscope("import", str(tmp_path / "train.log"), "--rules", str(tmp_path / "bad.json"), "--store", store)
-
+    assert f"{log}: jsonl, 2 records, up to step 2; 2 new rows in metrics\n" == without.stdout
     assert "120 new rows in train (40 anomalies)" in done.stdout
     assert 2 == bad.returncode
     assert "Did you mean 'AnomalyNan'?" in bad.stderr
 
 
-def test_progress_bar_is_shown_only_on_a_terminal(rankscope, tmp_path):
+def test_progress_bar_is_shown_only_on_a_terminal(on_store, put, tmp_path):
     """The bar is written to standard error, so that a pipe or a file receives only the report."""
-    (tmp_path / "train.log").write_text(ROWS)
-    command = [sys.executable, "-m", "rankscope", "import", str(tmp_path / "train.log"), "--store", str(tmp_path / "h")]
+    log = put("train.log", ROWS)
+    command = [sys.executable, "-m", "rankscope", "import", str(log), "--store", str(tmp_path / "h")]
     ours, theirs = pty.openpty()
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, stdin=subprocess.DEVNULL)
@@ -194,25 +183,20 @@ def test_progress_bar_is_shown_only_on_a_terminal(rankscope, tmp_path):
         report = process.communicate()[0]
     finally:
         os.close(ours)
-    piped = rankscope("import", str(tmp_path / "train.log"), "--store", str(tmp_path / "other"))
 
     assert "train.log" in shown.decode()
     assert "━" in shown.decode()
     assert "80 new rows" in report.decode()
     assert "━" not in report.decode()
-    assert "" == piped.stderr
+    assert "" == on_store("import", log).stderr
 
 
-def test_import_without_a_record_fails(rankscope, tmp_path):
+def test_import_without_a_record_fails(on_store, put):
     """S3-05: also for a format of the user's choice, and a state without entries."""
-    (tmp_path / "train.log").write_text("iteration 50/ 1000 | consumed samples: 200 | learning rate:\n")
-    (tmp_path / "state.json").write_text('{"log_history": [], "max_steps": 5}')
-    (tmp_path / "notes.txt").write_text("nothing of interest\n")
-    store = str(tmp_path / "history")
-    done = [
-        rankscope("import", str(tmp_path / name), *more, "--store", store)
-        for name, more in (("train.log", ()), ("state.json", ()), ("notes.txt", ("--format", "textlog")))
-    ]
+    row = put("train.log", "iteration 50/ 1000 | consumed samples: 200 | learning rate:\n")
+    state = put("state.json", '{"log_history": [], "max_steps": 5}')
+    notes = put("notes.txt", "nothing of interest\n")
+    done = [on_store("import", *words) for words in ((row,), (state,), (notes, "--format", "textlog"))]
 
     assert [1, 1, 1] == [one.returncode for one in done]
     assert ["megatron", "trainer_state", "textlog"] == [
@@ -220,11 +204,10 @@ def test_import_without_a_record_fails(rankscope, tmp_path):
     ]
 
 
-def test_path_that_is_no_log_does_not_stop_the_others(rankscope, log, tmp_path):
-    (tmp_path / "notes.txt").write_text("nothing of interest\n")
-    paths = [str(tmp_path / name) for name in ("notes.txt", "missing.jsonl")]
-    done = rankscope("import", paths[0], str(log), paths[1], "--store", str(tmp_path / "history"))
-    explained = rankscope("import", paths[0], str(log), "--explain", "--store", str(tmp_path / "history"))
+def test_path_that_is_no_log_does_not_stop_the_others(on_store, log, put, tmp_path):
+    paths = put("notes.txt", "nothing of interest\n"), tmp_path / "missing.jsonl"
+    done = on_store("import", paths[0], log, paths[1])
+    explained = on_store("import", paths[0], log, "--explain")
 
     assert (1, 1) == (done.returncode, explained.returncode)
     assert done.stdout.startswith(f"{log}: jsonl, 2 records")
@@ -233,14 +216,11 @@ def test_path_that_is_no_log_does_not_stop_the_others(rankscope, log, tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--run", "given"]])
-def test_newer_log_next_to_checkpoints_is_a_run_of_its_own(rankscope, tmp_path, more):
-    state = tmp_path / "v0/checkpoint-10/trainer_state.json"
-    state.parent.mkdir(parents=True)
-    state.write_text('{"log_history": [{"step": 10, "loss": 1.0}]}')
-    log = tmp_path / "v0/logging.jsonl"
-    log.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (10, 15)))
+def test_newer_log_next_to_checkpoints_is_a_run_of_its_own(on_store, put, tmp_path, more):
+    state = put("v0/checkpoint-10/trainer_state.json", '{"log_history": [{"step": 10, "loss": 1.0}]}')
+    log = put("v0/logging.jsonl", "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in (10, 15)))
     os.utime(log, (state.stat().st_mtime + 10,) * 2)
-    done = rankscope("import", str(tmp_path / "v0"), *more, "--store", str(tmp_path / "history"))
+    done = on_store("import", tmp_path / "v0", *more)
     name = more[1] if more else "v0"
 
     assert 0 == done.returncode, done.stderr
@@ -250,128 +230,93 @@ def test_newer_log_next_to_checkpoints_is_a_run_of_its_own(rankscope, tmp_path, 
     assert f"{log} has later steps than {tmp_path}/v0: imported as the run {name}-logging\n" == done.stderr
 
 
-def test_unknown_file_is_explained_and_the_others_of_a_folder_are_imported(rankscope, log, tmp_path):
-    notes = tmp_path / "notes.txt"
-    notes.write_text("final\nloss: 2.5\n")
-    done = rankscope("import", str(tmp_path), "--store", str(tmp_path.parent / "history"))
-    explained = rankscope("import", str(notes), "--explain")
+def test_names_of_numbers_that_are_not_stored_are_printed(on_store, put):
+    path = put("train.log", "".join(f"step {step} | loss 2.5 | took 3.5x of Train 1792 in\n" for step in (1, 2)))
 
-    assert 0 == done.returncode, done.stderr
-    assert done.stdout.startswith(f"{log}: jsonl, 2 records")
-    assert f"not imported: {notes} has an unknown format" in done.stderr
-    assert 1 == explained.returncode
-    assert explained.stdout.startswith(f"{notes}: unknown format\n")
-    assert "line 2 has a loss and no step" in explained.stderr
+    assert f"{path}: not kept: took (2), Train (2)\n" == on_store("import", path).stderr
 
 
-def test_names_of_numbers_that_are_not_stored_are_printed(rankscope, tmp_path):
-    path = tmp_path / "train.log"
-    path.write_text("".join(f"step {step} | loss 2.5 | took 3.5x of Train 1792 in\n" for step in (1, 2)))
-    done = rankscope("import", str(path), "--store", str(tmp_path / "history"))
-
-    assert f"{path}: not kept: took (2), Train (2)\n" == done.stderr
-
-
-def test_reimport_replaces_the_rows_of_one_log(rankscope, tmp_path):
+def test_reimport_replaces_the_rows_of_one_log(on_store, put, rows):
     """The first import had to choose the step from one epoch. The other log of the run keeps its rows."""
-    store, path, other = str(tmp_path / "history"), tmp_path / "train.log", tmp_path / "other.log"
-    other.write_text("step 500 loss 1.5\n" * 2)
-    rows = [f"epoch {g // 3} step {g % 3} iter {g} total_loss=2.5 avr_loss=3.5\n" for g in range(6)]
-    path.write_text("".join(rows[:3]))
-    first = rankscope("import", str(path), str(other), "--run", "r", "--store", store)
-    path.write_text("".join(rows))
-    second = rankscope("import", str(path), "--run", "r", "--store", store)
-    third = rankscope("import", str(path), "--run", "r", "--store", store, "--reimport", "--loss", "avr_loss")
-    query = "select step, value from scalars where name = 'loss' order by value, step"
-    rows_after = rankscope("sql", query, "--format", "csv", "--store", store).stdout
+    other = put("other.log", "step 500 loss 1.5\n" * 2)
+    lines = [f"epoch {g // 3} step {g % 3} iter {g} total_loss=2.5 avr_loss=3.5\n" for g in range(6)]
+    path = put("train.log", "".join(lines[:3]))
+    first = on_store("import", path, other, "--run", "r")
+    put("train.log", "".join(lines))
+    second = on_store("import", path, "--run", "r")
+    third = on_store("import", path, "--run", "r", "--reimport", "--loss", "avr_loss")
 
     assert [0, 0, 0] == [done.returncode for done in (first, second, third)], third.stderr
     assert "no loss was chosen among avr_loss, total_loss: name one with --reimport --loss NAME" in first.stderr
     assert "iter rises where it falls (1 records): --reimport decides again" in second.stderr
     assert f"{path}: loss is avr_loss\n" == third.stderr
-    assert "step,value\n500,1.5\n500,1.5\n" + "".join(f"{step},3.5\n" for step in range(6)) == rows_after
+    assert ["500,1.5", "500,1.5", *(f"{step},3.5" for step in range(6))] == rows(LOSSES)
 
 
-STORED = "select step, value, attempt from scalars order by attempt, step, value"
-
-
-def _scalars(rankscope, store):
-    return rankscope("sql", STORED, "--format", "csv", "--store", store).stdout.splitlines()[1:]
-
-
-def test_reimport_keeps_the_log_that_was_at_the_path_before(rankscope, tmp_path):
-    store, path = str(tmp_path / "history"), tmp_path / "train.jsonl"
+def test_reimport_keeps_the_log_that_was_at_the_path_before(on_store, put, rows, tmp_path):
     for losses in ((5.0, 4.0), (3.0, 2.0)):
-        path.write_text("".join(f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)))
-        rankscope("import", str(path), "--run", "r", "--store", store)
-    before = _scalars(rankscope, store)
+        lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses)]
+        path = put("train.jsonl", "".join(lines))
+        on_store("import", path, "--run", "r")
+    before = rows(STORED)
     path.rename(tmp_path / "moved.jsonl")
-    done = rankscope("import", str(tmp_path / "moved.jsonl"), "--run", "r", "--store", store, "--reimport")
+    done = on_store("import", tmp_path / "moved.jsonl", "--run", "r", "--reimport")
 
     assert 0 == done.returncode, done.stderr
     assert 4 == len(before)
-    assert before == _scalars(rankscope, store)
+    assert before == rows(STORED)
 
 
 @pytest.mark.parametrize("content", ['{"step": 7, "loss": 9.0}\n', '{"step": 1, "loss": 2.5}\n', ""])
-def test_reimport_of_an_unknown_or_shorter_log_removes_nothing(rankscope, log, tmp_path, content):
-    store = str(tmp_path / "history")
-    rankscope("import", str(log), "--store", store)
-    before = _scalars(rankscope, store)
+def test_reimport_of_an_unknown_or_shorter_log_removes_nothing(on_store, log, rows, content):
+    on_store("import", log)
+    before = rows(STORED)
     log.write_text(content)
-    done = rankscope("import", str(log), "--store", store, "--reimport", "--format", "jsonl")
+    done = on_store("import", log, "--reimport", "--format", "jsonl")
 
     assert 1 == done.returncode
     assert "without --reimport" in done.stderr or "--reimport would lose them" in done.stderr
-    assert before == _scalars(rankscope, store)
+    assert before == rows(STORED)
 
 
-def test_reimport_replaces_the_streams_of_one_openmetrics_file(rankscope, tmp_path):
-    store, path = str(tmp_path / "history"), tmp_path / "scrape.txt"
-    path.write_text('# TYPE train_loss gauge\ntrain_loss{rank="0"} 2.5 1700000000\n# EOF\n')
-    query = ["sql", "select count(*) as n from samples", "--format", "csv", "--store", store]
-    first = rankscope("import", str(path), "--run", "r", "--store", store, "--format", "openmetrics")
-    counts = [rankscope(*query).stdout]
-    second = rankscope("import", str(path), "--run", "r", "--store", store, "--format", "openmetrics", "--reimport")
-    counts.append(rankscope(*query).stdout)
+def test_reimport_replaces_the_streams_of_one_openmetrics_file(on_store, put, rows):
+    path = put("scrape.txt", '# TYPE train_loss gauge\ntrain_loss{rank="0"} 2.5 1700000000\n# EOF\n')
+    first = on_store("import", path, "--run", "r", "--format", "openmetrics")
+    before = rows("select count(*) from samples")
+    second = on_store("import", path, "--run", "r", "--format", "openmetrics", "--reimport")
 
     assert [0, 0] == [first.returncode, second.returncode], second.stderr
-    assert counts[0] == counts[1]
+    assert before == rows("select count(*) from samples")
     assert first.stdout == second.stdout
 
 
-def test_unknown_name_of_the_loss_is_refused_with_the_names(rankscope, log, tmp_path):
-    store = str(tmp_path / "history")
-    typo = rankscope("import", str(log), "--store", store, "--loss", "typo")
-    right = rankscope("import", str(log), "--store", store, "--loss", "loss")
+def test_unknown_name_of_the_loss_is_refused_with_the_names(on_store, log, rows):
+    typo = on_store("import", log, "--loss", "typo")
+    right = on_store("import", log, "--loss", "loss")
 
     assert (1, 0) == (typo.returncode, right.returncode)
     assert f"{log}: no quantity in the first 2 records is named typo; names: loss" in typo.stderr
-    assert ["1,2.5,0", "2,NaN,0"] == _scalars(rankscope, store)
+    assert ["1,2.5,0", "2,NaN,0"] == rows(STORED)
 
 
 @pytest.mark.parametrize("growth", ["", "step 3 a_loss=1.0 total_loss=2.5 avr_loss=3.5\n"])
-def test_other_loss_of_an_imported_log_needs_reimport(rankscope, tmp_path, growth):
-    store, path = str(tmp_path / "history"), tmp_path / "train.log"
-    path.write_text("".join(f"step {step} total_loss=2.5 avr_loss=3.5\n" for step in (1, 2)))
-    rankscope("import", str(path), "--store", store)
+def test_other_loss_of_an_imported_log_needs_reimport(on_store, put, growth):
+    path = put("train.log", "".join(f"step {step} total_loss=2.5 avr_loss=3.5\n" for step in (1, 2)))
+    on_store("import", path)
     with path.open("a") as file:
         file.write(growth)
-    other = rankscope("import", str(path), "--store", store, "--loss", "avr_loss")
-    again = rankscope("import", str(path), "--store", store, "--loss", "avr_loss", "--reimport")
-    same = rankscope("import", str(path), "--store", store, "--loss", "avr_loss")
+    done = [on_store("import", path, "--loss", "avr_loss", *more) for more in ((), ("--reimport",), ())]
 
-    assert [1, 0, 0] == [done.returncode for done in (other, again, same)], again.stderr
-    assert "`--reimport --loss avr_loss` imports it again" in other.stderr
+    assert [1, 0, 0] == [one.returncode for one in done], done[1].stderr
+    assert "`--reimport --loss avr_loss` imports it again" in done[0].stderr
 
 
-def test_secret_in_a_run_name_is_masked_and_the_given_name_is_found(in_process, tmp_path):
-    log, store, name = tmp_path / "a.jsonl", ("--store", tmp_path / "history"), "https://bob:pa/ss#w0rd@host/x"
-    log.write_text('{"step": 1, "loss": 0.5}\n')
-    imported = in_process("import", log, "--run", name, *store)
-    summary = in_process("summary", name, *store)
-    in_process("runs", "rename", name, "ghp_0123456789abcdefghij", *store)
-    listed = in_process("runs", "--format", "json", *store)
+def test_secret_in_a_run_name_is_masked_and_the_given_name_is_found(on_store, in_process, put, tmp_path):
+    log, name = put("a.jsonl", '{"step": 1, "loss": 0.5}\n'), "https://bob:pa/ss#w0rd@host/x"
+    imported = on_store("import", log, "--run", name)
+    summary = on_store("summary", name)
+    on_store("runs", "rename", name, "ghp_0123456789abcdefghij")
+    listed = on_store("runs", "--format", "json")
     watched = in_process("watch", log, "--once", "--run", name, "--store", tmp_path / "other")
 
     assert "new rows in https://***@host/x\n" in imported.stdout
@@ -381,14 +326,10 @@ def test_secret_in_a_run_name_is_masked_and_the_given_name_is_found(in_process, 
     assert "ss#w0rd" not in watched.stdout + watched.stderr + summary.stdout
 
 
-def test_run_name_that_ranks_could_not_have_is_refused_and_nothing_is_stored(in_process, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
-    imported = in_process("import", tmp_path / "a.jsonl", "--run", "x" * 1001, "--store", tmp_path / "history")
-    watched = in_process("watch", tmp_path / "a.jsonl", "--run", "x" * 1001, "--store", tmp_path / "history", "--once")
+def test_run_name_that_ranks_could_not_have_is_refused_by_watch(on_store, log, tmp_path):
+    watched = on_store("watch", log, "--run", "x" * 1001, "--once")
 
-    sentence = "the name of the run has 1,001 characters; the maximum is 1,000"
-    assert f"rankscope: --run: {sentence}\n" == imported.stderr
-    assert (2, 1) == (imported.returncode, watched.stderr.count("\n"))
     assert watched.returncode
-    assert sentence in watched.stderr
+    assert 1 == watched.stderr.count("\n")
+    assert "the name of the run has 1,001 characters; the maximum is 1,000" in watched.stderr
     assert not (tmp_path / "history").exists()

@@ -1,77 +1,54 @@
-"""`rankscope notify test` sends a notification to real HTTP receivers."""
+"""`rankscope notify test` sends a notification to a real HTTP receiver."""
 
 from __future__ import annotations
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
+
+from rankscope.demo.receiver import AlertReceiver
 
 
 @pytest.fixture
 def receiver():
-    """Return address and list of the received documents of an HTTP server that accepts everything."""
-    received: list[dict[str, object]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"json://127.0.0.1:{server.server_port}/", received
-        server.shutdown()
-        thread.join()
+    with AlertReceiver() as receiver:
+        yield receiver
 
 
 def test_a_notification_is_sent_to_each_address_of_the_option(rankscope, receiver):
-    address, received = receiver
-    done = rankscope("notify", "test", "--notify", address)
+    done = rankscope("notify", "test", "--notify", receiver.notify_url)
 
     assert 0 == done.returncode, done.stderr
     assert done.stdout.endswith(": sent\n")
-    assert ["[test] Rankscope notification"] == [document["title"] for document in received]
+    assert ["[test] Rankscope notification"] == [alert.title for alert in receiver.alerts]
 
 
 def test_addresses_of_alertmanager_have_the_same_form_here(rankscope, receiver):
     """Each command accepts the addresses of `rankscope up`. A message of another severity is not sent."""
-    address, received = receiver
-    web = address.replace("json://", "http://")
+    web = receiver.webhook_url
     done = rankscope("notify", "test", "--notify", web, "--notify", f"info={web}", "--notify", f"critical={web}")
 
     assert 0 == done.returncode, done.stderr
-    assert 2 == len(received)
+    assert 2 == len(receiver.alerts)
 
 
 def test_addresses_are_read_from_the_configuration_file(rankscope, receiver, tmp_path):
-    address, received = receiver
-    (tmp_path / "service.toml").write_text(f"[store]\npath = 'history'\n[notify]\nurls = ['{address}']\n")
+    (tmp_path / "service.toml").write_text(f"[store]\npath = 'h'\n[notify]\nurls = ['{receiver.notify_url}']\n")
     done = rankscope("notify", "test", tmp_path / "service.toml")
 
     assert 0 == done.returncode, done.stderr
-    assert 1 == len(received)
+    assert 1 == len(receiver.alerts)
 
 
 def test_a_failure_is_printed_with_its_address_and_exits_with_1(rankscope, receiver, free_port):
-    address, received = receiver
-    done = rankscope("notify", "test", "--notify", address, "--notify", f"json://127.0.0.1:{free_port}/")
+    done = rankscope("notify", "test", "--notify", receiver.notify_url, "--notify", f"json://127.0.0.1:{free_port}/")
 
     assert 1 == done.returncode
     assert 1 == done.stdout.count(": failed: ")
     assert "rankscope: 1 of 2 notifications failed\n" == done.stderr
-    assert 1 == len(received)
+    assert 1 == len(receiver.alerts)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [([], "no address: give --notify URL"), (["--notify", "nothing://x"], "nothing://…")],
+    ("arguments", "message"), [([], "no address: give --notify URL"), (["--notify", "nothing://x"], "nothing://…")]
 )
 def test_a_missing_or_unknown_address_is_named(rankscope, arguments, message):
     done = rankscope("notify", "test", *arguments)

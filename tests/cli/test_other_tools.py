@@ -45,7 +45,7 @@ def history(sample_store, tmp_path, monkeypatch):
     return shutil.copytree(sample_store, tmp_path / "history")
 
 
-def outputs(in_process) -> list[tuple[object, int, list[str]]]:
+def outputs(in_process):
     """Return the lines of each command, sorted, because events of one time have no order."""
     found = [(command, in_process(*command)) for command in COMMANDS]
     shown = ((name, done.returncode, re.sub('"bytes_on_disk": .*', "", done.stdout)) for name, done in found)

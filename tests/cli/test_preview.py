@@ -6,8 +6,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from tests.view.test_site import Reader
@@ -30,12 +29,12 @@ OF_THE_SERVICE = {
 }
 
 
-def sample(series: str, labels: str, value: object, at: int) -> str:
+def sample(series, labels, value, at):
     name, _, own = series.partition("{")
     return f"{name}{{{labels}{',' if own else '}'}{own} {value} {at}"
 
 
-def open_metrics() -> str:
+def open_metrics():
     lines = []
     for series, value in OF_RANKS.items():
         lines.append(f"# TYPE {series.partition('{')[0]} gauge")
@@ -49,7 +48,7 @@ def open_metrics() -> str:
 
 
 @pytest.fixture(scope="module")
-def prometheus(require_server, tmp_path_factory) -> Iterator[str]:
+def prometheus(require_server, tmp_path_factory):
     """Yield the address of a Prometheus that has the series of the run, and scrapes nothing."""
     folder = tmp_path_factory.mktemp("prometheus")
     (folder / "series.txt").write_text(open_metrics(), encoding="utf-8")
@@ -67,7 +66,7 @@ def prometheus(require_server, tmp_path_factory) -> Iterator[str]:
         process.wait(20)
 
 
-def address(log: Path) -> str:
+def address(log):
     deadline = time.monotonic() + 30
     while True:
         text = log.read_text(errors="replace")
@@ -82,7 +81,7 @@ def address(log: Path) -> str:
 def preview(in_process, prometheus, tmp_path):
     """Return a function that runs the command on a board, and returns the process and the path of the file."""
 
-    def run(board: str, *arguments: str, suffix: str = "html"):
+    def run(board, *arguments, suffix="html"):
         path = tmp_path / "new" / f"{board}.{suffix}"
         return in_process("dashboards", "preview", board, "--prometheus-url", prometheus, "-o", path, *arguments), path
 

@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.programs import Started, start_module
+from tests.programs import start_module
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.commands.serve import _run, load_settings
@@ -30,7 +29,7 @@ UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 def refused(rankscope):
     """Return a function that runs `rankscope serve ARGUMENTS` until it exits with an error."""
 
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    def run(*arguments):
         done = rankscope("serve", *arguments, env={"RANKSCOPE_STORE": ""})
         assert "Traceback" not in done.stderr
         return done
@@ -39,7 +38,7 @@ def refused(rankscope):
 
 
 @contextmanager
-def serving(log: Path, *arguments: object) -> Iterator[tuple[Started, str]]:
+def serving(log, *arguments):
     """Start a service, yield its process and URL, and stop it."""
     process = start_module("rankscope.__main__", "serve", *arguments, log=log)
     try:

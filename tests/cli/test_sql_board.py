@@ -18,7 +18,7 @@ TIME_FILTER = re.compile(r"\$__timeFilter\((\w+)\)")
 
 
 @pytest.fixture(scope="module")
-def parquet(rankscope, tmp_path_factory) -> Path:
+def parquet(rankscope, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parquet")
     for run, name in (("my-run", "my-run"), ("../other run", "other")):
         done = rankscope("export", run, "--format", "parquet", "-o", str(folder / name))
@@ -26,7 +26,7 @@ def parquet(rankscope, tmp_path_factory) -> Path:
     return folder
 
 
-def rows(sql: str, folder: Path, *, start: str = FROM, run: str = "my-run") -> list[dict[str, object]]:
+def rows(sql, folder, *, start=FROM, run="my-run"):
     """Return the rows of a query, with the macros and variables that the plugin and Grafana replace."""
     text = TIME_FILTER.sub(rf"\1 >= '{start}' AND \1 <= '{TO}'", sql)
     text = text.replace("${folder}", str(folder)).replace("${run:sqlstring}", "'" + run.replace("'", "''") + "'")
@@ -37,7 +37,7 @@ def rows(sql: str, folder: Path, *, start: str = FROM, run: str = "my-run") -> l
         return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
 
-def panel_rows(title: str, folder: Path, **given: str) -> list[dict[str, object]]:
+def panel_rows(title, folder, **given):
     (target,) = PANELS[title]["targets"]
     return rows(target["rawSql"], folder, **given)
 

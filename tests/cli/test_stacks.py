@@ -7,9 +7,7 @@ import http.server
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 SITE = "/env/lib/python3.11/site-packages"
 
 
-def rank(number: int, frames: list[list[Any]], *, seq: int, is_pending: bool) -> dict[str, Any]:
+def rank(number, frames, *, seq, is_pending):
     threads = [
         {"ident": 1, "name": "MainThread", "is_training": True, "frames": frames},
         {"ident": 2, "name": "pin-memory", "frames": [["/env/lib/python3.11/threading.py", 331, "wait"]]},
@@ -75,18 +73,18 @@ ANSWER = {
 class Service:
     """A fake service that returns prepared responses and records the requests."""
 
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, Any]] = {"/api/v1/stacks": (200, ANSWER)}
-        self.asked: list[tuple[str | None, Any]] = []
+    def __init__(self):
+        self.answers = {"/api/v1/stacks": (200, ANSWER)}
+        self.asked = []
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
+            def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 service.asked.append((self.headers["Authorization"], body))
                 self.do_GET()
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 status, document = service.answers[self.path]
                 body = document if isinstance(document, bytes) else json.dumps(document).encode()
                 self.send_response(status)
@@ -94,7 +92,7 @@ class Service:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, *_):
                 pass
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -102,7 +100,7 @@ class Service:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+def service(monkeypatch):
     monkeypatch.setenv("RANKSCOPE_TOKEN", "secret")
     made = Service()
     thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import typer
 
@@ -26,7 +24,7 @@ FOLDERS = {"dashboards provision --into", "msprobe anomaly --out-path"}
 FOLDERS |= {"msprobe csv2tensorboard --output-dirpath", "msprobe csv2db --output-dirpath"}
 
 
-def options() -> Iterator[tuple[str, str]]:
+def options():
     """Yield the path of each command, with the longest spelling of each option that names an output."""
     pending = [("", typer.main.get_command(build()))]
     while pending:

@@ -1,4 +1,4 @@
-"""Three ranks on Gloo. At step 6, before the next collective, rank 1 sleeps, waits in another barrier, or dies.
+"""Ranks on Gloo. At step 6, before the next collective, rank 1 sleeps, waits in another barrier, or dies.
 
 blamed_training.py FOLDER sleeps|barrier|dies, for each rank with its environment
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 import rankscope
 
-BLAMED_RANK, BLAMED_STEP, LAST_STEP = 1, 6, 8
+BLAMED_RANK, BLAMED_STEP, LAST_STEP = 1, 6, 9
 
 
 def fall_behind(situation: str, until: Path) -> None:
@@ -26,7 +26,7 @@ def fall_behind(situation: str, until: Path) -> None:
     if situation == "barrier":
         dist.barrier()
     while not until.exists():
-        time.sleep(0.5)
+        time.sleep(0.5)  # rank 1 hangs here
 
 
 def main() -> None:
@@ -41,9 +41,10 @@ def main() -> None:
             loss.backward()
             if (step, dist.get_rank()) == (BLAMED_STEP, BLAMED_RANK):
                 fall_behind(situation, folder / "go-on")
-            dist.all_reduce(loss.detach())
+            dist.all_reduce(loss.detach())  # the others wait here
             optimizer.step()
             optimizer.zero_grad()
+            time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,14 @@ class Host:
             life.kill()
 
 
-def until(condition: Callable[[], Any], seconds: float = 90.0) -> None:
+def until(condition: Callable[[], Any], seconds: float = 90.0, explain: Callable[[], Any] = str) -> Any:
+    """Return the value of `condition` when it is true. An OSError counts as not yet true."""
     deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+    while True:
+        with suppress(OSError):
+            if value := condition():
+                return value
+        assert time.monotonic() < deadline, f"not within {seconds} s; {explain()}"
         time.sleep(0.02)
 
 

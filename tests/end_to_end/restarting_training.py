@@ -59,9 +59,7 @@ def main() -> None:
     done = int(checkpoint.read_text()) if checkpoint.exists() else 0
     net = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    config = rankscope.MonitorConfig(
-        console=False, statistics="torch"
-    )  # no kernel to compile: the processes are short-lived
+    config = rankscope.MonitorConfig(console=False, statistics="torch")  # no kernel to compile in short processes
     monitor = rankscope.Monitor(config, total_steps=steps, first_step=done + 1)
     monitor.attach(net, optimizer)
     last = int(at) if rank == world_size - 1 else 0
@@ -74,16 +72,7 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def train(
-    monitor: rankscope.Monitor,
-    net: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: range,
-    pause: float,
-    checkpoint: Path,
-    how: str = "",
-    at: int = 0,
-) -> None:
+def train(monitor, net, optimizer, steps, pause, checkpoint, how="", at=0):
     for step in steps:
         loss = net(torch.ones(3, 4)).square().mean()
         loss.backward()

@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.end_to_end.lives import until
 
 from rankscope_contract.security.tls import client_context
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, prometheus_config
@@ -51,7 +51,10 @@ class Node:
     """A service, its ranks and a Prometheus on ::1, with certificates of one CA and one token."""
 
     def __init__(self, folder, certificates, port):
-        self.folder, self.certificates, self.port = folder, certificates, port
+        self.folder, self.port = folder, port
+        self.ca, self.cert, self.key = map(
+            str, (certificates.ca, certificates.cert("client"), certificates.key("client"))
+        )
         self.processes = []
         self.temporary = tempfile.mkdtemp(prefix="rs-")  # a socket path must be shorter than the path of pytest
         (folder / "token").write_text("open-sesame\n")
@@ -61,7 +64,7 @@ class Node:
             client_ca_file=str(certificates.ca),
             min_version="TLS13",
         )
-        self.context = client_context(certificates.ca, certificates.cert("client"), certificates.key("client"))
+        self.context = client_context(Path(self.ca), Path(self.cert), Path(self.key))
         self.context.check_hostname = True
 
     def start(self, name, command, **environment):
@@ -77,9 +80,8 @@ class Node:
         return process
 
     def start_service(self):
-        client = {"cert": self.certificates.cert("client"), "key": self.certificates.key("client")}
         config = self.folder / "service.toml"
-        config.write_text(SERVICE.format(port=self.port, ca=self.certificates.ca, **client))
+        config.write_text(SERVICE.format(port=self.port, ca=self.ca, cert=self.cert, key=self.key))
         self.start("service", [sys.executable, "-m", "rankscope", "serve", config, "--quiet"])
         self.wait_for(lambda: self.get(f"https://[::1]:{self.port}/healthz"))
 
@@ -92,19 +94,15 @@ class Node:
             RANKSCOPE_LISTEN=f"[::1]:{self.port + 10}-{self.port + 60}",
             RANKSCOPE_TOKEN_FILE=str(self.folder / "token"),
             RANKSCOPE_WEB_CONFIG=str(self.folder / "web.json"),
-            RANKSCOPE_CA_FILE=str(self.certificates.ca),
-            RANKSCOPE_CERT_FILE=str(self.certificates.cert("client")),
-            RANKSCOPE_KEY_FILE=str(self.certificates.key("client")),
+            RANKSCOPE_CA_FILE=self.ca,
+            RANKSCOPE_CERT_FILE=self.cert,
+            RANKSCOPE_KEY_FILE=self.key,
             RANKSCOPE_NODE_PAGE="1",
         )
         return [int(process.stdout.readline()) for _ in range(sum(jobs.values()))]
 
     def start_prometheus(self, program):
-        tls = Tls(
-            ca_file=str(self.certificates.ca),
-            cert_file=str(self.certificates.cert("client")),
-            key_file=str(self.certificates.key("client")),
-        )
+        tls = Tls(ca_file=self.ca, cert_file=self.cert, key_file=self.key)
         settings = PrometheusSettings(
             service=f"[::1]:{self.port}",
             token_file=str(self.folder / "token"),
@@ -136,20 +134,11 @@ class Node:
     def targets(self):
         return json.loads(self.get(f"https://[::1]:{self.port}/api/v1/targets"))
 
-    def wait_for(self, condition, seconds=60.0):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                value = condition()
-            except OSError as error:
-                value, trouble = None, error
-            else:
-                trouble = value
-            if value:
-                return value
-            time.sleep(0.1)
-        logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("*.log")))
-        return pytest.fail(f"not within {seconds} s, last: {trouble!r}\n{logs}")
+    def wait_for(self, condition):
+        return until(condition, 60, self.logs)
+
+    def logs(self):
+        return "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("*.log")))
 
     def stop(self):
         for process in reversed(self.processes):

@@ -11,20 +11,15 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import urllib.parse
 import urllib.request
-from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.end_to_end.alerting import EVENT_SECONDS, alerting, live_runs
 from tests.programs import run_command
 
 from rankscope.demo.receiver import Sender
 from rankscope.up.ports import free_port
-
-sys.path.insert(0, str(Path(__file__).parent))
-from alerting import EVENT_SECONDS, Alerting, Ranks, alerting, live_runs
 
 SECONDS = 30.0
 
@@ -37,7 +32,7 @@ def running(tmp_path_factory, require_server):
 
 
 @pytest.fixture(scope="module")
-def ranks(running) -> Ranks:
+def ranks(running):
     """Start one rank per scenario at the same time, because torch takes long to load."""
     stories = ("comes-again", "raises", "dies")
     started = running.start_ranks(*stories)
@@ -45,7 +40,7 @@ def ranks(running) -> Ranks:
     return started
 
 
-def break_it(running: Alerting, ranks: Ranks, run: str, command: str) -> tuple[int, float]:
+def break_it(running, ranks, run, command):
     """Cause a fault in one step; return the step and its time."""
     before = len(ranks.bad[run])
     running.wait_for(lambda: live_runs(running.urls["service"])[run] > 5)
@@ -54,7 +49,7 @@ def break_it(running: Alerting, ranks: Ranks, run: str, command: str) -> tuple[i
     return ranks.bad[run][-1]
 
 
-def told_in_time(running: Alerting, run: str, at: float) -> None:
+def told_in_time(running, run, at):
     """Wait until both senders notified about the run; return the delays."""
     for sender in (Sender.EMBEDDED, Sender.ALERTMANAGER):
         received = running.wait_for(lambda sender=sender: running.notifications(sender, run))
@@ -64,12 +59,12 @@ def told_in_time(running: Alerting, run: str, at: float) -> None:
         assert 0 < seconds <= SECONDS, (sender, seconds)
 
 
-def asked(running: Alerting, expression: str, url: str | None = None) -> list[dict[str, Any]]:
+def asked(running, expression, url=None):
     """Return the result of a query to the running Prometheus, or to the one at `url`; empty while it starts."""
     query = urllib.parse.urlencode({"query": expression})
     try:
         with urllib.request.urlopen(f"{url or running.urls['prometheus']}/api/v1/query?{query}", timeout=5) as answer:
-            result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+            result = json.load(answer)["data"]["result"]
     except OSError:
         return []
     return result
@@ -93,7 +88,7 @@ def test_doctor_lists_readers_of_ranks_and_alert_receivers(running, ranks):
     )
     report = ""
 
-    def all_lines_match() -> bool:
+    def all_lines_match():
         nonlocal report  # a busy machine sometimes misses a scrape, which the doctor reports
         report = run_command(*command).stdout
         return all(re.search(line, report) for line in expected)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rankscope.demo.receiver import Alert, AlertReceiver
+from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.connection import connect
+
+pytestmark = pytest.mark.thorough
 
 SCRIPT = Path(__file__).with_name("blamed_training.py")
 TOKEN = "a-token-of-both"
@@ -28,16 +28,13 @@ STEP = "[56]"
 CALLED = r"called at blamed_training\.py:\d+ in"
 
 
-def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situation: str, **environment: str) -> Alert:
+def message_of(service, start_ranks, folder, situation, **environment):
     """Return the first notification about a job in `situation`."""
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        group = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "RANKSCOPE_RUN": "blame"}
-        ranks = [
-            start_job(SCRIPT, folder, situation, RANK=rank, LOCAL_RANK=rank, **group, **environment) for rank in "012"
-        ]
-        alert: Alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
+        ranks = start_ranks(SCRIPT, folder, situation, run="blame", count=3, **environment)
+        alert = service.wait_for(lambda: receiver.alerts and receiver.alerts[0])
         (folder / "go-on").touch()
         if situation == "sleeps":
             assert [0, 0, 0] == [rank.wait(60) for rank in ranks], (folder / "training.log").read_text()
@@ -48,12 +45,11 @@ def message_of(service: Any, start_job: Callable[..., Any], folder: Path, situat
     return alert
 
 
-def incident_of(service: Any) -> tuple[str, int | None]:
+def incident_of(service):
     """Return rule and rank of the only incident in the store."""
     with connect(service.store) as connection:
         (found,) = connection.sql("select distinct rule, rank from events where type = 'incident'").fetchall()
-    rule, rank = found
-    return rule, rank
+    return found
 
 
 @pytest.mark.parametrize(
@@ -66,7 +62,6 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             rf"rank 1: it is in time\.sleep, {CALLED} fall_behind, and ranks 0, 2 wait in a collective \(stacks\)",
             rf"where:\n  rank 1 in time\.sleep, {CALLED} fall_behind\n  ranks 0, 2 in all_reduce",
             id="stacks name the rank that sleeps",
-            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "sleeps",
@@ -75,7 +70,6 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             "unknown: no rank sent stacks or a flight record",
             rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  ranks 0-2 sent no stacks: ",
             id="without any source no rank is named",
-            marks=pytest.mark.thorough,
         ),
         pytest.param(
             "barrier",
@@ -84,23 +78,14 @@ def incident_of(service: Any) -> tuple[str, int | None]:
             "unknown: the stacks of ranks 0-2 do not identify a single rank",
             rf"last reports:\n  ranks 0-2: step {STEP}, \d(-\d)? s ago\nwhere:\n  rank 1 in barrier ",
             id="stacks do not show which of two collectives is the right one",
-            marks=pytest.mark.thorough,
         ),
     ],
 )
 def test_cause_of_a_stall_is_named_or_unknown(
-    service: Any,
-    start_job: Callable[..., Any],
-    tmp_path: Path,
-    another_port: int,
-    situation: str,
-    environment: dict[str, str],
-    rank: int | None,
-    cause: str,
-    more: str,
-) -> None:
+    service, start_ranks, tmp_path, situation, environment, rank, cause, more
+):
     service.token, service.stalled_after_seconds = environment.get("RANKSCOPE_TOKEN"), 2.0
-    alert = message_of(service, start_job, tmp_path, situation, MASTER_PORT=str(another_port), **environment)
+    alert = message_of(service, start_ranks, tmp_path, situation, **environment)
 
     title = f"blame: RunStalled, rank {'unknown' if rank is None else rank}, step {STEP}"
     assert re.search(title, alert.title), alert.title
@@ -110,12 +95,9 @@ def test_cause_of_a_stall_is_named_or_unknown(
     assert ("RunStalled", rank) == incident_of(service)
 
 
-@pytest.mark.thorough
-def test_dead_rank_is_named_although_the_others_report_first(
-    service: Any, start_job: Callable[..., Any], tmp_path: Path, another_port: int
-) -> None:
+def test_dead_rank_is_named_although_the_others_report_first(service, start_ranks, tmp_path):
     """Its peers lose the connection immediately. The service finds seconds later that the rank is dead."""
-    alert = message_of(service, start_job, tmp_path, "dies", MASTER_PORT=str(another_port), **SILENT)
+    alert = message_of(service, start_ranks, tmp_path, "dies", **SILENT)
 
     assert re.search(f"blame: RunFailed, rank 1, step {STEP}", alert.title), alert.title
     assert "cause: rank 1: first rank to stop responding without an exit report" in alert.text.splitlines()

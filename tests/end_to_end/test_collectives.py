@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from tests.end_to_end.stored_rows import tables_of
@@ -13,7 +12,7 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
 
 
-def reduced_and_gathered() -> None:
+def reduced_and_gathered():
     for number in (1.0, 2.0):
         dist.all_reduce(torch.full((3,), number))
     dist.all_gather([torch.zeros(4)], torch.tensor([1.0, torch.nan, 3.0, 4.0]))
@@ -43,7 +42,7 @@ def test_calls_are_stored_with_source_line_number_and_position(tmp_path):
     assert [{"rule": "AnomalyNan", "kind": "comm_out"}] == fired
 
 
-def published() -> dict[str, pa.Table]:
+def published():
     """Return the rows that a service creates from the records of a monitored step."""
     net = torch.nn.Linear(3, 2)
     config = MonitorConfig(quantities=("collectives",), console=False, exit_wait_seconds=0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from tests.end_to_end.lives import until
 
 
-def demo(folder, *arguments: str) -> list[str]:
+def demo(folder, *arguments):
     return [sys.executable, "-m", "rankscope", "demo", "--folder", str(folder), *arguments]
 
 
@@ -42,17 +42,12 @@ def test_interrupted_demo_leaves_no_process_behind(tmp_path):
     process = subprocess.Popen(demo(tmp_path / "demo"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     family = psutil.Process(process.pid)
     log = tmp_path / "demo" / "training.log"
-    deadline = time.monotonic() + 240
-    while not (log.exists() and "step 1/" in log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until(lambda: "step 1/" in log.read_text(), 240)
     children = family.children(recursive=True)
     process.send_signal(signal.SIGINT)
     _, complaint = process.communicate(timeout=90)
 
-    assert (
-        len(children) >= 4
-    )  # the service, torchrun, two ranks; also Prometheus and Alertmanager if they are installed
+    assert len(children) >= 4  # service, torchrun, two ranks; also Prometheus and Alertmanager if they are installed
     assert [] == psutil.wait_procs(children, timeout=10)[1]
     assert 130 == process.returncode
     assert "Traceback" not in complaint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from tests.programs import run_program
@@ -23,7 +22,7 @@ hash_runs.main(Path({folder!r}), {cases!r})
 """
 
 
-def trained(folder: Path, service: str, run: str, *cases: str) -> None:
+def trained(folder, service, run, *cases):
     settings = {"RANKSCOPE_INGEST_URL": service, "RANKSCOPE_RUN": run}
     folder.mkdir()
     done = run_program(PROGRAM.format(folder=str(folder), cases=cases), seconds=200, **settings)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -19,18 +17,18 @@ HEADS, MICRO_BATCHES = 2, 2
 
 
 class Core(nn.Module):
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(self, q, k, v):
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc = nn.Linear(6, 6)
         self.core = Core()
         self.gate = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.fc(x)
         return self.gate(self.core(x, x, x))
 
@@ -42,18 +40,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def batch(micro: int) -> torch.Tensor:
+def batch(micro):
     return torch.randn(3, HEADS, 5, 6, generator=torch.Generator().manual_seed(micro))
 
 
-def expected() -> dict[str, list[tuple[str, ...]]]:
+def expected():
     """Return the rows of the files by family: name, micro-batch if present, numbers."""
     torch.manual_seed(0)
     model = Net().double()
     values = torch.linalg.svdvals(model.fc.weight.detach())
     vectors = nn.functional.normalize(model.gate.weight.detach(), dim=1)
     cosines = (vectors @ vectors.t())[*torch.triu_indices(3, 3, 1)]
-    families: dict[str, list[Any]] = {"attention_hook": [], "moe_router_logit_hook": []}
+    families = {"attention_hook": [], "moe_router_logit_hook": []}
     families["linear_hook"] = [("fc.linear", values.norm() / values[0], values[0])]
     families["moe_router_weight_hook"] = [("gate.moe_router", cosines.mean())]
     for micro in range(MICRO_BATCHES):
@@ -73,9 +71,7 @@ def expected() -> dict[str, list[tuple[str, ...]]]:
     }
 
 
-def test_features_of_a_run_are_in_the_msprobe_files(
-    service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_a_run_are_in_the_msprobe_files(service, tmp_path, monkeypatch):
     service.start()
     monkeypatch.setenv("RANKSCOPE_INGEST_URL", service.url)
     monkeypatch.setenv("RANKSCOPE_RUN", "features")

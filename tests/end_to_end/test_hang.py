@@ -5,52 +5,37 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.programs import Started, run_command
+from tests.programs import run_command
 
 from rankscope.demo.receiver import AlertReceiver
 from rankscope_storage.connection import connect
 
-SCRIPT = Path(__file__).with_name("hanging_training.py")
+pytestmark = pytest.mark.thorough
+
+SCRIPT = Path(__file__).with_name("blamed_training.py")
 TOKEN = "a-token-of-both"
 
-Start = Callable[..., Any]
 
-
-def line_of(comment: str) -> int:
+def line_of(comment):
     return next(number for number, line in enumerate(SCRIPT.read_text().splitlines(), 1) if line.endswith(comment))
 
 
 CAUSE = (
     r"rank 1: it never entered all_reduce \d+ \(4 B float32\) of default_pg, in which rank 0 waits \(flight records\); "
-    rf"it is in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 hangs here')} in stand_still, "
+    rf"it is in time\.sleep, called at blamed_training\.py:{line_of('# rank 1 hangs here')} in fall_behind, "
     r"and rank 0 waits in a collective \(stacks\)"
 )
 
 
-@pytest.fixture
-def hanging(start_job: Start, tmp_path: Path, another_port: int) -> Start:
-    """Return a function that starts both ranks of the training with additional `environment`."""
-
-    def start(service: Any, **environment: str) -> list[Started]:
-        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(another_port)}
-        settings = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_RUN": "hangs"} | group | environment
-        return [start_job(SCRIPT, tmp_path, RANK=rank, LOCAL_RANK=rank, **settings) for rank in "01"]
-
-    return start
-
-
-def ask(service: Any, *arguments: str, token: str | None = TOKEN) -> subprocess.CompletedProcess[str]:
+def ask(service, *arguments, token=TOKEN):
     environment = {"RANKSCOPE_TOKEN": token} if token else {}
     return run_command("stacks", *arguments, "--service", service.url, **environment)
 
 
-def assert_message_names_both_places(text: str, service: Any) -> None:
+def assert_message_names_both_places(text, service):
     lines = text.splitlines()
     where = lines.index("where:")
 
@@ -58,32 +43,31 @@ def assert_message_names_both_places(text: str, service: Any) -> None:
     # First the collective, then the rank for which the other one waits.
     assert re.fullmatch(
         r"  rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
-        rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
+        rf" called at blamed_training\.py\[{line_of('# the others wait here')}\]",
         lines[where + 1],
     ), text
     assert re.fullmatch(
-        rf"  rank 1 in time\.sleep, called at hanging_training\.py:{line_of('# rank 1 hangs here')} in stand_still;"
+        rf"  rank 1 in time\.sleep, called at blamed_training\.py:{line_of('# rank 1 hangs here')} in fall_behind;"
         r" its last collective was all_reduce \d+",
         lines[where + 2],
     ), text
     assert re.fullmatch(
         r"  rank 0 in all_reduce seq \d+ \(gloo, default_pg, Float scalar\),"
-        rf" called at hanging_training\.py:{line_of('# rank 0 waits here')} in main",
+        rf" called at blamed_training\.py:{line_of('# the others wait here')} in main",
         lines[where + 3],
     ), text
     assert f"details: rankscope stacks hangs --service {service.url}" in lines
 
 
-@pytest.mark.thorough
-def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
-    service: Any, hanging: Start, tmp_path: Path
-) -> None:
+def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(service, start_ranks, tmp_path):
     """The watchdogs of the ranks are off: the service detects the stall and requests stacks with its token."""
     service.token, service.stalled_after_seconds = TOKEN, 2.0
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        training = hanging(service, RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
+        training = start_ranks(
+            SCRIPT, tmp_path, "sleeps", run="hangs", RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0"
+        )
         service.wait_for(lambda: receiver.alerts)
         alert = receiver.alerts[0]
         asked = ask(service, "hangs")
@@ -118,29 +102,28 @@ def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(
     assert [("notified",), ("opened",), ("resolved",)] == incidents
 
 
-def assert_printed_groups(text: str) -> None:
+def assert_printed_groups(text):
     head, matter, first, second = text.split("\n\n")
 
     assert head.startswith("run hangs (attempt 0) is stalled: alive, but no step for ")
     assert re.search(rf"last step 5; 2 of 2 ranks returned their stacks\ncause: {CAUSE}$", head), head
     assert re.fullmatch(
         r"rank 1 never entered all_reduce \d+ \(4 B float32\) of default_pg; rank 0 is in it since \d+ s,"
-        rf" called at hanging_training\.py\[{line_of('# rank 0 waits here')}\]",
+        rf" called at blamed_training\.py\[{line_of('# the others wait here')}\]",
         matter,
     )
     assert first.startswith("rank 1: not in a collective; the last was all_reduce ")
-    assert re.search(rf"> stand_still +{re.escape(str(SCRIPT))}:{line_of('# rank 1 hangs here')}\n", first)
+    assert re.search(rf"> fall_behind +{re.escape(str(SCRIPT))}:{line_of('# rank 1 hangs here')}\n", first)
     assert second.startswith("rank 0: waiting in all_reduce seq ")
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 
 
-@pytest.mark.thorough
-def test_interrupted_hang_is_resolved_because_the_run_ended(service: Any, hanging: Start) -> None:
+def test_interrupted_hang_is_resolved_because_the_run_ended(service, start_ranks, tmp_path):
     """The hung rank exits first, as with Ctrl-C in a terminal whose processes end one after the other."""
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        waiting, hung = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")
+        waiting, hung = start_ranks(SCRIPT, tmp_path, "sleeps", run="hangs", RANKSCOPE_HANG_AFTER_SECONDS="1.5")
         service.wait_for(lambda: receiver.alerts)
         hung.send_signal(signal.SIGINT)
         hung.wait(60)
@@ -154,15 +137,12 @@ def test_interrupted_hang_is_resolved_because_the_run_ended(service: Any, hangin
     assert "The run ended. The last step before the stall was 5." in alert.text.splitlines()
 
 
-@pytest.mark.thorough
-def test_without_a_token_ranks_report_hangs_and_send_stacks_on_loopback(
-    service: Any, hanging: Start, tmp_path: Path
-) -> None:
+def test_without_a_token_ranks_report_hangs_and_send_stacks_on_loopback(service, start_ranks, tmp_path):
     """The service would wait for minutes, but the watchdogs of the ranks report the hang."""
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        training = hanging(service, RANKSCOPE_HANG_AFTER_SECONDS="1.5")
+        training = start_ranks(SCRIPT, tmp_path, "sleeps", run="hangs", RANKSCOPE_HANG_AFTER_SECONDS="1.5")
         service.wait_for(lambda: receiver.alerts)
         alert = receiver.alerts[0]
         answer = ask(service, "hangs", token=None)
@@ -175,7 +155,7 @@ def test_without_a_token_ranks_report_hangs_and_send_stacks_on_loopback(
     assert "[critical] hangs: RunStalled, rank 1, step 5" == alert.title
     assert_message_names_both_places(alert.text, service)
     assert 0 == answer.returncode, answer.stderr
-    assert "hanging_training.py" in answer.stdout
+    assert "blamed_training.py" in answer.stdout
     log = (tmp_path / "training.log").read_text()
     assert 1 == log.count("rank 1: no sign of training for"), log
     assert 1 == log.count("rank 1: training continues after"), log

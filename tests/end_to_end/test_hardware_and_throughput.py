@@ -20,7 +20,7 @@ from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def query(page: str) -> str:
+def query(page):
     found = re.search(r"```sql\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return found[1]
@@ -56,7 +56,7 @@ def test_gpu_clocks_join_steps_by_time_and_slow_ranks_are_found(monkeypatch):
     rows = duckdb.connect().sql(
         "select name, value, step from scalars where name in ('tflops_per_gpu', 'step_seconds', 'mfu')"
     )
-    by_step: dict[int, dict[str, float]] = {}
+    by_step = {}
     for name, value, step in rows.fetchall():
         by_step.setdefault(step, {})[name] = value
 

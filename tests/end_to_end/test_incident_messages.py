@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 from aiosmtpd.controller import Controller
+from tests.end_to_end.alerting import Postbox
+from tests.end_to_end.lives import until
 
 from rankscope.up.plan import receivers
 from rankscope.up.ports import free_port
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import as_yaml
-
-sys.path.insert(0, str(Path(__file__).parent))
-from alerting import Postbox
 
 MAX_BYTES = 4096
 FIRST = {
@@ -47,7 +42,7 @@ class Web(BaseHTTPRequestHandler):
 
     received: list[tuple[str, bytes]]
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         fields = {"channel", "username", "text", "attachments"}
         is_refused = self.path == "/slack" and not json.loads(body).keys() <= fields
@@ -56,11 +51,11 @@ class Web(BaseHTTPRequestHandler):
         self.send_response(400 if is_refused else 200)
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's signature
+    def log_message(self, format, *args):  # noqa: A002 - http.server's signature
         """Do nothing instead of logging each request."""
 
 
-def an_alert(name: str, **labels: str) -> dict[str, Any]:
+def an_alert(name, **labels):
     """Return the alert as Prometheus posts it, with the labels of its rule."""
     rule = ALERTS[name]
     summary = SUMMARY if name == "AnomalyIncident" else rule.summary
@@ -71,7 +66,7 @@ def an_alert(name: str, **labels: str) -> dict[str, Any]:
     }
 
 
-def spread() -> list[dict[str, Any]]:
+def spread():
     """Return 518 alerts: of each tensor and rank, of each kind and rank, and the incident."""
     series = [
         {"run": "pretrain", "rank": rank, "kind": kind, "tensor": f"model.layers.{number}.weight", "op": "nans"}
@@ -85,7 +80,7 @@ def spread() -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def post(tmp_path: Path, require_server: Any) -> Iterator[Callable[[list[dict[str, Any]]], Any]]:
+def post(tmp_path, require_server):
     """Run Alertmanager; yield a function that posts alerts and returns the bodies of all messages, by receiver."""
     postbox, Web.received = Postbox(), []
     mail = Controller(postbox, hostname="127.0.0.1", port=free_port())
@@ -113,9 +108,9 @@ def post(tmp_path: Path, require_server: Any) -> Iterator[Callable[[list[dict[st
         stack.callback(process.wait, 10)
         stack.callback(process.terminate)
 
-        def send(alerts: list[dict[str, Any]]) -> dict[str, list[bytes]]:
+        def send(alerts):
             _post(f"http://{url}/api/v2/alerts", alerts)
-            _wait_for(lambda: len(Web.received) >= 2 and postbox.mails)
+            until(lambda: len(Web.received) >= 2 and postbox.mails, 60, lambda: Web.received)
             time.sleep(4)  # longer than group wait and interval: a second message would have arrived
             by_path = {path: [body for at, body in Web.received if at == path] for path in ("/hook", "/slack")}
             return by_path | {"mail": [bytes(message) for _, message in postbox.mails]}
@@ -123,28 +118,14 @@ def post(tmp_path: Path, require_server: Any) -> Iterator[Callable[[list[dict[st
         yield send
 
 
-def _post(url: str, alerts: list[dict[str, Any]]) -> None:
+def _post(url, alerts):
     request = urllib.request.Request(url, json.dumps(alerts).encode(), {"Content-Type": "application/json"})
-
-    def is_accepted() -> bool:
-        with suppress(OSError):
-            urllib.request.urlopen(request, timeout=5).close()
-            return True
-        return False
-
-    _wait_for(is_accepted)
-
-
-def _wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, Web.received
-        time.sleep(0.05)
+    until(lambda: urllib.request.urlopen(request, timeout=5).close() is None, 60)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(150)
-def test_one_nan_on_all_tensors_is_one_small_message(post: Any) -> None:
+def test_one_nan_on_all_tensors_is_one_small_message(post):
     alerts = spread()
     sent = post(alerts)
     hook, slack, mail = (bodies[0] for bodies in sent.values())
@@ -162,7 +143,7 @@ def test_one_nan_on_all_tensors_is_one_small_message(post: Any) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(150)
-def test_message_about_many_ranks_is_small_and_has_their_number(post: Any) -> None:
+def test_message_about_many_ranks_is_small_and_has_their_number(post):
     sent = post([an_alert("RankGone", run="pretrain", rank=str(rank)) for rank in range(512)])
     hook, slack, mail = (bodies[0] for bodies in sent.values())
 

@@ -4,76 +4,59 @@ from __future__ import annotations
 
 import shutil
 import signal
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.end_to_end.lives import until
 from tests.programs import run_command, run_program
 
 from rankscope_storage.connection import connect
-from rankscope_view.data.incidents import Incident, incidents
+from rankscope_view.data.incidents import incidents
 
 TRAINING = Path(__file__).with_name("restarting_training.py")
 
 # torch 2.13 keeps one store across restarts of the workers, in which Gloo finds the addresses of dead peers.
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-Launch = Callable[..., Any]
-
 
 @pytest.fixture
-def launch(start_job: Launch) -> Launch:
+def launch(start_job):
     """Return a function that starts the training as a job."""
-
-    def start(*arguments: object, **more: Any) -> Any:
-        return start_job(TRAINING, *arguments, **more)
-
-    return start
+    return partial(start_job, TRAINING)
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
+def run_of(service, run):
+    return next((known for known in service.runs() if known["run"] == run), {})
 
 
-def run_of(service: Any, run: str) -> dict[str, Any]:
-    found: dict[str, Any] = next((known for known in service.runs() if known["run"] == run), {})
-    return found
-
-
-def shows(service: Any, run: str, **expected: Any) -> bool:
+def shows(service, run, **expected):
     found = run_of(service, run)
     return bool(found) and expected == {name: found[name] for name in expected}
 
 
-def stored(service: Any, query: str) -> list[dict[str, Any]]:
+def stored(service, query):
     with connect(service.store) as connection:
-        rows: list[dict[str, Any]] = connection.query(query).to_pylist()
-    return rows
+        return connection.query(query).to_pylist()
 
 
-def attempts(service: Any, run: str) -> list[dict[str, Any]]:
+def attempts(service, run):
     return stored(service, f"SELECT * FROM attempts WHERE run = '{run}' ORDER BY attempt")
 
 
-def wait_for_step(service: Any, attempt: int, step: int) -> None:
+def wait_for_step(service, attempt, step):
     """Wait until the step duration of rank 0 is stored."""
     query = f"FROM scalars WHERE name = 'step_seconds' AND (rank, attempt, step) = (0, {attempt}, {step})"
     service.wait_for(lambda: bool(stored(service, query)), seconds=120)
 
 
-def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, Any]], *, pause: float) -> None:
+def assert_goodput_is_that_of_its_steps(service, launches, *, pause):
     """Computed by hand: the steps of rank 0 that no later launch repeated, without the first step of each launch."""
     (spent,) = stored(service, "FROM goodput")
-    made: list[tuple[int, int]] = [
+    made = [
         (row["attempt"], row["step"])
         for row in stored(
-            service,
-            "SELECT attempt, step FROM scalars WHERE name = 'step_seconds' AND rank = 0 ORDER BY attempt, step",
+            service, "SELECT attempt, step FROM scalars WHERE name = 'step_seconds' AND rank = 0 ORDER BY attempt, step"
         )
     ]
     firsts = {attempt: min(step for other, step in made if other == attempt) for attempt, _ in made}
@@ -92,9 +75,7 @@ def assert_goodput_is_that_of_its_steps(service: Any, launches: list[dict[str, A
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("endings", [("kill:17",), ("exception:8", "kill:17")], ids=["one restart", "two"])
-def test_run_continues_from_its_checkpoint_after_restarts_by_torchrun(
-    service: Any, launch: Launch, tmp_path: Path, endings: tuple[str, ...]
-) -> None:
+def test_run_continues_from_its_checkpoint_after_restarts_by_torchrun(service, launch, tmp_path, endings):
     """Rank 0 loses its peer and reports this first. The cause is still rank 1."""
     last = len(endings)
     service.start()
@@ -157,7 +138,7 @@ def test_run_continues_from_its_checkpoint_after_restarts_by_torchrun(
 
 
 @pytest.mark.thorough
-def test_requeued_job_joins_its_history_across_service_restarts(service: Any, launch: Launch, tmp_path: Path) -> None:
+def test_requeued_job_joins_its_history_across_service_restarts(service, launch, tmp_path):
     """Simulated Slurm: its variables, its SIGTERM, a second start of one job, and another job with the same name."""
     checkpoint, work = tmp_path / "checkpoint", (tmp_path, 60, 0.02, "--hold")
     service.start()
@@ -217,7 +198,7 @@ ENDINGS = {
 """Kinds of end of a process: state and reason of its run, and the exit code that it has without Rankscope."""
 
 
-def test_each_kind_of_end_has_its_state_and_reason(service: Any, launch: Launch, tmp_path: Path) -> None:
+def test_each_kind_of_end_has_its_state_and_reason(service, launch, tmp_path):
     """Five runs on one host at the same time. The end of one run does not affect the others."""
     service.start()
     jobs = {}
@@ -255,7 +236,7 @@ with Monitor({"statistics": "torch"}).attach(model, optimizer) as monitor:
 """
 
 
-def test_run_that_raises_again_has_one_open_failure_and_warns_of_its_rules(service: Any) -> None:
+def test_run_that_raises_again_has_one_open_failure_and_warns_of_its_rules(service):
     service.start()
     done = []
     for attempt in range(2):
@@ -277,7 +258,7 @@ def test_run_that_raises_again_has_one_open_failure_and_warns_of_its_rules(servi
     assert f"{service.url} {start}; rules begin again without earlier values: {again}\n" in second
 
 
-def _assert_other_store_is_independent(service: Any) -> None:
+def _assert_other_store_is_independent(service):
     """Close the incident of a copy of the store and serve the copy: the store of the service has not changed."""
     own, other = service.store, service.folder / "other"
     shutil.copytree(own, other)
@@ -293,6 +274,6 @@ def _assert_other_store_is_independent(service: Any) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in own.rglob("*")}
 
 
-def failures_of(service: Any) -> list[Incident]:
+def failures_of(service):
     with connect(service.store) as connection:
         return [one for one in incidents(connection, ["again"]).get("again", []) if one.rule == "RunFailed"]

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.programs import Started
 
 from rankscope_contract.model.schema import TENSOR_ROW_KEY
 from rankscope_storage.connection import connect
 
+TRAINING = Path(__file__).with_name("tiny_training.py")
 LAST_ODD_STEP = 5
 RELATIVE = 1e-5
 AWKWARD_RUN = "../réseau a=b/'\"%41\n№ 7"
 
-Train = Callable[..., list[Started]]
-Reference = Callable[[], dict[tuple[int, int, str, str], dict[str, Any]]]
 
-
-def rows_of(store: Path) -> list[dict[str, Any]]:
+def rows_of(store):
     with connect(store) as connection:
-        rows: list[dict[str, Any]] = connection.sql("select * from tensor_stats").to_arrow_table().to_pylist()
-    return rows
+        return connection.sql("select * from tensor_stats").to_arrow_table().to_pylist()
 
 
-def assert_each_once(expected: set[tuple[int, int, str, str]], rows: list[dict[str, Any]]) -> None:
+def assert_each_once(expected, rows):
     keys = [(row["rank"], row["step"], row["kind"], row["tensor"]) for row in rows]
 
     assert expected == set(keys)
@@ -38,13 +33,11 @@ def assert_each_once(expected: set[tuple[int, int, str, str]], rows: list[dict[s
 
 
 @pytest.mark.thorough
-def test_service_killed_five_times_stores_each_exact_row_once(
-    service: Any, train: Train, reference: Reference, tmp_path: Path
-) -> None:
+def test_service_killed_five_times_stores_each_exact_row_once(service, start_ranks, tmp_path):
     """The service is killed at random times, also during polls, flushes and commits, and restarted immediately."""
     draw = random.Random(7)
     service.start()
-    ranks = train(service, AWKWARD_RUN, steps=0, pause=0.1)
+    ranks = start_ranks(TRAINING, tmp_path, 0, 0.1, run=AWKWARD_RUN)
     service.wait_for(lambda: service.runs() and service.runs()[0]["step"])
     for _ in range(5):
         time.sleep(draw.uniform(0.3, 1.8))
@@ -56,7 +49,12 @@ def test_service_killed_five_times_stores_each_exact_row_once(
 
     assert [0, 0] == [rank.wait(120) for rank in ranks], (tmp_path / "training.log").read_text()
     assert 0 == service.stop(), service.log()
-    expected = reference()
+    lines = [
+        {"rank": rank, **json.loads(line)}
+        for rank in range(2)
+        for line in (tmp_path / f"reference-{rank}.jsonl").read_text().splitlines()
+    ]
+    expected = {(row["rank"], row["step"], row["kind"], row["tensor"]): row for row in lines}
     rows = rows_of(service.store)
     assert {AWKWARD_RUN} == {row["run"] for row in rows}
     assert_each_once(set(expected), rows)
@@ -70,7 +68,7 @@ def test_service_killed_five_times_stores_each_exact_row_once(
     assert_odd_numbers_are_kept_apart(service.store)
 
 
-def assert_odd_numbers_are_kept_apart(store: Path) -> None:
+def assert_odd_numbers_are_kept_apart(store):
     with connect(store) as connection:
         spoiled = connection.sql(
             "select nans, infs, zeros, norm from tensor_stats"

@@ -54,7 +54,7 @@ def test_store_has_each_series_of_a_node_exporter_with_its_values(service, node_
     with connect(service.store) as connection:
         rows = connection.query("SELECT target, metric, labels, value FROM samples ORDER BY ts").to_pylist()
     assert {"node-a"} == {row["target"] for row in rows}
-    stored: dict[object, list[float | None]] = {}
+    stored = {}
     for row in rows:
         labels = json.loads(row["labels"] or "{}")
         stored.setdefault((row["metric"], tuple(sorted(labels.items()))), []).append(row["value"])

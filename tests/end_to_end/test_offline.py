@@ -6,10 +6,8 @@ import json
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from tests.end_to_end.conftest import Service
 from tests.exporter.conftest import wait_until
 from tests.programs import run_command, run_program, start_script
 from tests.view.test_site import read
@@ -42,31 +40,28 @@ with Monitor(SETTINGS).attach(model, optimizer) as monitor:
 Answer = subprocess.CompletedProcess[str]
 
 
-def program(after: str = "pass", **settings: object) -> str:
+def program(after="pass", **settings):
     return TRAINING.replace("SETTINGS", repr({"run": "alone", **settings})).replace("AFTER", after)
 
 
-def trained(
-    folder: Path, after: str = "pass", *, spool_dir: str = "", service_url: str = "", **settings: object
-) -> Answer:
+def trained(folder, after="pass", *, spool_dir="", service_url="", **settings):
     """Return the result of a training in `folder`. Without `spool_dir`, the records are in the default folder."""
     environment = {"RANKSCOPE_SPOOL_DIR": spool_dir, "RANKSCOPE_INGEST_URL": service_url}
     return run_program(program(after, **settings), folder=folder, **environment)
 
 
-def command(*arguments: object) -> Answer:
+def command(*arguments):
     done = run_command(*arguments, COLUMNS="160")
     assert 0 == done.returncode, done.stderr
     return done
 
 
-def rows(store: Path, query: str) -> list[dict[str, object]]:
+def rows(store, query):
     answer = command("sql", query, "--store", store, "--format", "json")
-    found: list[dict[str, object]] = json.loads(answer.stdout)
-    return found
+    return json.loads(answer.stdout)
 
 
-def content(root: Path) -> dict[str, bytes]:
+def content(root):
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
@@ -76,7 +71,7 @@ where name in ('step_seconds', 'tokens_per_second') group by name order by name"
 LOSSES = "select step, value from scalars where name = 'loss' order by step"
 
 
-def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path: Path) -> None:
+def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path):
     """The end of training names the folder and the command; the folder is not changed by them."""
     done = trained(tmp_path, throughput={"method": "off"})  # without a note about a missing formula
     records, store = tmp_path / "rankscope-records", tmp_path / "history"
@@ -102,7 +97,7 @@ def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path:
     assert content(records) == before
 
 
-def test_failure_is_resolved_if_a_later_launch_of_the_folder_completes(tmp_path: Path) -> None:
+def test_failure_is_resolved_if_a_later_launch_of_the_folder_completes(tmp_path):
     failing = program("model(torch.ones(4, 8)); raise ValueError('disk full')")
     failed = run_program(failing, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="")
     assert (1, 0) == (failed.returncode, trained(tmp_path).returncode)
@@ -116,7 +111,7 @@ def test_failure_is_resolved_if_a_later_launch_of_the_folder_completes(tmp_path:
     assert "resolved" == incidents[2].split()[1]
 
 
-def test_killed_training_leaves_its_published_records(tmp_path: Path) -> None:
+def test_killed_training_leaves_its_published_records(tmp_path):
     # The compiled kernel would let step 10 wait, so that the last steps are made faster than records are written.
     after = "import os; monitor.current(); os.kill(os.getpid(), 9)"
     done = trained(tmp_path, after, statistics="torch")
@@ -127,7 +122,7 @@ def test_killed_training_leaves_its_published_records(tmp_path: Path) -> None:
     assert STEPS - 1 <= len(steps)
 
 
-def test_switch_turns_files_off(tmp_path: Path) -> None:
+def test_switch_turns_files_off(tmp_path):
     done = trained(tmp_path, spool_dir="off")
 
     assert 0 == done.returncode, done.stderr
@@ -135,7 +130,7 @@ def test_switch_turns_files_off(tmp_path: Path) -> None:
     assert "no file has the records" in done.stderr
 
 
-def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_path):
     (tmp_path / "file").touch()
     done = trained(tmp_path, spool_dir=str(tmp_path / "file" / "records"))
 
@@ -144,7 +139,7 @@ def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_pa
     assert "records are lost with this process: they are in no file" in done.stderr
 
 
-def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> None:
+def test_running_training_can_be_read_but_is_not_imported(tmp_path):
     records, store = tmp_path / "rankscope-records", tmp_path / "history"
     environment = {"RANKSCOPE_SPOOL_DIR": str(records), "RANKSCOPE_INGEST_URL": ""}
     waiting = program("monitor.current(); print('ready', flush=True); time.sleep(600)")
@@ -175,7 +170,7 @@ def test_running_training_can_be_read_but_is_not_imported(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("within", "error"), [(".sum().backward()", "ValueError: disk full"), ("", "KeyboardInterrupt: asked")]
 )
-def test_step_that_was_not_completed_is_the_last_one_nowhere(tmp_path: Path, within: str, error: str) -> None:
+def test_step_that_was_not_completed_is_the_last_one_nowhere(tmp_path, within, error):
     """The exception is raised within step 13. The progress, the list and SQL have step 12."""
     name, _, text = error.partition(": ")
     raising = f"model(torch.ones(4, 8)){within}; raise {name}('{text}')"
@@ -199,7 +194,7 @@ def test_step_that_was_not_completed_is_the_last_one_nowhere(tmp_path: Path, wit
     assert name != "ValueError" or f"{error} at step 13" in page
 
 
-def test_unreadable_spool_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+def test_unreadable_spool_is_named_and_the_others_are_read(tmp_path):
     for _ in range(2):
         assert 0 == trained(tmp_path).returncode
     records = tmp_path / "rankscope-records"
@@ -211,7 +206,7 @@ def test_unreadable_spool_is_named_and_the_others_are_read(tmp_path: Path) -> No
     assert done.stdout.startswith(f"{records}: 1 process, ")
 
 
-def test_next_training_with_a_service_delivers_the_earlier_records(tmp_path: Path, service: Service) -> None:
+def test_next_training_with_a_service_delivers_the_earlier_records(tmp_path, service):
     """The folder is removed when the store has all its records."""
     assert 0 == trained(tmp_path).returncode
     service.start()
@@ -226,7 +221,7 @@ def test_next_training_with_a_service_delivers_the_earlier_records(tmp_path: Pat
     assert not (tmp_path / "rankscope-records").exists()
 
 
-def test_unreachable_service_is_reported_and_the_records_are_kept(tmp_path: Path, free_port: int) -> None:
+def test_unreachable_service_is_reported_and_the_records_are_kept(tmp_path, free_port):
     url = f"http://127.0.0.1:{free_port}"
     done = trained(tmp_path, service_url=url, exit_wait_seconds=1)
 
@@ -269,7 +264,7 @@ def test_training_prints_at_its_end_where_the_time_went(tmp_path):
     assert {"forward", "backward", "optimizer", "data"} <= set(line.replace(",", "").split())
 
 
-def test_incidents_of_an_ended_run_have_the_times_of_its_records(tmp_path: Path) -> None:
+def test_incidents_of_an_ended_run_have_the_times_of_its_records(tmp_path):
     """A spike at step 30 is over at the end; NaN from step 40 remains, and is the sentence of the run."""
     begin = (
         TRAINING.replace("range(1, 13)", "range(1, 61)").replace("SETTINGS", "{'run': 'alone'}").replace("AFTER", "")

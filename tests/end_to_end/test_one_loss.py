@@ -6,12 +6,10 @@ import json
 import re
 import time
 import urllib.request
-from typing import Any
 
 from tests.dashboards.boards.promql import promql_errors, query_of
 from tests.dashboards.conftest import judge, promtool  # noqa: F401 - fixtures
 from tests.dashboards.generated import FILES
-from tests.end_to_end.conftest import Service
 from tests.ingest.remote_read.streams import MESSAGES
 from tests.programs import run_command, run_program
 
@@ -51,13 +49,13 @@ if rank == 0:
 """
 
 
-def test_loss_of_a_run_is_one_number_everywhere(service: Service, judge: Any) -> None:  # noqa: F811 - the fixture
+def test_loss_of_a_run_is_one_number_everywhere(service, judge):  # noqa: F811 - the fixture
     service.poll_seconds = service.flush_after_seconds = 0.1
     service.start()
     done = run_program(TRAINING, folder=service.folder, RANKSCOPE_INGEST_URL=service.url)
     assert 0 == done.returncode, done.stderr
 
-    def ended() -> dict[str, dict[str, Any]] | None:
+    def ended():
         found = {run["run"]: run for run in service.runs()}
         return found if len(found) == len(EXPECTED) and all(run["ended_at"] for run in found.values()) else None
 
@@ -113,7 +111,7 @@ def test_loss_of_a_run_is_one_number_everywhere(service: Service, judge: Any) ->
     assert [None] * len(cases) == promql_errors(judge, cases)
 
 
-def _remote_read(service: Service, run: str, metric: str) -> dict[str, list[float]]:
+def _remote_read(service, run, metric):
     """Return the values of the series of `metric` as Prometheus reads them, by the name of the series."""
     request = MESSAGES["ReadRequest"]()
     query = request.queries.add(start_timestamp_ms=0, end_timestamp_ms=int(time.time() * 1000))
@@ -132,9 +130,9 @@ def _remote_read(service: Service, run: str, metric: str) -> dict[str, list[floa
     return found
 
 
-def _words(page: str) -> str:
+def _words(page):
     return " ".join(re.sub(r"<(style|script)\b.*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL).split())
 
 
-def _shown(value: float | str) -> str:
+def _shown(value):
     return "NaN" if float(value) != float(value) else f"{float(value):.3f}"

@@ -10,10 +10,10 @@ from tests.view.browser import browser
 
 from rankscope_storage.connection import connect
 
-TRAINING = Path(__file__).with_name("logging_training.py")
+TRAINING = Path(__file__).with_name("small_training.py")
 
 
-def shown(name: str) -> str:
+def shown(name):
     """Return an expression: the text of the panel of a metric with a drawn chart."""
     named = f"JSON.parse(one.querySelector('.plot').dataset.chart).name === {json.dumps(name)}"
     return f"[...document.querySelectorAll('.metric:has(.uplot)')].find((one) => {named})?.innerText"
@@ -21,7 +21,7 @@ def shown(name: str) -> str:
 
 def test_own_metrics_are_on_the_page_while_the_run_is_live(service, start_job, tmp_path, require_server):
     service.start()
-    training = start_job(TRAINING, tmp_path, RANKSCOPE_RUN="own")
+    training = start_job(TRAINING, tmp_path, 0, 0.02, RANKSCOPE_RUN="own")
     service.wait_for(lambda: service.get("/runs/own"))
     with browser(require_server("chromium"), tmp_path / "profile") as page:
         page.look(1280, 3000)

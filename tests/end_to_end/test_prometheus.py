@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.dashboards.generated import FILES
-from tests.programs import start_script
+from tests.end_to_end.lives import until
 
 from rankscope.output.board_preview import PreviewChoice, preview_html
 from rankscope_contract.metrics.catalogue import TOKENS
@@ -100,24 +100,6 @@ def prometheus(require_server, tmp_path, service, another_port):
     yield Asked(f"http://{listen}")
     process.terminate()
     process.wait(20)
-
-
-@pytest.fixture
-def ranks(tmp_path, service):
-    """Return a function that starts two ranks of the troubled training and returns their processes."""
-    started = []
-
-    def start():
-        for rank in ("0", "1"):
-            settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "RANKSCOPE_RUN": RUN}
-            settings |= {"RANKSCOPE_INGEST_URL": service.url}
-            started.append(start_script(TRAINING, tmp_path, log=tmp_path / f"rank{rank}.log", **settings))
-        return started
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait(10)
 
 
 def substituted(text):
@@ -250,10 +232,10 @@ def test_documentation_states_exceptions_and_simulated_queries():
 
 @pytest.mark.timeout(300)
 @pytest.mark.thorough
-def test_every_panel_variable_and_alert_has_a_result(service, ranks, prometheus, require_server):
+def test_every_panel_variable_and_alert_has_a_result(service, start_ranks, prometheus, require_server):
     service.poll_seconds, service.stalled_after_seconds = 2.0, STALLED_AFTER_SECONDS
     service.start()
-    processes = ranks()
+    processes = start_ranks(TRAINING, service.folder, run=RUN, log="rank")
 
     service.wait_for(lambda: service.runs() and step_of(service, processes) is None, 90)
     service.wait_for(lambda: len(prometheus.now('up{job="rankscope"} == 1')) == 2, 30)
@@ -293,17 +275,10 @@ def test_every_panel_variable_and_alert_has_a_result(service, ranks, prometheus,
     death = {("RankGone", "0"), ("RankGone", "1"), ("IngestLosing", None)}
     service.wait_for(lambda: death <= (now := fired(prometheus)) and "RunFailed" in {name for name, _ in now})
     service.kill()
-    deadline = time.monotonic() + 30
-    while not prometheus.now(ALERTS["ServiceDown"].expression):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until(lambda: prometheus.now(ALERTS["ServiceDown"].expression), 30)
 
     firing = fired(prometheus)
-    elsewhere = {
-        "AnomalyWithoutService",
-        "RuleDisagreement",
-        "ServiceDown",
-    }
+    elsewhere = {"AnomalyWithoutService", "RuleDisagreement", "ServiceDown"}
     of_runs = {name for name, alert in ALERTS.items() if alert.name not in elsewhere}
     assert set().union(death, *WHAT_A_STEP_WAITS_FOR.values()) <= firing
     assert "RuleDisagreement" not in {name for name, _ in firing}, "ranks and Prometheus agree"

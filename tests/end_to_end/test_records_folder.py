@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.programs import run_command, run_program
@@ -45,14 +44,14 @@ WRITERS = {"doctor", "import", "serve", "store", "up", "watch"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("offline")
     done = run_program(TRAINING, folder=made, RANKSCOPE_SPOOL_DIR="")
     assert 0 == done.returncode, done.stderr
     return made
 
 
-def test_each_command_with_a_store_is_in_a_list() -> None:
+def test_each_command_with_a_store_is_in_a_list():
     has_store = {name for name, function in subcommands().items() if "store" in function.__annotations__}
 
     assert {*READERS, *WRITERS, "view"} | ({"incidents"} & has_store) == has_store
@@ -62,7 +61,7 @@ def test_each_command_with_a_store_is_in_a_list() -> None:
     "command",
     [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ("runs", "summary"))) for name in sorted(READERS)],
 )
-def test_command_without_store_reads_the_records_folder(folder: Path, command: str) -> None:
+def test_command_without_store_reads_the_records_folder(folder, command):
     arguments, text = READERS[command]
     done = run_command(command, *arguments, folder=folder, RANKSCOPE_SPOOL_DIR="")
 
@@ -71,7 +70,7 @@ def test_command_without_store_reads_the_records_folder(folder: Path, command: s
     assert text in done.stdout
 
 
-def test_a_named_store_is_never_replaced_by_the_records_folder(folder: Path) -> None:
+def test_a_named_store_is_never_replaced_by_the_records_folder(folder):
     named = run_command("runs", "--store", "history", folder=folder, RANKSCOPE_SPOOL_DIR="")
     told = run_command("runs", folder=folder, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_STORE="history")
 
@@ -89,7 +88,7 @@ def test_a_named_store_is_never_replaced_by_the_records_folder(folder: Path) -> 
 
 @pytest.mark.usual(1)
 @pytest.mark.parametrize("arguments", [[], ["--store", "rankscope-records"], ["rankscope-records"]])
-def test_view_takes_its_store_as_other_commands_do(folder: Path, arguments: list[str]) -> None:
+def test_view_takes_its_store_as_other_commands_do(folder, arguments):
     program = ["env", "--default-signal=HUP", sys.executable, "-m", "rankscope"]  # tests may run under nohup
     command = [*program, "view", *arguments]
     environment = os.environ | {"RANKSCOPE_SPOOL_DIR": ""}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from tests.programs import run_command, run_program
@@ -66,7 +65,7 @@ def site(ruined):
     return Site(ruined[0])
 
 
-def significant(value: float) -> str:
+def significant(value):
     return f"{value:#.4g}"
 
 
@@ -125,7 +124,7 @@ def test_summary_page_and_report_state_the_last_finite_loss(site, ruined):
     assert not [text for text in (summary, page.text, report) if re.search("No reason to stop|early stopping", text)]
 
 
-def test_first_cause_in_a_log_is_the_loss_and_not_its_evaluation(tmp_path: Path):
+def test_first_cause_in_a_log_is_the_loss_and_not_its_evaluation(tmp_path):
     rows = [{"step": step, "loss": 2.0 - step / 50, "eval_loss": 2.1 - step / 50} for step in range(30)]
     rows += [{"step": step, "loss": float("nan"), "eval_loss": float("nan")} for step in range(30, 40)]
     log, store = tmp_path / "log.jsonl", tmp_path / "history"

@@ -9,13 +9,13 @@ import pytest
 from rankscope_storage.api.summaries import summary
 from rankscope_storage.connection import connect
 
-TRAINING = Path(__file__).with_name("set_clock_training.py")
+TRAINING = Path(__file__).with_name("small_training.py")
 
 
 @pytest.mark.thorough
 def test_speed_of_a_run_whose_clock_is_set_back_by_an_hour(service, start_job):
     service.start()
-    assert 0 == start_job(TRAINING, -3600, RANKSCOPE_RUN="clock").wait(120)
+    assert 0 == start_job(TRAINING, service.folder, 60, 0.05, -3600, RANKSCOPE_RUN="clock").wait(120)
     (run,) = service.wait_for(lambda: [run for run in service.runs() if run["state"] == "completed"])
     assert 0 == service.stop()
     with connect(service.store) as connection:

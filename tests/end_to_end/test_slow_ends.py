@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
-from tests.end_to_end.conftest import Service
 from tests.programs import run_command, run_program
 
 STEPS = 20
@@ -39,15 +37,7 @@ with Monitor(settings, total_steps=20).attach(model, optimizer) as monitor:
 """
 
 
-def trained(
-    folder: Path,
-    end: str = "pass",
-    *,
-    limit: float = 60.0,
-    wait: float = 5.0,
-    begin: str = "model =",
-    **environment: str,
-) -> subprocess.CompletedProcess[str]:
+def trained(folder, end="pass", *, limit=60.0, wait=5.0, begin="model =", **environment):
     code = TRAINING.replace("END", end).replace("LIMIT", str(limit)).replace("WAIT", str(wait))
     code = code.replace("model =", begin, 1)
     code = code.replace('"run": "slow", ', "") if "RANKSCOPE_RUN" in environment else code
@@ -61,7 +51,7 @@ SELECT (SELECT count(DISTINCT step) FROM scalars WHERE name = 'loss') AS steps,
 """
 
 
-def found(folder: Path) -> tuple[int, int, str]:
+def found(folder):
     """Return the number of steps with a loss, the number of records counted as lost, and the exit reason."""
     done = run_command("sql", QUERY, "--store", folder, "--format", "json")
     (row,) = json.loads(done.stdout)
@@ -76,9 +66,7 @@ def found(folder: Path) -> tuple[int, int, str]:
         pytest.param("sys.exit(3)", 3, "exception", marks=pytest.mark.thorough),
     ],
 )
-def test_slow_disk_delays_the_end_until_every_step_is_published(
-    end: str, status: int, reason: str, tmp_path: Path
-) -> None:
+def test_slow_disk_delays_the_end_until_every_step_is_published(end, status, reason, tmp_path):
     done = trained(tmp_path, end)
 
     assert status == done.returncode, done.stderr
@@ -94,7 +82,7 @@ def test_slow_disk_delays_the_end_until_every_step_is_published(
         pytest.param("os.kill(os.getpid(), signal.SIGINT)", 1, "signal", marks=pytest.mark.thorough),
     ],
 )
-def test_steps_that_are_not_published_in_time_count_as_lost(end: str, status: int, reason: str, tmp_path: Path) -> None:
+def test_steps_that_are_not_published_in_time_count_as_lost(end, status, reason, tmp_path):
     done = trained(tmp_path, end, limit=0.4, wait=0.0)
     steps, lost, reported = found(tmp_path)
 
@@ -104,7 +92,7 @@ def test_steps_that_are_not_published_in_time_count_as_lost(end: str, status: in
     assert lost > 0
 
 
-def test_service_counts_the_steps_that_the_rank_did_not_publish(tmp_path: Path, service: Service) -> None:
+def test_service_counts_the_steps_that_the_rank_did_not_publish(tmp_path, service):
     service.start()
     done = trained(tmp_path / "spool", limit=0.4, RANKSCOPE_INGEST_URL=service.url)
     (run,) = service.wait_for(lambda: [run for run in service.runs() if run["state"] == "completed"])
@@ -124,7 +112,7 @@ model ="""
 
 
 @pytest.mark.thorough
-def test_service_counts_the_steps_of_a_killed_rank_that_waited_in_its_queue(tmp_path: Path, service: Service) -> None:
+def test_service_counts_the_steps_of_a_killed_rank_that_waited_in_its_queue(tmp_path, service):
     """With a spool and without: the rank ends by `os._exit`, after the service has polled it since its last step."""
     service.spools = (tmp_path / "spool",)
     service.start()
@@ -151,7 +139,7 @@ def test_service_counts_the_steps_of_a_killed_rank_that_waited_in_its_queue(tmp_
 
 
 @pytest.mark.thorough
-def test_blocked_publisher_does_not_prevent_the_exit_report(tmp_path: Path) -> None:
+def test_blocked_publisher_does_not_prevent_the_exit_report(tmp_path):
     """The device may not respond. The thread that waits for it can then publish nothing."""
     begin = "monitor.current(); monitor._session.steps.items.put(lambda: __import__('threading').Event().wait())"
     done = trained(tmp_path, begin, limit=0.4)

@@ -22,13 +22,12 @@ SCRIPT = Path(__file__).with_name("slow_rank_training.py")
         pytest.param((0, 0, 0), "", False, id="no slow rank", marks=pytest.mark.thorough),
     ],
 )
-def test_rank_that_makes_the_other_wait_is_named(service, start_job, another_port, seconds, phase, is_slow):
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(another_port), "RANKSCOPE_RUN": "two"}
+def test_rank_that_makes_the_other_wait_is_named(service, start_ranks, seconds, phase, is_slow):
     steps = 120 if seconds[2] or not is_slow else 64
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        ranks = [start_job(SCRIPT, steps, *seconds, RANK=rank, LOCAL_RANK=rank, **group) for rank in "01"]
+        ranks = start_ranks(SCRIPT, steps, *seconds, run="two")
         assert [0, 0] == [rank.wait(300) for rank in ranks], (service.folder / "training.log").read_text()
         if is_slow:
             service.wait_for(lambda: receiver.alerts)

@@ -9,47 +9,37 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from tests.end_to_end import past
+from tests.end_to_end.lives import until
 from tests.programs import run_command
 
 
 class Up:
     """One `rankscope up` process in a folder."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder, *arguments):
         self.log = folder / "up.log"
         store = [] if "service.toml" in arguments else ["--store", "history"]
         command = [sys.executable, "-m", "rankscope", "up", *store, "--scrape", "1", *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
-    def output(self) -> str:
+    def output(self):
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                value = condition()
-            except (OSError, psutil.NoSuchProcess):
-                value = None
-            if value:
-                return value
-            time.sleep(0.05)
-        return pytest.fail(f"not within {seconds} s; output:\n{self.output()}")
+    def wait_for(self, condition):
+        return until(condition, 60, self.output)
 
-    def ready(self) -> dict[str, str]:
+    def ready(self):
         """Wait until all programs are ready; return their addresses by name."""
         self.wait_for(lambda: "Press Ctrl-C to stop all programs" in self.output())
         return dict(re.findall(r"^(\w+) +(https?://\S+) +ready", self.output(), re.MULTILINE))
 
-    def children(self) -> dict[str, psutil.Process]:
+    def children(self):
         """Return the programs by name."""
         names = {"prometheus": "prometheus", "prometheus-alertmanager": "alertmanager"}
         found = psutil.Process(self.process.pid).children(recursive=True)
@@ -57,12 +47,12 @@ class Up:
 
 
 @pytest.fixture
-def start_up(require_server, tmp_path) -> Iterator[Callable[..., Up]]:
+def start_up(require_server, tmp_path):
     require_server("prometheus")
     require_server("prometheus-alertmanager")
-    started: list[Up] = []
+    started = []
 
-    def start(*arguments: str) -> Up:
+    def start(*arguments):
         started.append(Up(tmp_path, *arguments))
         return started[-1]
 
@@ -73,13 +63,9 @@ def start_up(require_server, tmp_path) -> Iterator[Callable[..., Up]]:
             up.process.wait(10)
 
 
-def fetch(url: str) -> Any:
+def fetch(url):
     with urllib.request.urlopen(url, timeout=5) as answer:
         return json.load(answer)
-
-
-def run_doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_command("doctor", *arguments, folder=folder)
 
 
 LOCKED = """
@@ -106,16 +92,16 @@ def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certif
     past.put(tmp_path / "history", then)
     (tmp_path / "secret").write_text("open-sesame\n")
     certificates.web_config(
-        tmp_path / "web.json",
-        client_auth_type="RequireAndVerifyClientCert",
-        client_ca_file=str(certificates.ca),
+        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
     )
     files = {"ca": certificates.ca, "cert": certificates.cert("client"), "key": certificates.key("client")}
     (tmp_path / "service.toml").write_text(LOCKED.format(port=free_port, **files))
     up = start_up("service.toml")
     urls = up.ready()
     line = "scrapes the service: 1 of 1 up"
-    doctor = up.wait_for(lambda: seen if line in (seen := run_doctor(tmp_path, "-c", "service.toml")).stdout else None)
+    doctor = up.wait_for(
+        lambda: seen if line in (seen := run_command("doctor", "-c", "service.toml", folder=tmp_path)).stdout else None
+    )
     panels = past.panels_of_the_past()
     found = {title: past.shown(urls["prometheus"], query, then) for title, query in panels.items()}
 
@@ -148,7 +134,7 @@ def test_programs_are_configured_for_each_other_and_restarted(start_up, tmp_path
     up = start_up("--ports", "free", "--notify", "http://127.0.0.1:9/hook")
     urls = up.ready()
 
-    def healthy() -> bool:
+    def healthy():
         targets = fetch(f"{urls['prometheus']}/api/v1/targets")["data"]["activeTargets"]
         return [("rankscope-service", "up")] == [(target["labels"]["job"], target["health"]) for target in targets]
 
@@ -161,7 +147,7 @@ def test_programs_are_configured_for_each_other_and_restarted(start_up, tmp_path
     rules = fetch(f"{urls['prometheus']}/api/v1/rules")["data"]["groups"]
     assert "rankscope-anomaly" in {group["name"] for group in rules}
 
-    doctor = run_doctor(tmp_path)
+    doctor = run_command("doctor", folder=tmp_path)
     assert 0 == doctor.returncode, doctor.stdout
     for line in ("scrapes the service: 1 of 1 up", "notifies address-1", f"sends alerts to {urls['alertmanager']}"):
         assert line in doctor.stdout

@@ -83,10 +83,7 @@ def batch_of(model: Any) -> dict[str, torch.Tensor]:
     return (
         {"input_ids": ids}
         if isinstance(model, transformers.BertForSequenceClassification)
-        else {
-            "input_ids": ids,
-            "labels": ids,
-        }
+        else {"input_ids": ids, "labels": ids}
     )
 
 

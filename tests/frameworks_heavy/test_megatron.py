@@ -51,12 +51,7 @@ OWED = {
     "tensor parallel": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
     "tensor parallel, distributed": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
     "pipeline": HeavyOwed(
-        local="full",
-        shared=frozenset({"full"}),
-        everywhere=False,
-        everywhere_in_forward=False,
-        ranks=(0,),
-        micros=4,
+        local="full", shared=frozenset({"full"}), everywhere=False, everywhere_in_forward=False, ranks=(0,), micros=4
     ),
 }
 CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk

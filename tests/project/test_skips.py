@@ -20,8 +20,7 @@ def run(folder: Path, reason: str, *, in_ci: bool) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize(
-    ("reason", "in_ci", "code"),
-    [("make test-crashes", True, 0), ("no server", True, 1), ("no server", False, 0)],
+    ("reason", "in_ci", "code"), [("make test-crashes", True, 0), ("no server", True, 1), ("no server", False, 0)]
 )
 def test_skip_fails_in_ci_unless_another_command_runs_the_test(tmp_path, reason, in_ci, code):
     done = run(tmp_path, reason, in_ci=in_ci)

@@ -177,10 +177,9 @@ def test_overview_lists_running_and_omitted_programs():
 
 
 def test_export_lines_contain_the_token_file_not_the_token():
-    assert [
-        "export RANKSCOPE_INGEST_URL=http://h:1",
-        "export RANKSCOPE_TOKEN_FILE=/state/config/token",
-    ] == exports("http://h:1", Path("/state/config/token"))
+    assert ["export RANKSCOPE_INGEST_URL=http://h:1", "export RANKSCOPE_TOKEN_FILE=/state/config/token"] == exports(
+        "http://h:1", Path("/state/config/token")
+    )
 
 
 def test_state_folder_is_made_once_and_readable_by_the_owner_only(tmp_path):
