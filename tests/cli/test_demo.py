@@ -6,15 +6,14 @@ import io
 import json
 import math
 import signal
-import subprocess
 import sys
-import time
 import urllib.request
 from dataclasses import replace
 
 import psutil
 import pytest
 from rich.console import Console
+from tests.end_to_end.lives import until
 
 from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
@@ -24,21 +23,9 @@ from rankscope.up.supervisor import child, interrupted_by_termination, stop
 from rankscope_ingest.reporting.progress import RunProgress
 
 RUN = RunProgress(
-    run="my-run",
-    attempt=0,
-    state="running",
-    reason=None,
-    step=60,
-    planned_steps=200,
-    loss=2.5,
-    tokens_per_second=2048.4,
-    rows_stored=12345,
-    lag_records=3,
-    records_lost=0,
-    ranks_alive=2,
-    world_size=2,
-    eta_seconds=75.0,
-)
+    run="my-run", attempt=0, state="running", reason=None, step=60, planned_steps=200, loss=2.5, ranks_alive=2,
+    world_size=2, tokens_per_second=2048.4, rows_stored=12345, lag_records=3, records_lost=0, eta_seconds=75.0,
+)  # fmt: skip
 FAULT = Fault(step=2, rank=1, tensor="w", rule="AnomalyNan", skips_step=True)
 EXPECTED = ExpectedRun(run="demo", ranks=2, steps=3, tensors=4, faults=(FAULT,))
 ALERT = Alert(0.0, "[critical] demo: AnomalyNan", "run: demo\nrank: 1\nstep: 2\ntensor: w\n")
@@ -60,10 +47,8 @@ def stored(**changes):
     return lambda statement: next(answer for part, answer in answers.items() if part in statement)
 
 
-def test_checks_pass_for_a_perfect_run():
-    """A skipped step has rows of gradients only."""
-    assert (2 * 3 * 4, 2 * 2 * 4) == (EXPECTED.rows_of("grad_reduced"), EXPECTED.rows_of("exp_avg"))
-    assert [] == [check.text for check in checks(EXPECTED, stored(), [ALERT]) if not check.holds]
+def failed(alerts, expected=EXPECTED, **changes):
+    return [check.text for check in checks(expected, stored(**changes), alerts) if not check.holds]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +68,10 @@ def test_checks_pass_for_a_perfect_run():
     ],
 )
 def test_missing_or_unexpected_data_fails_a_check(changes, alerts):
-    assert not all(check.holds for check in checks(EXPECTED, stored(**changes), alerts))
+    """A skipped step has rows of gradients only."""
+    assert (2 * 3 * 4, 2 * 2 * 4) == (EXPECTED.rows_of("grad_reduced"), EXPECTED.rows_of("exp_avg"))
+    assert [] == failed([ALERT])
+    assert failed(alerts, **changes)
 
 
 def webhook(*labels, at=5.0, status="firing"):
@@ -102,18 +90,16 @@ def test_parse_alert_distinguishes_alertmanager_from_the_service():
     assert "by Alertmanager: " in next(alert.lines())
 
 
-def failed(alerts):
-    return [check.text for check in checks(BOTH_SENDERS, stored(), alerts) if not check.holds]
-
-
 def test_both_senders_must_report_each_fault_and_nothing_else():
     second_rank = webhook(LABELS, LABELS | {"rank": "0"})  # the all-reduce propagates the fault to the other rank
     stranger = webhook(LABELS, {"run": "demo", "alertname": "RanksMissing", "rank": ""})
 
-    assert [] == failed([ALERT, second_rank])
-    assert ["Alertmanager reports AnomalyNan on rank 1"] == failed([ALERT])
-    assert ["Alertmanager reports nothing else: [('demo', 'RanksMissing', '')]"] == failed([ALERT, stranger])
-    assert 2 == len(failed([webhook(LABELS)]))  # the service's own message is missing
+    nothing_else = "Alertmanager reports nothing else: [('demo', 'RanksMissing', '')]"
+
+    assert [] == failed([ALERT, second_rank], BOTH_SENDERS)
+    assert ["Alertmanager reports AnomalyNan on rank 1"] == failed([ALERT], BOTH_SENDERS)
+    assert [nothing_else] == failed([ALERT, stranger], BOTH_SENDERS)
+    assert 2 == len(failed([webhook(LABELS)], BOTH_SENDERS))  # the service's own message is missing
 
 
 def test_delay_is_from_the_faulty_step_to_the_first_message():
@@ -149,19 +135,14 @@ def test_child_and_its_children_stop_with_the_context(tmp_path):
 
     def fail_once_it_runs():
         with child([sys.executable, "-c", script], log, {}) as process:
-            deadline = time.monotonic() + 20
-            while not log.read_text() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            until(log.read_text, 20)
             raise RuntimeError(process.pid)
 
     with pytest.raises(RuntimeError) as raised:
         fail_once_it_runs()
 
     pids = (raised.value.args[0], int(log.read_text()))
-    deadline = time.monotonic() + 10
-    while any(map(runs, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not any(map(runs, pids)), 10)
 
 
 def test_exit_code_is_returned_and_sigterm_interrupts(tmp_path):
@@ -194,20 +175,15 @@ def test_progress_has_the_known_values_and_a_lag_while_the_run_lasts(changes, pa
     assert parts == list(progress_parts(replace(RUN, **changes)))
 
 
-def plain_lines(*updates):
-    text = io.StringIO()
-    with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
-        for run, now in updates:
-            view.show([run], now)
-    return text.getvalue().splitlines()
-
-
 def test_plain_view_limits_the_rate_of_lines_per_run():
     moved, ended = replace(RUN, step=70), replace(RUN, step=200, state="completed")
-    lines = plain_lines((RUN, 0.0), (moved, 1.0), (RUN, 6.0), (moved, 7.0), (ended, 8.0), (ended, 99.0))
+    text = io.StringIO()
+    with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
+        for run, now in ((RUN, 0.0), (moved, 1.0), (RUN, 6.0), (moved, 7.0), (ended, 8.0), (ended, 99.0)):
+            view.show([run], now)
 
     assert ["my-run running  step 60", "my-run running  step 70", "my-run completed  step 200"] == [
-        line.partition("/")[0] for line in lines
+        line.partition("/")[0] for line in text.getvalue().splitlines()
     ]
 
 
@@ -221,10 +197,9 @@ def test_bar_view_draws_a_bar_and_prints_lines_above_it_with_masked_names():
     assert "\x1b[2J" not in text.getvalue()
 
 
-def test_demo_never_deletes_a_folder_that_it_did_not_create(tmp_path):
+def test_demo_never_deletes_a_folder_that_it_did_not_create(in_process, tmp_path):
     (tmp_path / "precious").write_text("mine", encoding="utf-8")
-    command = [sys.executable, "-m", "rankscope", "demo", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = in_process("demo", "--folder", tmp_path)
 
     assert 2 == done.returncode
     assert "name another folder with --folder" in done.stderr

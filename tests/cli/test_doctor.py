@@ -86,14 +86,8 @@ def readers(*names):
     return {"status": "ok", "readers": [{"page": page, "by": by, "seconds_ago": 0.4} for page, by in names]}
 
 
-VERSIONS = {
-    "pyarrow": "26.0.1",
-    "prometheus-client": "0.26.0",
-    "torch": "2.13.0+cpu",
-    "deltalake": "1.6.6",
-    "duckdb": "2.0.0",
-    "aiohttp": "3.14.5",
-}
+VERSIONS = {"pyarrow": "26.0.1", "prometheus-client": "0.26.0", "torch": "2.13.0+cpu"}
+VERSIONS |= {"deltalake": "1.6.6", "duckdb": "2.0.0", "aiohttp": "3.14.5"}
 PROGRAMS = {"Prometheus": "2.42.0 (/usr/bin/prometheus)", "Alertmanager": "0.25.0 (/usr/bin/prometheus-alertmanager)"}
 
 
@@ -126,8 +120,9 @@ def healthy_environment():
 def broken_environment():
     environment = healthy_environment()
     environment.date = LATE
-    environment.versions = {**VERSIONS, "torch": "2.4.1", "duckdb": ""}
-    environment.versions.pop("duckdb")
+    environment.versions = {name: version for name, version in VERSIONS.items() if name != "duckdb"} | {
+        "torch": "2.4.1"
+    }
     environment.executables = {"Prometheus": PROGRAMS["Prometheus"]}
     environment.free, environment.writable = 100 << 20, False
     rule = {"name": "AnomalyNan", "health": "err", "lastError": "many-to-many"}
@@ -171,6 +166,8 @@ def test_report_matches_the_golden_file(name, sample_store, tmp_path):
 
 SENDER = {"name": "10.0.0.7 (p/3)", "reason": "malformed: x", "requests": 1250}
 UNDELIVERED = "2 messages wait since 40 s: 403 Forbidden (json://chat.example)"
+OF_SENDER, SHARED = "requests of the remote write sender 10.0.0.7 (p/3): malformed: x", "two trainings are named 'r'"
+TARGETS = f"{SERVICE}/api/v1/targets"
 STATUS, HEALTH = f"{SERVICE}/api/v1/status", f"{SERVICE}/healthz"
 SCRAPED = f"{PROMETHEUS}/api/v1/targets?state=active"
 
@@ -178,32 +175,20 @@ SCRAPED = f"{PROMETHEUS}/api/v1/targets?state=active"
 @pytest.mark.parametrize(
     ("page", "response", "line"),
     [
-        (
-            STATUS,
-            {"refused_senders": [SENDER]},
-            "FAIL  refuses all requests of the remote write sender 10.0.0.7 (p/3): malformed: x\n        -> the",
-        ),
+        (STATUS, {"refused_senders": [SENDER]}, f"FAIL  refuses all {OF_SENDER}\n        -> the"),
         (
             STATUS,
             {"refused_senders": [SENDER | {"accepted_requests": 50}] * 12},
-            "FAIL  refuses 1,250 of 1,300 requests of the remote write sender 10.0.0.7 (p/3): malformed: x\n",
+            f"FAIL  refuses 1,250 of 1,300 {OF_SENDER}\n",
         ),
         (STATUS, {"refused_senders": [SENDER] * 12}, "FAIL  refuses requests of 2 other remote write senders\n"),
         (
             STATUS,
             {"notifications": UNDELIVERED},
-            f"WARN  notifications: {UNDELIVERED}\n        -> check the address in [notify] urls",
+            f"WARN  notifications: {UNDELIVERED}\n        -> check the address in",
         ),
-        (
-            STATUS,
-            {"shared_names": ["two trainings have the same run name 'r'"]},
-            "WARN  two trainings have the same run name 'r'\n        -> export another RANKSCOPE_RUN",
-        ),
-        (
-            f"{SERVICE}/api/v1/targets",
-            [],
-            f"no rank is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}",
-        ),
+        (STATUS, {"shared_names": [SHARED]}, f"WARN  {SHARED}\n        -> export another RANKSCOPE_RUN"),
+        (TARGETS, [], f"no rank is registered\n        -> in the training job: export RANKSCOPE_INGEST_URL={SERVICE}"),
         *((HEALTH, other, f"the server at {SERVICE} is not Rankscope") for other in ("<html>", [], {"hello": 1})),
         *((SCRAPED, other, "not a Prometheus response") for other in ("<html>", [], {"data": 1})),
         (SCRAPED, {"data": {"activeTargets": []}}, "scrapes no ranks (job rankscope)"),
@@ -221,7 +206,7 @@ def test_answer_of_a_server_has_its_line(sample_store, page, response, line):
     assert text.count("10.0.0.7") <= 10
 
 
-@pytest.mark.parametrize("status", [{"notifications": None}, {}, [], "<html>"])
+@pytest.mark.parametrize("status", [{"notifications": None}, {}, "<html>"])
 def test_delivered_notifications_add_no_line(sample_store, status):
     environment = healthy_environment()
     environment.pages[STATUS] = status
@@ -265,29 +250,18 @@ def test_listening_process_is_found_by_port(tmp_path):
 
 
 def test_address_precedence_is_option_then_up_then_default(tmp_path):
+    """The token of `rankscope up` is sent only to its service."""
     settings = load_config(None, {"store.path": str(tmp_path / "history")})
     folder = StateDir.next_to(tmp_path / "history")
     folder.create()
     folder.save_notes({"urls": {"service": "http://127.0.0.1:1", "prometheus": "http://127.0.0.1:2"}})
+    folder.write({"token": "open-sesame"})
     chosen = find_endpoints(settings, None, given={"service": "http://other:3"}, is_explicit=False)
 
-    assert ("http://other:3", "http://127.0.0.1:2", ALERTMANAGER) == (
-        chosen.service,
-        chosen.prometheus,
-        chosen.alertmanager,
-    )
-    assert [("prometheus", 2), ("alertmanager", 9093)] == chosen.ports
-
-
-def test_token_of_up_is_sent_only_to_the_service_of_up(tmp_path):
-    settings = load_config(None, {"store.path": str(tmp_path / "history")})
-    folder = StateDir.next_to(tmp_path / "history")
-    folder.create()
-    folder.save_notes({"urls": {"service": "http://127.0.0.1:1"}})
-    folder.write({"token": "open-sesame"})
-
+    assert ["http://other:3", "http://127.0.0.1:2"] == [chosen.service, chosen.prometheus]
+    assert (ALERTMANAGER, [("prometheus", 2), ("alertmanager", 9093)]) == (chosen.alertmanager, chosen.ports)
     assert "open-sesame" == find_endpoints(settings, None, given={}, is_explicit=False).token
-    assert find_endpoints(settings, None, given={"service": "http://other:3"}, is_explicit=False).token is None
+    assert chosen.token is None
     assert find_endpoints(settings, None, given={}, is_explicit=True).token is None
 
 
@@ -330,6 +304,5 @@ def test_wrong_address_is_a_failed_check(in_process, free_port):
     wrong = f"http://127.0.0.1:{free_port}0000"
     done = in_process("doctor", "--url", wrong, "--prometheus", "http://[x", "--alertmanager", wrong)
 
-    assert 1 == done.returncode
+    assert (1, "") == (done.returncode, done.stderr)
     assert "Port out of range" in done.stdout
-    assert "Traceback" not in done.stderr

@@ -36,7 +36,7 @@ def log(put):
     return put("metrics.jsonl", LINES)
 
 
-def test_imported_log_can_be_queried_and_a_repeated_import_stores_only_new_lines(on_store, log, rows):
+def test_imported_log_is_queried_and_imported_again_only_with_new_lines(on_store, log, rows):
     done = on_store("import", log, "--run", "old")
     asked = rows("select run, step, value from scalars order by step")
     with log.open("a", encoding="utf-8") as file:

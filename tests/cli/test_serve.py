@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.end_to_end.lives import until
 from tests.programs import start_module
 
 from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
@@ -42,11 +43,9 @@ def serving(log, *arguments):
     """Start a service, yield its process and URL, and stop it."""
     process = start_module("rankscope.__main__", "serve", *arguments, log=log)
     try:
-        deadline = time.monotonic() + 30
-        while not (found := re.search(r"^listening on (http://\S+)$", log.read_text(), re.MULTILINE)):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, "the service did not print its address"
-            time.sleep(0.05)
+        found = until(
+            lambda: re.search(r"^listening on (http://\S+)$", log.read_text(), re.MULTILINE), 30, log.read_text
+        )
         yield process, found[1]
     finally:
         process.kill()
@@ -81,10 +80,9 @@ def test_service_prints_the_followed_logs_their_states_and_their_rows(tmp_path):
     followed.write_text("".join(f'{{"step": {n}, "loss": 3.0, "total_steps": 29}}\n' for n in range(30)))
     config.write_text(f'[[watch]]\nlog = "{followed}"\nrun = "old"\npoll_seconds = 0.1\nsettle_seconds = 0\n')
     with serving(log, config, "--store", tmp_path / "history", "--listen", "127.0.0.1:0") as (process, _):
-        deadline = time.monotonic() + 30
-        while "info: old  finished  the last planned step, 29, was reached" not in log.read_text():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        until(
+            lambda: "info: old  finished  the last planned step, 29, was reached" in log.read_text(), 30, log.read_text
+        )
         process.send_signal(signal.SIGTERM)
         process.wait(30)
     stored = re.search(r"stopped; (\d+) rows stored, 0 rows not stored\n$", log.read_text())
@@ -104,11 +102,7 @@ def test_service_under_nohup_outlives_its_terminal(tmp_path, output):
         if process.stdout is not None:
             process.stdout.readline()
             process.stdout.close()
-        deadline = time.monotonic() + 60
-        while fetch_runs(f"http://{address}") is None:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: fetch_runs(f"http://{address}") is not None, 60)
         process.send_signal(signal.SIGHUP)
         time.sleep(0.2)
         assert [] == fetch_runs(f"http://{address}")
@@ -143,14 +137,17 @@ def test_service_whose_shard_was_taken_over_exits_with_code_3(tmp_path, monkeypa
         assert f"RestartPreventExitStatus={USAGE} {TAKEN_OVER}\n" in unit.read_text()
 
 
-def test_port_in_use_is_named(tmp_path, refused):
+def test_port_in_use_and_store_that_is_a_file_are_named(tmp_path, refused):
+    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = refused("--store", tmp_path / "history", "--listen", f"127.0.0.1:{port}")
+        port_in_use = refused("--store", tmp_path / "history", "--listen", f"127.0.0.1:{port}")
+    is_file = refused("--store", tmp_path / "file", "--listen", "127.0.0.1:0")
 
-    assert 1 == done.returncode
-    assert f"127.0.0.1:{port}" in done.stderr
-    assert 1 == done.stderr.count("\n")
+    assert (1, 1) == (port_in_use.returncode, is_file.returncode)
+    assert f"127.0.0.1:{port}" in port_in_use.stderr
+    assert 1 == port_in_use.stderr.count("\n")
+    assert f"{tmp_path / 'file'} is a file" in is_file.stderr
 
 
 def test_options_override_the_file(tmp_path):
@@ -189,11 +186,3 @@ def test_unsupported_notify_url_fails_before_files_are_created(tmp_path, refused
     assert "notify.urls[0] (bad://…)" in done.stderr
     assert "secret" not in done.stderr
     assert [] == list(tmp_path.iterdir())
-
-
-def test_store_path_that_is_a_file_is_named(tmp_path, refused):
-    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
-    done = refused("--store", tmp_path / "file", "--listen", "127.0.0.1:0")
-
-    assert 1 == done.returncode
-    assert f"{tmp_path / 'file'} is a file" in done.stderr

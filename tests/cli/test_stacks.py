@@ -24,25 +24,17 @@ def rank(number, frames, *, seq, is_pending):
         {"ident": 2, "name": "pin-memory", "frames": [["/env/lib/python3.11/threading.py", 331, "wait"]]},
         {"ident": 3, "name": "rankscope-http", "is_ours": True, "frames": []},
     ]
-    collective = {
-        "op": "all_reduce",
-        "backend": "nccl",
-        "group": "default_pg",
-        "seq": seq,
-        "is_pending": is_pending,
+    collective = {"op": "all_reduce", "backend": "nccl", "group": "default_pg", "seq": seq, "is_pending": is_pending}
+    collective |= {
         "age_seconds": 311.6,
         "sizes": [[4096, 4096]],
         "dtypes": ["BFloat16"],
         "group_id": "0",
-        "bytes": 2 * 4096 * 4096,
+        "bytes": 1 << 25,
     }
     groups = [{"id": "0", "ranks": "0-3", "latest_seq": seq}]
-    return {
-        "rank": number,
-        "host": f"node-{number // 2}",
-        "pid": 4000 + number,
-        "ts": 0,
-        "step": 41,
+    place = {"rank": number, "host": f"node-{number // 2}", "pid": 4000 + number, "ts": 0, "step": 41}
+    return place | {
         "stacks": {"reason": "request", "threads": threads, "left_out": 0},
         "flight": {"reason": "request", "collectives": [collective], "recorded": 1, "groups": groups},
     }
@@ -103,8 +95,7 @@ class Service:
 def service(monkeypatch):
     monkeypatch.setenv("RANKSCOPE_TOKEN", "secret")
     made = Service()
-    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
+    threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     yield made
     made.server.shutdown()
     made.server.server_close()

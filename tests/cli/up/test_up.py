@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -24,40 +25,36 @@ from rankscope_dashboards.deploy.alertmanager import Mail, Slack, Webhook
 
 FOLDER = StateDir(Path("/state"))
 SERVICE = ServiceOptions(config=None, store="/data/history", host="127.0.0.1")
+CHAT, CHAT_URL = "https://chat.example/hook?a=b", "https://chat.example/services/T0/B0/x"
 PORTS = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
 OPTIONS = UpOptions(
     service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"), alertmanager=Path("/bin/alertmanager")
 )
 
 
-def test_notify_addresses_become_receivers():
-    (chat, mail), others = receivers(
-        ["https://chat.example/hook?a=b", "critical=smtp://u:p%40ss@mail:587?to=me@x&from=r@x"]
-    )
-
-    assert [] == others
-    assert (Webhook(url="https://chat.example/hook?a=b"),) == chat.integrations
-    assert () == chat.severities
-    assert (Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),) == mail.integrations
-    assert (Severity.CRITICAL,) == mail.severities
-
-
 @pytest.mark.parametrize(
-    ("address", "integration"),
+    ("address", "severities", "integration"),
     [
-        ("slack+http://127.0.0.1:8080/x", Slack(url="http://127.0.0.1:8080/x")),
-        ("https://hooks.slack.com/services/T0/B0/x", Slack(url="https://hooks.slack.com/services/T0/B0/x")),
-        ("https://chat.example/services/T0/B0/x", Slack(url="https://chat.example/services/T0/B0/x")),
+        (CHAT, (), Webhook(url=CHAT)),
+        ("slack+http://127.0.0.1:8080/x", (), Slack(url="http://127.0.0.1:8080/x")),
+        (f"critical={CHAT_URL}", (Severity.CRITICAL,), Slack(url=CHAT_URL)),
+        (
+            "critical=smtp://u:p%40ss@mail:587?to=me@x&from=r@x",
+            (Severity.CRITICAL,),
+            Mail(to="me@x", sender="r@x", smarthost="mail:587", username="u", password="p@ss"),
+        ),
         (
             "smtp://[::1]?to=a@x&to=b@x&tls=no",
+            (),
             Mail(to="a@x, b@x", sender="rankscope@localhost", smarthost="[::1]:25", require_tls=False),
         ),
     ],
 )
-def test_address_has_the_fields_of_its_kind(address, integration):
-    ((receiver,), _) = receivers([f"critical={address}"])
+def test_notify_address_becomes_a_receiver_with_the_fields_of_its_kind(address, severities, integration):
+    ((receiver,), others) = receivers([address])
 
-    assert ((integration,), (Severity.CRITICAL,)) == (receiver.integrations, receiver.severities)
+    assert [] == others
+    assert ((integration,), severities) == (receiver.integrations, receiver.severities)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +99,13 @@ def test_ports_are_the_defaults_the_previous_ones_or_free_ones():
     ) == chosen(PortChoice.FIXED, {}, taken=(9090,))
 
 
-def test_invalid_saved_ports_are_ignored():
-    assert {"service": 41} == valid_ports(
-        {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
-    )
-    assert {} == valid_ports([41])
-
-
-def test_port_with_a_listener_is_not_free():
-    import socket
-
+def test_invalid_saved_ports_are_ignored_and_a_port_with_a_listener_is_not_free():
+    saved = {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = server.getsockname()[1]
+        assert not is_free(server.getsockname()[1])
 
-        assert not is_free(taken)
     assert is_free(free_port())
+    assert ({"service": 41}, {}) == (valid_ports(saved), valid_ports([41]))
 
 
 def test_restart_delays_double_up_to_a_limit_of_recent_restarts():
@@ -138,6 +127,11 @@ def test_omitted_programs_are_not_configured_or_started():
     alone = UpOptions(service=SERVICE, ports=PORTS)
     silent = UpOptions(service=SERVICE, ports=PORTS, prometheus=Path("/bin/prometheus"))
 
+    given = ServiceOptions(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
+    (service,) = programs(UpOptions(service=given, ports=PORTS), FOLDER)
+
+    assert "/etc/service.toml" in service.command
+    assert "--store" not in service.command
     assert {} == files(alone, FOLDER)
     assert ["service"] == [program.name for program in programs(alone, FOLDER)]
     assert "alerting" not in files(silent, FOLDER)["prometheus.yml"]
@@ -155,15 +149,7 @@ def test_service_on_all_addresses_is_reached_on_loopback():
     assert "0.0.0.0:9470" in programs(options, FOLDER)[0].command
 
 
-def test_store_option_is_omitted_with_a_configuration_file():
-    given = ServiceOptions(config=Path("/etc/service.toml"), store="/x", host="127.0.0.1")
-    (service,) = programs(UpOptions(service=given, ports=PORTS), FOLDER)
-
-    assert "/etc/service.toml" in service.command
-    assert "--store" not in service.command
-
-
-def test_overview_lists_running_and_omitted_programs():
+def test_overview_lists_programs_and_exports_name_the_token_file():
     program = Program(
         name="service", command=(), url="http://127.0.0.1:9470", ready_path="/", log=Path("/state/service.log")
     )
@@ -174,23 +160,29 @@ def test_overview_lists_running_and_omitted_programs():
         "service     http://127.0.0.1:9470  ready     /state/service.log",
         "prometheus  -                      left out  -",
     ] == lines
-
-
-def test_export_lines_contain_the_token_file_not_the_token():
     assert ["export RANKSCOPE_INGEST_URL=http://h:1", "export RANKSCOPE_TOKEN_FILE=/state/config/token"] == exports(
         "http://h:1", Path("/state/config/token")
     )
 
 
-def test_state_folder_is_made_once_and_readable_by_the_owner_only(tmp_path):
+def test_state_folder_is_locked_and_readable_by_the_owner_only(tmp_path):
     folder = StateDir.next_to(tmp_path / "history")
     folder.create()
     folder.create()
     folder.write({"token": "secret"})
 
+    imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import StateDir"
+    other = f"{imports}\nwith StateDir(Path(sys.argv[1])).locked(): pass"
+    with folder.locked():
+        done = subprocess.run([sys.executable, "-c", other, folder.path], capture_output=True, text=True, check=False)
+
+    assert f"in use by process {os.getpid()}" in done.stderr
     assert tmp_path / "rankscope-live" == folder.path
     assert 0o700 == stat.S_IMODE(folder.config("token").parent.stat().st_mode)
     assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
+    for text in ("[1]", "{", "\x00"):
+        (folder.path / "live.json").write_text(text)
+        assert {} == folder.load_notes()
 
 
 def test_folder_with_other_files_is_rejected_unchanged(tmp_path):
@@ -201,25 +193,6 @@ def test_folder_with_other_files_is_rejected_unchanged(tmp_path):
         StateDir(tmp_path).create()
     assert mode == tmp_path.stat().st_mode
     assert ["precious"] == [path.name for path in tmp_path.iterdir()]
-
-
-def test_locked_state_folder_error_names_the_process(tmp_path):
-    folder = StateDir(tmp_path)
-    folder.create()
-    imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import StateDir"
-    other = f"{imports}\nwith StateDir(Path(sys.argv[1])).locked(): pass"
-    with folder.locked():
-        done = subprocess.run([sys.executable, "-c", other, tmp_path], capture_output=True, text=True, check=False)
-
-    assert f"in use by process {os.getpid()}" in done.stderr
-
-
-def test_invalid_notes_are_ignored(tmp_path):
-    folder = StateDir(tmp_path)
-    for text in ("[1]", "{", "\x00"):
-        (tmp_path / "live.json").write_text(text)
-
-        assert {} == folder.load_notes()
 
 
 def test_missing_executables_error_names_packages_and_option():
@@ -235,7 +208,13 @@ def test_missing_executables_error_names_packages_and_option():
 
 
 @pytest.fixture
-def service_toml(tmp_path):
+def executables(require_server):
+    require_server("prometheus")
+    require_server("prometheus-alertmanager")
+
+
+@pytest.fixture
+def service_toml(tmp_path, executables):
     def write(text):
         path = tmp_path / "service.toml"
         path.write_text(f'[store]\npath = "history"\n[service]\nlisten = "127.0.0.1:0"\n{text}')
@@ -244,13 +223,7 @@ def service_toml(tmp_path):
     return write
 
 
-@pytest.fixture
-def executables(require_server):
-    require_server("prometheus")
-    require_server("prometheus-alertmanager")
-
-
-def test_alertmanager_mode_passes_configured_addresses_to_it(service_toml, executables):
+def test_alertmanager_mode_passes_configured_addresses_to_it(service_toml):
     alertmanager = make_plan(
         CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n'))
     )
@@ -263,7 +236,7 @@ def test_alertmanager_mode_passes_configured_addresses_to_it(service_toml, execu
     assert alertmanager.folder.path == service_toml("").parent / "rankscope-live"
 
 
-def test_print_config_hides_secrets_and_starts_nothing(service_toml, executables):
+def test_print_config_hides_secrets_and_starts_nothing(service_toml):
     path = service_toml('token = "open-sesame"\n')
     notify = ("--notify", "smtp://me:pass%27word@mail:25?to=me@x", "--notify", "https://chat.example/hook/T01/key?k=1")
     command = [sys.executable, "-m", "rankscope", "up", str(path), "--print-config", *notify]
@@ -303,7 +276,7 @@ def test_longer_scrape_interval_has_longer_windows(tmp_path, executables):
     assert ("4m", "2m") == (options.event_window, options.keep_firing_for)
 
 
-def test_service_notifies_the_addresses_that_alertmanager_does_not(service_toml, executables):
+def test_service_notifies_the_addresses_that_alertmanager_does_not(service_toml):
     of_both = ("https://h/y", "json://h/x")
     with_both = make_plan(CommandLine(config=service_toml('[notify]\nurls = ["json://h/z"]\n'), notify=of_both))
     alone = make_plan(CommandLine(config=service_toml(""), notify=of_both, with_alertmanager=False))
@@ -312,28 +285,20 @@ def test_service_notifies_the_addresses_that_alertmanager_does_not(service_toml,
     assert "json://h/z json://h/x" == with_both.environment["RANKSCOPE_NOTIFY"]
     assert "service notifies       2 addresses" == with_both.notification_lines[0]
     assert "https://h/y json://h/x" == alone.environment["RANKSCOPE_NOTIFY"]
-
-
-def test_address_of_the_service_in_another_mode_is_refused(service_toml, executables):
     with pytest.raises(CommandError, match=r'1 addresses are for the service, but .* mode is "alertmanager"'):
         make_plan(CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\n'), notify=("json://h/y",)))
 
 
-def test_requested_port_in_use_fails(tmp_path):
-    import socket
-
+def test_requested_port_in_use_and_invalid_retention_fail(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CommandError, match=rf"{listen} is in use by \S+ \(process {os.getpid()}\): name another"):
             make_plan(CommandLine(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
-
-
-def test_invalid_retention_fails_before_anything_starts(tmp_path):
     with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
         make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
 
 
-def test_closed_terminal_requests_one_orderly_stop():
+def test_closed_terminal_requests_one_orderly_stop_and_under_nohup_none():
     signals = StopSignals()
     with signals.caught():
         signal.raise_signal(signal.SIGHUP)
@@ -341,13 +306,10 @@ def test_closed_terminal_requests_one_orderly_stop():
         assert 1 == signals.count
         signal.raise_signal(signal.SIGTERM)
         assert 2 == signals.count
-
-
-def test_closed_terminal_under_nohup_requests_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with (signals := StopSignals()).caught():
+        with (under_nohup := StopSignals()).caught():
             signal.raise_signal(signal.SIGHUP)
-        assert 0 == signals.count
     finally:
         signal.signal(signal.SIGHUP, before)
+    assert 0 == under_nohup.count
