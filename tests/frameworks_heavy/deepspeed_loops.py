@@ -12,7 +12,7 @@ os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
 
 import deepspeed
 import torch
-from heavy_clipping import LONGEST
+from heavy_watching import LONGEST
 from tests.exporter.adapters.loops import SKIPPED, Loop
 from tests.exporter.adapters.training import ADAM, ROWS, STEPS, Net, batch, loss_of
 

@@ -1,4 +1,4 @@
-"""Runs every loop of one package with and without the monitor, on two ranks; only these import the package."""
+"""Runs every loop of one package on two ranks, which alone import it, and has the formulas of clipping."""
 
 from __future__ import annotations
 
@@ -14,16 +14,32 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin el
 import torch.distributed as dist
 from tests.exporter.adapters.loops import WORLD, Loop
 from tests.exporter.adapters.observation import Outcome, begin, watched
+from tests.exporter.adapters.training import Gradients
+
+LONGEST = 0.05
+"""Limit for gradient norms."""
 
 
-def train_all(rank: int, store: str, names: list[str], results: Any, *, loops: str) -> None:
-    """One rank: train each loop of the module `loops` in turn."""
+def clipped_by_deepspeed(reduced: Gradients) -> float:
+    return 1 / max(1.0, (_norm(reduced) + 1e-6) / LONGEST)
+
+
+def clipped_by_megatron(reduced: Gradients) -> float:
+    return min(1.0, LONGEST / (_norm(reduced) + 1e-6))
+
+
+def _norm(gradients: Gradients) -> float:
+    return float(sum(float(gradient.square().sum()) for gradient in gradients.values())) ** 0.5
+
+
+def train_all(rank: int, store: str, names: list[str], results: Any, *, loops: str, result: Any = None) -> None:
+    """One rank: train each loop of the module `loops` in turn, by default with `watched_twice`."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
     begin(rank, store)
     module = importlib.import_module(loops)
     getattr(module, "prepare", lambda: None)()
     for name in names:
-        results.put((name, rank, watched_twice(module.LOOPS[name], rank)))
+        results.put((name, rank, (result or watched_twice)(module.LOOPS[name], rank)))
         dist.barrier()
     dist.destroy_process_group()
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import megatron_shim
 import torch
-from heavy_clipping import LONGEST
+from heavy_watching import LONGEST
 from tests.exporter.adapters.loops import OF_CALLS, SKIPPED, WORLD, Loop
 from tests.exporter.adapters.training import ADAM, ROWS, STEPS, Block, Net, batch, loss_of
 

@@ -1,0 +1,361 @@
+"""Conformance of DeepSpeed in every stage of ZeRO, and of Megatron-Core with each kind of parallelism, on two ranks.
+
+All expected rows exist on every rank and equal a float64 training without a wrapper. `make test-frameworks` installs
+the packages; without them the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path
+sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin elsewhere
+
+import heavy_watching
+from heavy_watching import train_all
+from tests.exporter.adapters.expectations import (
+    ALL,
+    GRADIENTS,
+    LOCAL,
+    NAMES,
+    REPLICA,
+    SHARD,
+    Owed,
+    check,
+    check_calls,
+    close,
+    count_of,
+)
+from tests.exporter.adapters.loops import SKIPPED, WORLD
+from tests.exporter.adapters.observation import Found, Outcome, by_chunk, outcomes
+from tests.exporter.adapters.training import STEPS, Truth, truths
+from tests.exporter.parts import session_of
+
+from rankscope_exporter import Monitor, MonitorConfig
+
+Outcomes = dict[tuple[str, int], Outcome]
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for all the training, and for DeepSpeed to compile
+
+
+def require(*packages: str) -> pytest.MarkDecorator:
+    """Skip without the packages; if frameworks are required, let the tests fail with the missing package."""
+    missing = [name for name in packages if _is_missing(name)]
+    required = bool(os.environ.get("RANKSCOPE_REQUIRE_FRAMEWORKS"))
+    reason = f"make test-frameworks (not installed: {', '.join(missing)})"
+    return pytest.mark.skipif(bool(missing) and not required, reason=reason)
+
+
+def _is_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # not even the package around it
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeavyOwed(Owed):
+    """The expectations of a loop, in addition to those of all frameworks."""
+
+    everywhere_in_forward: bool = True
+    """True if each rank computes all layers; otherwise each layer is on one rank."""
+    skipping: bool = False
+    """True if the second step is skipped."""
+    hidden: int = 8
+    """Inner width of the blocks of the model."""
+    scale: float = 1.0
+    """The loss scale."""
+    primed: bool = False
+    """True if the package steps its optimizer with zeros at creation, so that the state exists."""
+
+
+ROUGH = 0.1  # bfloat16 has 8 bits, and sums cancel
+# A rank's flat part, or its part of the buffers, holds some tensors and not others.
+part = functools.partial(HeavyOwed, shared=SHARD, everywhere=False)
+DEEPSPEED = {
+    "zero 0": HeavyOwed(),
+    "zero 0, accumulating": HeavyOwed(micros=2),
+    "zero 0, bfloat16": HeavyOwed(rel=ROUGH, primed=True),
+    "zero 1": part(),
+    "zero 1, accumulating": part(micros=2),
+    "zero 1, two groups": part(),
+    "zero 1, bfloat16 summed in float32": part(micros=2, rel=ROUGH),
+    "zero 1, infinite": part(skipping=True),
+    "zero 2": part(),
+    "zero 2, accumulating": part(micros=2),
+    "zero 2, accumulating by hand": part(micros=2),
+    "zero 2, bfloat16, accumulating": part(micros=2, rel=ROUGH),
+    "zero 2, checkpointed": part(),
+    "zero 2, small buckets": part(),
+    "zero 2, bfloat16": part(rel=ROUGH),
+    "zero 2, offloaded": part(),
+    "zero 2, infinite": part(skipping=True),
+    "zero 3": part(),
+    "zero 3, accumulating": part(micros=2),
+    "zero 3, accumulating, offloaded": part(micros=3),
+    "zero 3, checkpointed": part(),
+    "zero 3, sub-groups": part(),
+    "zero 3, bfloat16": part(rel=ROUGH),
+    "zero 3, offloaded": part(),
+    "zero 3, infinite": part(skipping=True),
+}
+PIPELINE = part(local="full", shared=frozenset({"full"}), everywhere_in_forward=False, ranks=(0,), micros=4)
+CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
+MEGATRON = {
+    "ddp": HeavyOwed(),
+    "ddp, accumulating": HeavyOwed(micros=2),
+    "ddp, bfloat16": HeavyOwed(micros=2, rel=ROUGH),
+    "distributed": part(),
+    "distributed, accumulating": part(micros=2, hidden=24),
+    "distributed, bfloat16": part(micros=2, rel=ROUGH),
+    "distributed, scaled": part(scale=8.0, skipping=True),
+    "tensor parallel": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
+    "tensor parallel, distributed": HeavyOwed(local="shard", shared=SHARD | REPLICA, ranks=(0,)),
+    "pipeline": PIPELINE,
+    CHUNKED: PIPELINE,
+}
+OWED = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
+NEEDED = {"deepspeed": require("deepspeed"), "megatron": require("megatron.core")}
+EVERY = [
+    pytest.param(package, name, marks=NEEDED[package], id=f"{package}, {name}")
+    for package, loops in OWED.items()
+    for name in loops
+]
+every_loop = pytest.mark.parametrize(("package", "name"), EVERY)
+
+
+@pytest.fixture(scope="module")
+def outcomes_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
+    """Return a function that trains all loops of a package once."""
+
+    @functools.cache
+    def trained(package: str) -> Outcomes:
+        work = functools.partial(train_all, loops=f"{package}_loops")
+        found = outcomes(tmp_path_factory.mktemp(package), work, tuple(OWED[package]), wait_seconds=600)
+        for rank in range(WORLD) if package == "megatron" else ():
+            by_chunk(found[CHUNKED, rank])
+        return found
+
+    return trained
+
+
+@pytest.fixture
+def found(outcomes_of: Callable[[str], Outcomes], package: str) -> Outcomes:
+    return outcomes_of(package)
+
+
+@functools.cache
+def truth_of(package: str, owed: HeavyOwed) -> list[Truth]:
+    skipped = (SKIPPED,) if owed.skipping else ()
+    clip = getattr(heavy_watching, f"clipped_by_{package}")
+    return truths(owed.ranks, owed.micros, skipped=skipped, clip=clip, hidden=owed.hidden, primed=owed.primed)
+
+
+def trained_steps(package: str, owed: HeavyOwed) -> list[tuple[int, Truth]]:
+    """Return the number and the reference of each step that was not skipped."""
+    steps = enumerate(truth_of(package, owed), 1)
+    return [(step, truth) for step, truth in steps if not (owed.skipping and step == SKIPPED)]
+
+
+def of_kind(found: Outcomes, name: str, kind: str, step: int) -> list[Found]:
+    return [row for rank in range(WORLD) for row in found[name, rank].rows if (str(row.kind), row.step) == (kind, step)]
+
+
+@every_loop
+def test_training_is_bit_identical_and_without_a_fault(package, name, found):
+    for rank in range(WORLD):
+        outcome = found[name, rank]
+        assert ([], 0, []) == (outcome.unequal, outcome.faults, outcome.left)
+        assert outcome.hooked
+
+
+@every_loop
+def test_every_kind_is_on_every_rank_for_every_step(package, name, found):
+    """A skipped step has its gradients."""
+    owed = OWED[package][name]
+    for rank in range(WORLD):
+        by_step: dict[int, set[str]] = defaultdict(set)
+        for row in found[name, rank].rows:
+            by_step[row.step].add(str(row.kind))
+        for step in range(1, STEPS + 1):
+            skipped = owed.skipping and step == SKIPPED
+            activations = {kind for kind in by_step[step] if kind.startswith("act_")}
+            assert set(GRADIENTS[:2] if skipped else ALL) == by_step[step] - activations, (rank, step)
+            assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
+
+
+@every_loop
+def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(package, name, found):
+    owed = OWED[package][name]
+    for step, truth in trained_steps(package, owed):
+        for micro in (None, *range(owed.micros)):
+            rows = [row for row in of_kind(found, name, LOCAL, step) if row.micro_step == micro]
+            for rank in range(WORLD) if owed.local == "partial" else [None]:
+                place = rank or 0
+                own = truth.local(place) if micro is None else truth.micro[place][micro]
+                here = [row for row in rows if rank is None or row in found[name, rank].rows]
+                assert {owed.local} <= {row.placement for row in here} <= {owed.local, "replica"}
+                check(here, {key: owed.scale * value for key, value in own.items()}, owed.rel)
+
+
+@every_loop
+def test_tensors_combined_over_ranks_equal_the_reference(package, name, found):
+    """Reduced gradients, parameters and moments equal the reference, combined over ranks or on each rank."""
+    owed = OWED[package][name]
+    for step, truth in trained_steps(package, owed):
+        for kind in ALL:
+            if kind != LOCAL:
+                rows = of_kind(found, name, kind, step)
+                assert owed.shared == {row.placement for row in rows}, kind
+                scale = owed.scale if kind == "grad_reduced" else 1.0
+                check(rows, {key: scale * value for key, value in truth.shared[kind].items()}, owed.rel)
+                if owed.everywhere:
+                    assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+
+
+@every_loop
+def test_shard_names_the_ranks_of_the_other_shards(package, name, found):
+    """A shard has the shape of this rank's part."""
+    for rank in range(WORLD):
+        for row in found[name, rank].rows:
+            assert ("0,1" if row.placement == "shard" else None) == row.shard_group
+            if row.placement == "shard" and row.kind != LOCAL:
+                assert row.counts["numel"] == math.prod(row.shape)
+
+
+@every_loop
+def test_activations_of_each_rank_and_micro_batch_equal_the_reference(package, name, found):
+    owed, count = OWED[package][name], 0
+    for rank in range(WORLD):
+        for step, truth in trained_steps(package, owed):
+            rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
+            seen: list[Any] = truth.seen[rank if len(owed.ranks) > 1 else 0]
+            for row in rows:
+                assert row.micro_step is not None
+                scale = owed.scale if "grad" in row.kind else 1.0
+                close([row], scale * seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
+            count += len(rows)
+    # A layer is on every rank, or on the one of its stage.
+    assert (STEPS - owed.skipping) * owed.micros * (WORLD if owed.everywhere_in_forward else 1) * len(seen[0]) == count
+
+
+@pytest.mark.parametrize(("package", "name"), [one for one in EVERY if OWED[one.values[0]][one.values[1]].skipping])
+def test_skipped_step_has_its_gradients(package, name, found):
+    for rank in range(WORLD):
+        rows = [row for row in found[name, rank].rows if row.step == SKIPPED]
+        assert (SKIPPED, "step_skipped") in found[name, rank].events
+        assert {"grad_unreduced", "grad_reduced"} <= {str(row.kind) for row in rows}
+        assert all(row.counts["nans"] + row.counts["infs"] for row in rows if row.kind in GRADIENTS)
+
+
+@NEEDED["megatron"]
+@pytest.mark.parametrize("package", ["megatron"])
+def test_parameter_divided_between_two_ranks_is_combined(found):
+    shared = of_kind(found, "distributed, accumulating", "exp_avg", 1)
+    shared = [row for row in shared if row.tensor == "blocks.0.up.weight"]
+
+    assert WORLD == len(shared)
+    assert 6 * 24 == sum(row.counts["numel"] for row in shared)
+
+
+@NEEDED["megatron"]
+@pytest.mark.parametrize("package", ["megatron"])
+def test_modules_of_all_chunks_have_features_and_structure_and_their_number(found):
+    calls = [found[CHUNKED, rank] for rank in range(WORLD)]
+    check_calls(calls, truth_of("megatron", PIPELINE), PIPELINE.micros, split=PIPELINE.split)
+
+    for rank in range(WORLD):
+        assert {0, 1} == {row.vpp_stage for row in found[CHUNKED, rank].rows if row.kind.startswith("act_")}
+        assert {None} == {row.vpp_stage for row in found["pipeline", rank].rows}
+
+
+# Hashes: tensors that the packages keep equal have equal ones, and divided tensors have none.
+
+WHOLE = {
+    "deepspeed_loops": ("zero 0", "zero 1", "zero 2", "zero 2, bfloat16", "zero 2, infinite"),
+    "megatron_loops": ("ddp", "ddp, bfloat16", "tensor parallel"),
+}
+DIVIDED = {"deepspeed_loops": ("zero 3",), "megatron_loops": ("distributed", "pipeline")}
+
+
+def hashed(make: Any, rank: int) -> tuple[dict[tuple[int, str], tuple[str, int]], int]:
+    loop = make(rank)
+    optimizer = loop.optimizer()
+    options = {"hashes": {"every": 1}}
+    config = MonitorConfig(quantities=("hashes",), options=options, console=False, exit_wait_seconds=0)
+    monitor = Monitor(config).attach(loop.attached, optimizer)
+    loop.train(optimizer)
+    monitor.end_step()
+    session = session_of(monitor)
+    assert session.publisher.catch_up(60)
+    records = session.channel.ring.after(-1, 1 << 40).records
+    monitor.detach()
+    rows = {(record.step, row["tensor"]): (row["replicas"], row["hash"]) for record in records for row in record.hashes}
+    return rows, monitor.faults
+
+
+@require("deepspeed", "megatron.core")
+@pytest.mark.parametrize("loops", WHOLE)
+def test_replicas_have_equal_hashes_and_parts_have_none(loops: str, tmp_path: Path) -> None:
+    names = (*WHOLE[loops], *DIVIDED[loops])
+    work = functools.partial(train_all, loops=loops, result=hashed)
+    found = outcomes(tmp_path, work, names, wait_seconds=600)
+
+    for name in names:
+        (one, faults), (other, more) = (found[name, rank] for rank in range(WORLD))
+        assert (0, 0) == (faults, more), name
+        assert one == other, name
+        assert ({"0,1"} if name in WHOLE[loops] else set()) == {replicas for replicas, _ in one.values()}, name
+
+
+# The packages' examples run, and an imported package does not claim models of other packages.
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+OTHERS = """
+import tempfile, torch, torch.distributed as dist
+import deepspeed, megatron.core.distributed
+from torch.nn.parallel import DistributedDataParallel
+from rankscope_exporter.adapters import framework_of
+
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+print(framework_of(model).name, framework_of(DistributedDataParallel(model)).name)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANKSCOPE_INGEST_URL": ""}
+    command = (sys.executable, *arguments)
+    return subprocess.run(
+        command, cwd=EXAMPLES, capture_output=True, text=True, timeout=800, check=False, env=environment
+    )
+
+
+@require("deepspeed", "megatron.core")
+@pytest.mark.parametrize("name", ["deepspeed_zero.py", "megatron_core.py"])
+def test_example_trains_without_a_fault(name):
+    done = run(*LAUNCH, name, "3")
+
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert "rankscope: run" in done.stdout + done.stderr
+    assert "failed, training continues" not in done.stdout + done.stderr
+
+
+@require("deepspeed", "megatron.core")
+def test_imported_package_does_not_claim_other_models():
+    done = run("-c", OTHERS)
+
+    assert ["plain", "ddp"] == done.stdout.split()[-2:], done.stderr[-2000:]
