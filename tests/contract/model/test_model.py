@@ -1,15 +1,33 @@
-"""Tests of masking: secrets in command lines and configurations, and similar names that are not masked."""
+"""Run names, events, the schemas of records, and the removal of secrets from texts."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import pathlib
+import random
+import subprocess
+import sys
 import time
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
+from rankscope_contract import SCHEMA_VERSION
+from rankscope_contract.model.events import causal_key
+from rankscope_contract.model.fields import arrow_schema
+from rankscope_contract.model.identity import (
+    LONGEST_NAME,
+    check_run_name,
+    new_incarnation,
+    new_launch_id,
+    rank_from_environment,
+    run_from_environment,
+)
+from rankscope_contract.model.kinds import BASELINE_OPS, CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS, Kind
 from rankscope_contract.model.redaction import (
     MAX_NAME,
     MAX_TEXT,
@@ -20,6 +38,249 @@ from rankscope_contract.model.redaction import (
     redacted_name,
     redacted_text,
 )
+from rankscope_contract.model.schema import (
+    DATASETS,
+    NESTED,
+    TENSOR_ROW_KEY,
+    WIRE_FIELDS,
+    Plan,
+    PlanEntry,
+    canonical_labels,
+    plan_hash,
+)
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 0, 1)),
+        (TORCHRUN, (3, 1, 8)),
+        (SLURM, (5, 2, 16)),
+        (OPEN_MPI, (1, 1, 2)),
+        ({**SLURM, **TORCHRUN}, (3, 1, 8)),
+        ({"RANK": "four"}, (0, 0, 1)),
+        ({"RANK": "7"}, (7, 0, 8)),
+    ],
+)
+def test_rank_local_rank_and_world_size(environment, expected):
+    assert expected == rank_from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, None),
+        ({"TORCHELASTIC_RUN_ID": "exp7"}, "exp7"),
+        (SLURM, "4711"),
+        ({**SLURM, "TORCHELASTIC_RUN_ID": "exp7"}, "4711"),
+        ({**SLURM, "RANKSCOPE_RUN": "a=b/../学习"}, "a=b/../学习"),
+        ({"RANKSCOPE_RUN": "", "SLURM_JOB_ID": "1"}, "1"),
+        ({"RANKSCOPE_RUN": "none"}, "none"),
+    ],
+)
+def test_run_name_from_the_environment(environment, expected):
+    assert expected == run_from_environment(environment)
+
+
+def test_launch_ids_of_one_job_differ_and_begin_with_its_id():
+    environment = {**SLURM, "TORCHELASTIC_RESTART_COUNT": "2"}
+    first, second = new_launch_id(environment), new_launch_id(environment)
+
+    assert first != second
+    assert first.startswith("4711.2.")
+    assert new_launch_id({}).startswith("none.0.")
+    assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "1"}).startswith("4711-r1.0.")
+    assert new_launch_id({**SLURM, "SLURM_RESTART_COUNT": "0"}).startswith("4711.0.")
+    assert new_incarnation() != new_incarnation()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("x" * (LONGEST_NAME + 1), "1,001 characters"), ("a\udcff", r"'a\\udcff', is not valid Unicode")],
+)
+def test_only_names_that_the_service_would_reject_are_refused(name, reason):
+    for odd in ("x" * LONGEST_NAME, "a/../b", "a\nb\x00\x1b", " ", "ü\U0001f600"):
+        check_run_name(odd)
+    with pytest.raises(ValueError, match=reason):
+        check_run_name(name)
+
+
+def test_launch_id_of_a_very_long_or_undecodable_job_id_is_valid():
+    found = new_launch_id({"TORCHELASTIC_RUN_ID": "\udcff" * 5000})
+
+    assert len(found) < LONGEST_NAME
+    assert found.startswith("???")
+
+
+RECORDED = json.loads((pathlib.Path(__file__).parent / "data" / "msprobe_anomalies.json").read_text())
+
+KIND_OF_TASK = {
+    "param_origin": "param_before",
+    "actv": "act_out",
+    "actv_grad": "act_grad_out",
+    "acc_grad": "grad_unreduced",
+    "post_grad": "grad_reduced",
+    "param_updated": "param_after",
+}
+
+# The first five anomalies in msprobe's own analysis of this file.
+FIRST_CAUSES = [
+    "0:.input:0/rank0/actv_grad",
+    "0:embedding.input:0/rank0/actv_grad",
+    "0:.input:1/rank0/actv_grad",
+    "0:embedding.input:1/rank0/actv_grad",
+    "0:layers.0.ln1.bias/rank0/param_origin",
+]
+
+
+def key(**parts):
+    whole = {"step": 1, "micro_step": None, "kind": "act_out", "vpp_stage": 0, "pp_stage": 0, "call_id": 0}
+    return causal_key(**{**whole, **parts})
+
+
+def recorded_key(record):
+    return causal_key(
+        step=record["step"],
+        micro_step=record["micro_step"],
+        kind=KIND_OF_TASK[record["tag_name"].rsplit("/", 1)[-1]],
+        vpp_stage=record["vpp_stage"],
+        pp_stage=record["pp_stage"],
+        call_id=None if record["call_id"] < 0 else record["call_id"],
+    )
+
+
+def test_recorded_anomalies_have_the_order_of_msprobe():
+    """A deliberate difference: msprobe sorts parameters after the update before the forward pass of the same step."""
+    tags = [record["tag_name"] for record in sorted(RECORDED.values(), key=recorded_key)]
+
+    assert FIRST_CAUSES == tags[:5]
+    assert all(tag.endswith("/param_updated") for tag in tags[-4:])
+
+
+def test_causal_stages_follow_the_flow_of_a_step():
+    flow = ["param_before", "act_in", "act_grad_in", "grad_unreduced", "comm_in", "comm_out"]
+    flow += ["grad_reduced", None, "grad_clipped", "exp_avg", "param_after"]
+    shuffled = random.Random(0).sample(flow, len(flow))
+
+    assert flow == sorted(shuffled, key=lambda kind: key(kind=kind))
+    assert key(kind="param_after") < key(kind=None, op="val/loss") < key(step=2, kind="param_before")
+
+
+def test_pipeline_stages_ascend_in_forward_and_descend_in_backward():
+    assert key(kind="act_out", pp_stage=0) < key(kind="act_out", pp_stage=1)
+    assert key(kind="act_grad_out", pp_stage=1) < key(kind="act_grad_out", pp_stage=0)
+    assert key(kind="grad_reduced", vpp_stage=1, pp_stage=0) < key(kind="grad_reduced", vpp_stage=0, pp_stage=1)
+    assert key(kind="act_out", vpp_stage=0, pp_stage=1) < key(kind="act_out", vpp_stage=1, pp_stage=0)
+
+
+def test_step_and_micro_step_come_first_and_unknown_values_last():
+    assert key(step=1, kind="param_after") < key(step=2, kind="param_before")
+    assert key(micro_step=0, kind="grad_reduced") < key(micro_step=1, kind="act_in")
+    assert key(step=10**12) < key(step=None)
+    assert key(call_id=10**12) < key(call_id=None)
+    assert key(kind=None) == key(kind="attention_entropy")  # of a newer rank
+
+
+def test_events_of_the_whole_step_enclose_those_of_its_micro_batches():
+    """A NaN that occurs first in an activation is in every gradient of the step."""
+    parameters, activations, gradients = (key(kind=kind) for kind in ("param_before", "act_in", "grad_unreduced"))
+
+    assert parameters < key(kind="act_in", micro_step=0) < key(kind="act_grad_in", micro_step=0)
+    assert key(kind="act_grad_in", micro_step=0) < key(kind="act_in", micro_step=1) < activations < gradients
+    assert key(kind="grad_unreduced", micro_step=3) < gradients
+
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+number = st.none() | st.integers(0, 1 << 40)
+entries = st.builds(
+    PlanEntry,
+    kind=st.sampled_from(list(Kind)).map(str),
+    tensor=text,
+    index=number,
+    vpp_stage=number,
+    call_seq=number,
+    placement=st.sampled_from(["full", "shard", "partial", "replica"]),
+    shard_group=st.none() | text,
+    dtype=text,
+    shape=st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple),
+    module=st.none() | text,
+    aliases=st.lists(text, max_size=3).map(tuple),
+)
+
+
+@given(st.lists(entries, max_size=6).map(tuple).map(Plan))
+def test_plan_is_unchanged_after_a_json_round_trip(plan):
+    read = Plan.from_json(plan.to_json())
+
+    assert plan == read
+    assert plan.hash == read.hash == plan_hash(plan.to_json())
+
+
+@given(st.lists(entries, max_size=4).map(lambda some: Plan((*some, *some))))
+def test_text_of_a_plan_has_sorted_keys_and_no_spaces(plan):
+    document = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(plan)}
+
+    assert json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False) == plan.to_json()
+
+
+def test_plan_hash_is_equal_in_every_process():
+    """Ranks and the service compute the hash in different processes, in which Python has different hash seeds."""
+    plan = Plan((PlanEntry(kind="grad_reduced", tensor="学习.weight", shape=(2, 3)),))
+    script = (
+        "from rankscope_contract.model.schema import Plan, PlanEntry;"
+        "print(Plan((PlanEntry(kind='grad_reduced', tensor='学习.weight', shape=(2, 3)),)).hash)"
+    )
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+    assert plan.hash == printed.strip()
+    assert 32 == len(plan.hash)
+
+
+def test_unknown_keys_of_a_newer_plan_are_ignored():
+    document = {"schema_version": 9, "entries": [{"kind": "act_out", "tensor": "a", "colour": "red"}], "more": 1}
+
+    assert Plan((PlanEntry(kind="act_out", tensor="a"),)) == Plan.from_json(json.dumps(document))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": 1}', '{"entries": [1]}', '{"entries": [{}]}'])
+def test_invalid_plan_is_rejected(text):
+    with pytest.raises(ValueError):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("fields", [*DATASETS.values(), WIRE_FIELDS], ids=[*DATASETS, "wire"])
+def test_every_schema_is_valid_in_arrow_and_has_unique_names(fields):
+    schema = arrow_schema(pa, fields)
+
+    assert [field.name for field in fields] == schema.names
+    assert len(set(schema.names)) == len(schema.names)
+
+
+def test_columns_keys_and_stages_agree():
+    schema = arrow_schema(pa, DATASETS["tensor_stats"])
+
+    assert {pa.float32()} == {schema.field(op).type for op in (*VALUE_OPS, *BASELINE_OPS)}
+    assert {pa.int64()} == {schema.field(op).type for op in COUNT_OPS}
+    assert BASELINE_OPS == tuple(f"{op}_baseline" for op in JUDGED_OPS)
+    assert set(TENSOR_ROW_KEY) <= set(schema.names)
+    assert set(Kind) == set(CAUSAL_STAGE)
+    for name, fields in NESTED.items():
+        assert {field.name for field in fields} <= {field.name for field in DATASETS[name]}
+
+
+@given(st.dictionaries(text, text, min_size=1, max_size=4))
+def test_label_text_does_not_depend_on_the_order_of_labels(labels):
+    backwards = dict(reversed(labels.items()))
+
+    assert canonical_labels(labels) == canonical_labels(backwards)
+    assert labels == json.loads(canonical_labels(labels))
+    assert None is canonical_labels({}) is canonical_labels(None)
+
 
 SECRET = "correct-horse"
 MIXED = "kX9mPq2vL8wR"
