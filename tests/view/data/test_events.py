@@ -1,4 +1,4 @@
-"""The event log, markers and incidents of a run."""
+"""The event log, incidents and markers of a run, selected events, and rows without a transformation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 from tests.view.training import MAIN, START, event, events, run_row, scalars, write
 
 from rankscope.commands.runs import runs
+from rankscope_contract.model.events import Severity
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis
-from rankscope_view.data.detail import nothing
-from rankscope_view.data.events import Group, event_lines, event_log, markers
+from rankscope_view.data.detail import nothing, read_detail
+from rankscope_view.data.event_query import EventQuery, select_events
+from rankscope_view.data.events import NEWEST, Group, event_lines, event_log, markers
 from rankscope_view.data.history import read_history
 from rankscope_view.data.incidents import happening, incidents, sentence_of
+from rankscope_view.data.raw_rows import is_constant, raw_histories, read_rows
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
@@ -236,3 +239,85 @@ def test_firings_of_one_cause_are_one_line(opened):
         (None, 1, "AnomalyNan: a"),
     ] == [(line.step, line.events, line.text) for line in found]
     assert [40, 41, 200, 300] == [mark.step for mark in marks]
+
+
+@pytest.fixture(scope="module")
+def detail(connection):
+    return read_detail(connection, MAIN)
+
+
+def select(detail, **choices):
+    return select_events(detail, EventQuery(**{"newest": 1000} | choices)).lines
+
+
+def test_types_are_groups_or_types_of_events(connection, detail):
+    expected = connection.query(f"SELECT count(*) AS n FROM events WHERE run = '{MAIN}' AND type = 'checkpoint'")
+
+    assert {"launch"} == {line.type for line in select(detail, types=["restart"])}
+    assert expected["n"].to_pylist() == [len(select(detail, types=["checkpoint"]))]
+    assert {"launch", "step"} == {line.type for line in select(detail, types=["launch", "step"])}
+    assert 138 == len(select(detail, types=["step"]))
+
+
+def test_severity_selects_steps_with_nan_and_a_rank_no_steps(detail):
+    critical, of_rank = select(detail, severity=Severity.CRITICAL), select(detail, rank=1)
+
+    assert {"step", "anomaly", "incident"} == {line.type for line in critical}
+    assert all("loss NaN" in line.text for line in critical if line.type == "step")
+    assert {"warning", "critical"} == {line.severity for line in select(detail, severity=Severity.WARNING)}
+    assert all(1 in line.ranks and line.type != "step" for line in of_rank)
+
+
+def test_newest_lines_of_all_types_come_first_and_counts_are_of_all(detail):
+    found = select_events(detail, EventQuery())
+    times = [line.at for line in select(detail)]
+
+    assert min(NEWEST, len(times)) == len(found.lines)
+    assert sorted(times, reverse=True) == times
+    assert sum(found.counts.values()) == len(times)
+    assert found.counts == select_events(detail, EventQuery(types=["launch"])).counts
+
+
+STEPS = 70_000  # more than one row group
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    """Return a store with a long run, one with gaps, an imported one, and one of three scalars."""
+    random, steps = np.random.default_rng(0), np.arange(STEPS)
+    values, late = random.normal(size=STEPS), np.where(steps < STEPS - 9, steps, steps + 5)
+    gaps = pa.array(values, mask=steps % 1000 == 7)
+    series = [("long", "loss", steps, values), ("gaps", "loss", steps, gaps), ("log", "loss", steps, values)]
+    series += [("several", name, own, values) for name, own in (("loss", steps), ("grad_norm", steps), ("late", late))]
+    batches = [
+        {"scalars": scalars(run, name, own, value, ts=START + steps, incarnation=source)}
+        for run, name, own, value in series
+        for source in ["import-0" if run == "log" else f"{run}-{name}-0"]
+    ]
+    with connect(write(tmp_path_factory.mktemp("raw") / "store", *batches)) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("run", ["long", "gaps", "several"])
+def test_long_series_equals_sql(long_runs, run):
+    names = ["grad_norm", "late", "loss"] if run == "several" else ["loss"]
+    histories = raw_histories(long_runs, run, names)
+
+    for scalar in names:
+        expected, found = read_history(long_runs, run, scalar), histories[scalar]
+        for name in ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands"):
+            np.testing.assert_allclose(getattr(expected, name), getattr(found, name), rtol=1e-15)
+
+
+def test_columns_of_one_value_and_equal_columns_take_no_memory(long_runs):
+    rows = read_rows(long_runs, ["long"], ["loss"]).main("long", "loss")
+    several = read_rows(long_runs, ["several"], ["grad_norm", "loss"])
+    first, last = (several.main("several", name) for name in ("grad_norm", "loss"))
+
+    assert all(is_constant(getattr(rows, name)) for name in ("attempt", "rank", "micro_step"))
+    assert np.shares_memory(first.time, last.time)
+    assert not np.shares_memory(first.value, last.value)
+
+
+def test_long_imported_run_needs_sql(long_runs):
+    assert {"log"} == read_rows(long_runs, ["log"], ["loss"]).for_sql

@@ -1,22 +1,29 @@
-"""The list of runs: every number equals SQL, and a run of any shape has a row."""
+"""The list of runs, and the history, summary, evaluations and advice of one run: numbers equal SQL."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import HOSTILE, MAIN, run_row, scalars
+from tests.view.data.test_curves import history
+from tests.view.training import HOSTILE, MAIN, event, events, run_row, scalars
 
 from rankscope.output.summary_text import TextFormat, summary_text
 from rankscope_storage.connection import connect
+from rankscope_view.data.advice import early_stopping, logging_interval, perplexity
+from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
+from rankscope_view.data.evaluation import evaluation_curve
+from rankscope_view.data.history import main_labels, read_history
 from rankscope_view.data.newest import NO_CURVE, read_newest
-from rankscope_view.data.raw_rows import RawRows
+from rankscope_view.data.raw_rows import RawRows, raw_histories
 from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, run_facts, run_list
 from rankscope_view.data.runs import run_row as row_of_run
-from rankscope_view.data.summary import read_summary
+from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
+from rankscope_view.pages.sections import _decimals, _six, sections
 from rankscope_view.site import Site
 
 
@@ -116,3 +123,175 @@ def test_newest_values_equal_those_by_sql(connection, listed, monkeypatch):
     assert slow.values.keys() == fast.values.keys()
     etas = {run: eta for run, eta in fast.etas.items() if slow.etas.get(run) is not None}
     assert etas
+
+
+VIEW = """\
+SELECT attempt, step, cumulative_step, value, lowest, highest, stands FROM scalar_history
+WHERE run = $run AND name = $name AND labels IS NOT DISTINCT FROM $labels ORDER BY attempt, cumulative_step"""
+
+
+@pytest.mark.parametrize("name", ["loss", "learning_rate", "eval_loss"])
+@pytest.mark.parametrize("run", [MAIN, "only-nan", "no-times", HOSTILE])
+def test_history_equals_the_view(connection, run, name):
+    labels = main_labels(connection, run, [name]).get(name)
+    expected = connection.query(VIEW, {"run": run, "name": name, "labels": labels})
+
+    slow, fast = read_history(connection, run, name, labels), raw_histories(connection, run, [name])
+    for found in (slow, fast.get(name, slow)):
+        columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
+        columns |= {column: getattr(found, column) for column in ("value", "lowest", "highest", "stands")}
+        for column, values in columns.items():
+            stored = expected[column].to_numpy(zero_copy_only=False).astype(float)
+            np.testing.assert_allclose(values.astype(float), stored)
+    assert (name in fast) is bool(len(slow))
+
+
+def test_steps_that_an_attempt_repeated_are_superseded(connection, course):
+    found = read_history(connection, MAIN, "loss")
+    again = found.select(~found.stands)
+
+    assert set(course.step[course.attempt == 1]) >= set(again.step[again.attempt == 0].tolist())
+    assert found.is_varied
+    assert 0 == len(read_history(connection, "no such run", "loss"))
+
+
+ODD = ("one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE)
+
+
+def test_losses_and_steps_equal_sql(connection):
+    found = read_summary(connection, MAIN)
+    (expected,) = connection.query(
+        f"""SELECT min(loss) AS lowest, max(loss) AS highest, avg(loss) AS mean, count(*) AS rows, max(step) AS step,
+        arg_max(loss, cumulative_step) AS current FROM loss_curve WHERE run = '{MAIN}' AND isfinite(loss)"""
+    ).to_pylist()
+
+    assert expected["rows"] == found.losses.rows
+    assert expected["step"] == found.progress.step
+    for name in ("lowest", "highest", "mean", "current"):
+        assert expected[name] == pytest.approx(getattr(found.losses, name)), name
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([], Trend.NO_DATA),
+        (np.arange(9.0), Trend.INSUFFICIENT),
+        (np.arange(10.0), Trend.INSUFFICIENT),  # no loss before the last ten
+        ([5.0, *[4.0] * 10], Trend.FALLING),
+        ([1.0, *[4.0] * 10], Trend.RISING),
+        ([4.0] * 20, Trend.STEADY),
+        ([4.0, 4.2] * 9 + [4.1, 4.3], Trend.STEADY),  # within the noise
+        ([4.0, 4.2] * 5 + [4.2, 4.4] * 5, Trend.RISING),
+        (4.0 - np.arange(20) / 100, Trend.FALLING),
+        ([*[0.0] * 30, *[5.0] * 10, *[4.0] * 10], Trend.FALLING),
+        (2 + 1.6 ** np.arange(20.0), Trend.RISING),  # ever faster, with large errors
+    ],
+)
+def test_trend_compares_the_last_ten_losses_with_ten_before(losses, expected):
+    assert expected == trend(np.asarray(losses, float))
+
+
+def test_infinite_perplexity_and_nan_are_not_numbers_of_the_loss():
+    found = losses_of(history([1.0, np.nan, 3.0, 800.0]))
+
+    assert (4, 1, 1.0, 800.0) == (found.rows, found.nonfinite, found.lowest, found.highest)
+    assert math.inf == found.perplexity
+    assert ["5.16e+73", "8,518.5379", "NaN"] == [_decimals(one) for one in (5.163e73, 8518.5379, math.nan)]
+    assert "5.16e+73" == _six(5.163e73)
+    assert losses_of(history([1.0, np.nan])).perplexity is None
+
+
+@pytest.mark.usual(2)
+@pytest.mark.parametrize("run", ODD)
+def test_run_of_any_shape_has_a_summary(connection, run):
+    found = read_summary(connection, run)
+    titles = [section.title for section in sections(found)]
+
+    assert ["progress", "loss", "parameters", "time"] == titles[:4]
+    json.dumps(summary_document(found))
+    assert read_summary(connection, "nothing") is None
+
+
+@pytest.mark.parametrize(("slope", "words"), [(-1, "No reason to stop."), (1, "which is overfitting. Consider stop")])
+@pytest.mark.usual(1)
+def test_ruined_run_gets_no_advice_from_its_curves(connection, opened, slope, words):
+    """A failure, a newest loss or gradient norm of NaN, and an incident that is open or that a person closed."""
+    steps = np.arange(9)
+    losses = dict.fromkeys(("good", "slow", "failed", "grad", "closed"), 4.0 - steps / 9)
+    losses["nan"] = np.where(steps > 7, np.nan, 2)
+    known = {"kind": "grad_reduced", "rule": "AnomalyNan", "op": "nans", "value": 1.0, "severity": "critical"}
+    states = [("slow", {"rule": "SlowRank"}, "opened"), ("closed", known, "opened"), ("closed", known, "closed")]
+    listed = [
+        event(run, "incident", 3, at, details={"key": "n", "state": state}, **one)
+        for at, (run, one, state) in enumerate(states)
+    ]
+    tables, rows = [], []
+    for run, loss in losses.items():
+        rows.append(run_row(run, "failed" if run == "failed" else "completed", last_step=8))
+        tables += [scalars(run, "loss", steps, loss), scalars(run, "eval_loss", steps[:8], 4 + slope * steps[:8] / 9)]
+        tables += [scalars(run, name, steps, 0.0 * steps + 0.3) for name in ("step_seconds", "data_time")]
+        tables.append(scalars(run, "grad_norm", steps, np.where((steps > 7) & (run == "grad"), np.nan, 1.0)))
+    ruined = opened(events=events(listed), runs=pa.concat_tables(rows), scalars=pa.concat_tables(tables))
+    documents = {run: summary_document(read_summary(ruined, run)) for run in losses}
+    documents[MAIN] = summary_document(read_summary(connection, MAIN))
+    texts = [[one["text"] for one in document["advice"]] for document in documents.values()]
+
+    assert {"nan"} == {run for run, document in documents.items() if not document["hints"]} - {MAIN}
+    assert [True, True] == [words in text for text, *_ in texts[:2]]
+    assert [[]] * 5 == [[one for one in found if "stop" in one or "Wait" in one] for found in texts[2:]]
+
+
+@pytest.mark.parametrize("axis", list(Axis))
+def test_training_loss_is_behind_evaluations_on_common_axes(connection, axis):
+    evaluations, loss, absent = (read_history(connection, MAIN, name) for name in ("eval_loss", "loss", "absent"))
+    request = CurveRequest(axis=axis, smoothing=Smoothing.NONE)
+    found, alone = (evaluation_curve(evaluations, one, request) for one in (loss, absent))
+
+    expected = [] if axis in {Axis.ARRIVAL, Axis.ATTEMPT} else [Role.TRAINING]
+    assert expected == [line.role for line in found.lines if line.role]
+    assert {None} == {line.role for line in (found.lines[-1], *alone.lines)}
+    if expected:
+        behind = found.lines[0]
+        since = behind.value[behind.x >= found.lines[-1].x[0]]
+        assert (behind.x.min(), behind.x.max()) == found.extent
+        assert curve(loss, CurveRequest(axis=axis)).restarts == found.restarts
+        assert found.bulk[0] <= float(np.nanmedian(since)) <= found.bulk[1]
+
+
+def test_perplexity_is_infinite_above_the_largest_exponent():
+    found = perplexity(np.array([0.0, 709.0, 710.0, np.nan]))
+
+    assert [1.0, True, True, True] == [found[0], np.isfinite(found[1]), np.isinf(found[2]), np.isnan(found[3])]
+
+
+@pytest.mark.parametrize(
+    ("losses", "words", "is_action"),
+    [
+        ([], "no evaluation loss", False),
+        ([2.0], "one evaluation loss", False),
+        ([3.0, 2.0, 1.0], "improved in 2 of the last 2 evaluations; best 1 at step 2. No reason to stop", False),
+        ([3.0, 2.0], "Evaluation loss improved in the last evaluation; best 2 at step 1.", False),
+        ([3.0, 1.0, 2.0], "Wait", False),
+        ([3.0, 1.0, 2.0, 2.1, 2.2], "Consider stopping", True),
+    ],
+)
+def test_advice_follows_the_best_evaluation(losses, words, is_action):
+    found = early_stopping(history(losses), history(np.linspace(5, 1, 20)))
+
+    assert words in found.text
+    assert is_action is found.is_action
+
+
+def test_advice_names_overfitting_if_the_training_loss_still_falls():
+    evaluation = history([3.0, 1.0, 2.0, 2.1, 2.2], step=[0, 5, 10, 15, 20])
+
+    assert "overfitting" in early_stopping(evaluation, history(np.linspace(5, 1, 20))).text
+    assert "overfitting" not in early_stopping(evaluation, history(np.linspace(1, 5, 20))).text
+
+
+def test_long_run_that_logs_each_step_is_advised_to_log_less():
+    found = logging_interval(history(np.ones(100_001)))
+
+    assert found is not None
+    assert "a higher logging interval" in found.text
+    assert logging_interval(history(np.ones(200))) is None
