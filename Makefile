@@ -113,7 +113,7 @@ lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit su
 	@if $(TSC) --version >/dev/null 2>&1; then echo "$(TSC) -p view/tsconfig.json" && $(TSC) -p view/tsconfig.json; \
 		else echo "the types of view/rankscope_view/assets/*.js were NOT checked: npm cannot fetch typescript"; fi
 	@if $(GRAFANA_TYPES) tsc --version >/dev/null 2>&1; then \
-		$(GRAFANA_TYPES) $(abspath $(BIN))/python -m pytest -q tests/dashboards/boards/test_panel_types.py; \
+		$(GRAFANA_TYPES) $(abspath $(BIN))/python -m pytest -q tests/dashboards/boards/test_schema_and_rules.py; \
 		else echo "the types of the boards were NOT checked: npm cannot fetch @grafana/schema"; fi
 
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
