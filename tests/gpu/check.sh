@@ -32,8 +32,8 @@ suite() { # name, limit in seconds, arguments of pytest
 print(torch.__version__, torch.version.cuda, torch.cuda.get_device_properties(0), torch.cuda.nccl.version())'
 
 # The test of most value first: no test here may change a training or let it wait.
-suite tests "${TESTS_SECONDS:-150}" -n 1 tests/gpu/test_bits.py tests/gpu/test_waits.py tests/gpu/test_measurements.py \
-	tests/gpu/test_device_equals_cpu.py tests/gpu/test_definitions.py
+suite tests "${TESTS_SECONDS:-150}" -n 1 tests/gpu/test_bits.py tests/gpu/test_measurements.py \
+	tests/gpu/test_definitions.py
 
 timeout -k 5 "${BENCHMARK_SECONDS:-220}" "$python" benchmarks/gpu.py "$out" >"$out/benchmark.log" 2>&1 || failed=1
 cat "$out/benchmark.log" | cut -c 1-200
