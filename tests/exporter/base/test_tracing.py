@@ -1,21 +1,17 @@
-"""Tests of hooks under compilers, tracers and modes: training is bit-identical, and the records are right.
-
-Each case trains twice: without a monitor and with one that measures everything. The test compares the parameters, the
-objects that the case collects (such as counted operations) and the graphs and graph breaks of Dynamo. It also compares
-the rows with the tensors.
-"""
+"""Hooks under compilers, tracers, modes and captures of CUDA graphs: training is bit-identical, records are right."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import Watched
+from tests.exporter.parts import Training, Watched
 from tests.properties import few
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -28,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from rankscope_exporter.base import graph_capture, tracing
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import Entry, is_plain
 
@@ -421,3 +418,66 @@ def test_monitor_calls_in_compiled_code_have_no_effect_and_one_notice():
 
     assert (0, [], [1, 2, 3]) == (watched.faults, watched.scalars("loss"), watched.measured())
     assert 1 == sum("torch.compile" in note and "call it outside" in note for note in watched.messages("note"))
+
+
+class Runtime:
+    """A double of a device's runtime that stores the capture mode of a thread."""
+
+    def __init__(self) -> None:
+        self.mode = 0
+
+    def exchange(self, wanted: Any) -> int:
+        mode = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int)).contents
+        self.mode, mode.value = mode.value, self.mode
+        return 0
+
+
+def test_captured_step_is_not_a_step(monkeypatch):
+    with Training() as training:
+        training.train(loss=0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(tracing, "is_capturing", lambda: True)
+            training.train(loss=1.0)
+        training.train(loss=2.0)
+
+    assert [1, 2] == training.measured()
+    assert [0.0, 2.0] == [value for _, value in training.scalars("loss")]
+    assert 0 == training.faults
+
+
+def test_publisher_thread_is_in_the_relaxed_capture_mode(monkeypatch):
+    runtime, modes = Runtime(), []
+    with Training() as training:
+        monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
+        monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
+        training.session.steps.items.put(lambda: modes.append(runtime.mode))
+        training.publish()
+        monkeypatch.undo()
+
+    assert ([2], 0) == (modes, runtime.mode)
+
+
+@pytest.mark.parametrize(("in_use", "expected"), [({5, 6}, [5, 5]), ({0, 6}, [0, 0]), (set(), [])])
+def test_thread_calls_the_runtime_on_a_device_in_use_only(in_use, expected, monkeypatch):
+    """Elsewhere, such as on device 0 in a new thread, a call would create a context of about 500 MB."""
+    current, calls = [0], []
+
+    @contextlib.contextmanager
+    def device(number: int) -> Iterator[None]:
+        current.append(number)
+        yield
+        current.pop()
+
+    def exchange(_mode: Any) -> int:
+        calls.append(current[-1])
+        return 0
+
+    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: exchange)
+    for name, double in {"is_initialized": lambda: True, "device_count": lambda: 8, "device": device}.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", in_use.__contains__, raising=False)
+    with graph_capture.others_may_capture() as is_relaxed:
+        assert is_relaxed
+
+    assert expected == calls

@@ -1,7 +1,8 @@
-"""Tests of the rules of settings: each accepts valid values, and its error text names the field and the value."""
+"""The rules of settings, whose errors name the field; and the error boundary, which counts every exception."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,9 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from rankscope_contract.model.redaction import MAX_TEXT
 from rankscope_exporter import ConfigError
+from rankscope_exporter.base.errors import ErrorBoundary, fault_text
 from rankscope_exporter.base.validation import (
     RANKS,
     Checked,
@@ -99,3 +102,42 @@ def test_list_becomes_a_tuple_and_converted_value_is_stored() -> None:
 
     assert (options.names, options.ranks, options.upper) == (("a",), (1,), "B")
     assert {name: getattr(options, name) for name in given} == given
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_every_fault_is_counted_and_its_first_occurrence_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    boundary = ErrorBoundary()
+    with caplog.at_level(logging.ERROR, logger="rankscope"):
+        for _ in range(3):
+            boundary.call("the hook", fail, ValueError("first"))
+        boundary.call("the hook", fail, KeyError("second"))
+
+    assert 4 == boundary.count
+    assert [
+        "the hook failed, training continues: ValueError('first')",
+        "the hook failed, training continues: KeyError('second')",
+    ] == [record.getMessage() for record in caplog.records]
+
+
+def test_fault_text_names_the_file_and_has_a_limited_length() -> None:
+    assert "the sink failed, training continues: NotADirectoryError: [Errno 20] Not a directory: '/dev/full/x'" == (
+        fault_text("the sink", NotADirectoryError(20, "Not a directory", "/dev/full/x"))
+    )
+    assert "the sink failed, training continues: OSError('full')" == fault_text("the sink", OSError("full"))
+    assert MAX_TEXT + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
+
+
+def test_result_of_the_call_is_returned() -> None:
+    assert 3 == ErrorBoundary().call("sum", sum, (1, 2))
+
+
+def test_keyboard_interrupt_is_not_caught() -> None:
+    """Ctrl-C and SystemExit must reach the user's code."""
+    boundary = ErrorBoundary()
+    with pytest.raises(KeyboardInterrupt):
+        boundary.call("the hook", fail, KeyboardInterrupt())  # type: ignore[arg-type]  # not an Exception, on purpose
+
+    assert 0 == boundary.count

@@ -1,16 +1,38 @@
-"""Tests of the configuration: working defaults, and errors that name the key, the fault and the nearest valid word."""
+"""The configuration, its JSON and its environment: defaults, and errors that name the key and the fault."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import enum
+import itertools
+import json
 import math
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.programs import run_program
 
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.compat.msprobe import TrainerMon
+from rankscope_exporter.config.loader import without_comments
+from rankscope_exporter.config.monitor_config import (
+    MAX_CHARACTERS,
+    MAX_ITEMS,
+    MAX_TEXT,
+    OTHER_VARIABLES,
+    VARIABLES,
+    storable,
+)
+from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.sampling.sampling_config import sampling_config_from
 from rankscope_exporter.serving.config import ServeConfig
 
@@ -125,9 +147,9 @@ def test_byte_order_mark_and_crlf_in_a_file_are_accepted(tmp_path: Path, name: s
 
 
 def test_path_with_a_null_byte_raises_config_error() -> None:
-    for given in (Monitor, TrainerMon):
+    for maker in (Monitor, TrainerMon):
         with pytest.raises(ConfigError, match=r"null byte|its path is invalid"):
-            given("monitor\0.json")
+            maker("monitor\0.json")
 
 
 INFINITE = ("zero_below", "exit_wait_seconds", "switch_poll_seconds", "hang_after_seconds")
@@ -188,3 +210,264 @@ def test_wrong_settings_of_a_file_have_their_defaults(tmp_path: Path, caplog) ->
     ]
     lines = [line.partition(f"{path}: ")[2] for line in caplog.messages]
     assert all(line.startswith(text) for line, text in zip(lines, expected, strict=True)), lines
+
+
+TRAINING = """
+import torch
+from rankscope_exporter import Monitor
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with Monitor({"statistics": "torch"}).attach(model, optimizer) as monitor:
+    for step in range(3):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    address = monitor.address
+print("trained 3 steps")
+"""
+
+WRONG = {
+    "RANKSCOPE_DISABLED": "perhaps",
+    "RANKSCOPE_RUN": "x" * 1001,
+    "RANKSCOPE_HANG_AFTER_SECONDS": "soon",
+    "RANKSCOPE_STACKS_SIGNAL": "SIGKILL",
+    "RANKSCOPE_STOP_SIGNALS": "SIGNOTHING",
+    "RANKSCOPE_INSECURE": "maybe",
+    "RANKSCOPE_NODE_PAGE": "2",
+    "RANKSCOPE_SPOOL_SYNC": "always",
+    "RANKSCOPE_TOKEN": "two words",
+    "RANKSCOPE_TOKEN_FILE": "/absent/token",
+    "RANKSCOPE_WEB_CONFIG": "/absent/web.yml",
+    "RANKSCOPE_LISTEN": "0.0.0.0:9400",
+    "RANKSCOPE_ADVERTISE": "0.0.0.0",
+    "RANKSCOPE_CA_FILE": "/absent/ca.pem",
+    "RANKSCOPE_CERT_FILE": "/absent/cert.pem",
+    "RANKSCOPE_KEY_FILE": "/absent/key.pem",
+    "RANKSCOPE_INGEST_URL": "localhost:9470",
+}
+ANY_TEXT = {"RANKSCOPE_SWITCH_FILE", "RANKSCOPE_DISCOVERY_DIR", "RANKSCOPE_SPOOL_DIR"}
+"""Variables with a path, which is used later."""
+
+
+def test_wrong_value_of_each_variable_is_one_line_and_training_continues(tmp_path: Path) -> None:
+    done = run_program(TRAINING, folder=tmp_path, **WRONG)
+    lines = done.stderr.splitlines()
+    counts = {name: sum(line.startswith(f"{name} is not used: ") for line in lines) for name in WRONG}
+
+    assert WRONG.keys() | ANY_TEXT == set(VARIABLES)
+    assert "trained 3 steps\n" == done.stdout, done.stderr
+    assert dict.fromkeys(WRONG, 1) == counts
+    assert "Traceback" not in done.stderr
+    assert "two words" not in done.stderr
+    assert any(line.startswith("rankscope: run ") for line in lines)
+
+
+@pytest.mark.parametrize("name", sorted(ANY_TEXT))
+def test_path_that_cannot_be_used_is_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = run_program(TRAINING, folder=tmp_path, **{name: str(tmp_path / "file" / "absent")})
+
+    assert "trained 3 steps\n" == done.stdout, done.stderr
+    named = [line for line in done.stderr.splitlines() if str(tmp_path / "file") in line]
+    assert 1 == sum("failed" in line or "cannot be used" in line for line in named)
+    assert "Traceback" not in done.stderr
+
+
+def test_misspelt_variable_is_named_with_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
+    for name in VARIABLES:
+        caplog.clear()
+        MonitorConfig().with_environment({name[:-1]: "1"})
+
+        assert [f"the environment variable {name[:-1]} has no effect. Did you mean {name}?"] == caplog.messages
+
+
+def test_variables_that_the_repository_reads_are_known(caplog: pytest.LogCaptureFixture) -> None:
+    """A training that starts with the variables of other programs of Rankscope prints nothing about them."""
+    root = Path(__file__).parents[3]
+    files = [root / "Makefile", *root.glob("*.toml")]
+    folders = [
+        "exporter",
+        "ingest",
+        "storage",
+        "view",
+        "dashboards",
+        "cli",
+        "deploy",
+        "examples",
+        "benchmarks",
+        "tests",
+        "docs",
+    ]
+    for folder, end in itertools.product(folders, ("py", "sh", "yaml", "yml", "toml", "service")):
+        files += (root / folder).rglob(f"*.{end}")
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    found = set(re.findall(r"\bRANKSCOPE_\w*[A-Z0-9]\b", text))
+
+    assert OTHER_VARIABLES == {name.split("_")[1] for name in found - set(VARIABLES)}
+    assert OTHER_VARIABLES.isdisjoint(name.split("_")[1] for name in VARIABLES)
+    MonitorConfig().with_environment(dict.fromkeys(found - set(VARIABLES), "1"))
+    assert [] == caplog.messages
+
+
+def test_port_in_use_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run_program(TRAINING, RANKSCOPE_LISTEN=f"127.0.0.1:{port}")
+
+    assert "trained 3 steps\n" == done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"attach() failed, training continues: cannot listen on 127.0.0.1:{port}: Address already ")
+
+
+MISTAKES = {
+    "Monitor({'every': -1})": "every must be a whole number of steps of at least 1, not -1",
+    "MonitorConfig(every=-1)": "every must be a whole number of steps of at least 1, not -1",
+    "Monitor(5)": "the configuration must be a MonitorConfig, a mapping or a path, not 5",
+    "Monitor('absent.toml')": "absent.toml: there is no such file, or its path is invalid",
+    "Monitor(run='a')": "Monitor has no argument run; its arguments are config (with all settings, as in "
+    "Monitor({'run': 'a'})), total_steps, first_step and on_anomaly",
+    "Monitor(total_steps=0)": "total_steps must be a whole number of steps of at least 1, not 0",
+    "Monitor(on_anomaly=5)": "on_anomaly must be a function of one argument, not 5",
+}
+
+
+def test_mistake_of_the_script_ends_at_its_line_with_one_sentence(tmp_path: Path) -> None:
+    body = f"""
+import sys
+from rankscope_exporter import Monitor, MonitorConfig
+for mistake in {list(MISTAKES)}:
+    try:
+        eval(mistake)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+"""
+    begin = ["Traceback (most recent call last):", *(f'  File "<string>", line {at}, in <module>' for at in (6, 1))]
+    name = "rankscope_exporter.base.errors.ConfigError"
+    expected = [line for sentence in MISTAKES.values() for line in (*begin, f"{name}: {sentence}")]
+
+    assert expected == run_program(body).stderr.splitlines()
+
+
+def test_monitor_without_attach_is_one_line() -> None:
+    done = run_program("from rankscope_exporter import Monitor\nwith Monitor():\n    print('trained')\n")
+
+    assert "trained\n" == done.stdout
+    text = "rankscope: nothing was measured, because monitor.attach(model, optimizer) was not called"
+    assert [text] == done.stderr.splitlines()
+
+
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='ab/*"\\\n{}', max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet="k/*", max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(document=DOCUMENTS, comment=st.text(alphabet="ab/\"'\\{", max_size=8))
+def test_comments_between_lines_do_not_change_the_document(document: Any, comment: str) -> None:
+    lines = json.dumps(document, indent=1).splitlines()
+    text = "\n".join(f"/* {comment.replace('*/', '')} */ {line} // {comment}" for line in lines)
+
+    assert document == json.loads(without_comments(text))
+
+
+def test_line_and_column_in_errors_are_those_of_the_file():
+    text = '{"a": 1, // one\n /* two\n lines */ "b" 2}'
+    with pytest.raises(json.JSONDecodeError) as fault:
+        json.loads(without_comments(text))
+
+    assert len(text) == len(without_comments(text))
+    assert (3, text.splitlines()[2].index("2}") + 1) == (fault.value.lineno, fault.value.colno)
+
+
+def test_unterminated_comment_is_left_for_the_parser():
+    assert "{} /* no end" == without_comments("{} /* no end")
+
+
+class Schedule(enum.Enum):
+    COSINE = "cosine"
+
+
+@dataclasses.dataclass
+class Section:
+    warmup: int
+    path: Path
+
+
+class Hostile:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class HostileTable(dict):
+    def items(self):
+        raise RuntimeError("a missing value")
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        (0.1, 0.1),
+        (None, None),
+        (True, True),
+        (Schedule.COSINE, "cosine"),
+        (np.float32(0.5), 0.5),
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (1 << 70, str(1 << 70)),
+        (Path("data"), "data"),
+        (torch.bfloat16, "torch.bfloat16"),
+        ((1, "two"), [1, "two"]),
+        ({"b", "a"}, ["a", "b"]),
+        ({1: 2}, {"1": 2}),
+        (Section(3, Path("x")), {"warmup": 3, "path": "x"}),
+        (argparse.Namespace(lr=0.1), {"lr": 0.1}),
+        (torch.nn.Linear(2, 2), "Linear"),
+        (torch.ones(2, 3), "Tensor of shape (2, 3)"),
+        (torch.optim.AdamW, "torch.optim.adamw.AdamW"),
+        (Hostile(), "Hostile"),
+        (object(), "<object object>"),  # addresses differ between the processes and attempts of a run
+        (HostileTable(lr=1), "{'lr': 1}"),
+        ("bad \udcff", "bad \\udcff"),
+    ],
+)
+def test_values_without_a_json_form_become_text(given, stored):
+    assert {"value": stored} == storable({"value": given})
+
+
+@pytest.mark.parametrize("name", ["api_key", "hub_token", "db_password"])
+def test_secrets_are_masked_by_name_and_by_form(name):
+    class Client:
+        def __str__(self) -> str:
+            return "https://me:hunter2@host"
+
+    found = storable({"model": {name: "hunter2"}, "text": "hf_abcdefghijklmnopqrst", "client": Client()})
+
+    assert {"model": {name: "***"}, "text": "***", "client": "https://***@host"} == found
+
+
+@pytest.mark.thorough
+def test_size_is_limited_and_the_result_is_stable():
+    endless = []
+    endless.extend([endless] * 50)
+    table = {f"key {number}": "y" * 900 for number in range(200)}
+    given = {"lr": 0.1, "labels": list(range(MAX_ITEMS + 50)), "prompt": "x" * (MAX_TEXT + 50)}
+    given |= {"endless": endless, "table": table}
+    found = storable(given)
+
+    assert 0.1 == found["lr"]
+    assert [*range(MAX_ITEMS - 1), "… 51 more"] == found["labels"]
+    assert found["prompt"].endswith("x… (1,050 characters)")
+    assert MAX_TEXT == len(found["prompt"])
+    assert found["table"].endswith("characters omitted")
+    assert len(json.dumps(found, ensure_ascii=False)) <= MAX_CHARACTERS
+    assert found == storable(found)
+
+
+def test_hyperparameters_are_part_of_the_settings_of_the_run():
+    given = argparse.Namespace(lr=0.1, password="hunter2", net=torch.nn.ReLU())
+    shown = public_settings(Monitor({"hyperparameters": vars(given)}).config)["hyperparameters"]
+
+    assert {"lr": 0.1, "password": "***", "net": "ReLU"} == shown
+    with pytest.raises(ConfigError, match=r"hyperparameters must be a table, such as vars\(args\), not \[1\]"):
+        MonitorConfig(hyperparameters=[1])

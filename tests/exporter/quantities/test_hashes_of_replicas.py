@@ -90,8 +90,7 @@ def test_equal_replicas_always_have_equal_hashes(ranks: list[Found]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "first", "disturbed"),
-    [("disturbed", 3, "leave.weight"), ("disturbed between samples", 5, "enter.weight")],
+    ("case", "first", "disturbed"), [("disturbed", 3, "leave.weight"), ("disturbed between samples", 5, "enter.weight")]
 )
 def test_smallest_change_of_one_element_shows_at_the_next_sampled_step(
     ranks: list[Found], case: str, first: int, disturbed: str

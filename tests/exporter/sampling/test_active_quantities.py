@@ -1,8 +1,10 @@
-"""Quantities with different schedules and targets, and plans that grow."""
+"""Quantities with different schedules and targets, and plans that follow tensors which change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import random
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -13,8 +15,11 @@ from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.schedule import Schedule, Timing
+from rankscope_exporter.sinks.memory import rows_of
+from rankscope_exporter.statistics import warm_up
 
 
 def layers() -> nn.Sequential:
@@ -198,3 +203,142 @@ def test_due_step_that_was_not_measured_does_not_count():
     schedule.sampled()
     assert schedule.is_over
     assert not schedule.begins(3)
+
+
+Update = Callable[..., None]
+
+
+def run(net: nn.Module, train: Callable[[Update], None], *quantities: str, momentum: float = 0.0) -> list[StepRecord]:
+    """Call `train` with a function that trains a step, one micro-batch per argument; return the measured records."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=momentum)
+
+    def update(*inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        torch.stack([net(item).float().square().mean() for item in inputs]).sum().backward()
+        optimizer.step()
+        optimizer.state.clear()
+
+    with Monitor(config_of(*quantities)).attach(net, optimizer) as monitor:
+        train(update)
+        records = published(monitor).records
+        assert 0 == monitor.faults
+    return [record for record in records if record.statistics is not None]
+
+
+def embedder(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3), *more)
+
+
+def described(record: StepRecord) -> dict[tuple[str, str], tuple[tuple[int, ...], str]]:
+    return {(row.entry.kind, row.entry.tensor): (row.entry.shape, row.entry.dtype) for row in rows_of(record)}
+
+
+def sizes(records: Iterable[StepRecord]) -> list[int]:
+    return [len(record.statistics.values) for record in records if record.statistics is not None]
+
+
+def plans(records: Iterable[StepRecord]) -> set[str]:
+    return {record.statistics.plan.hash for record in records if record.statistics is not None}
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 10, shape)
+
+
+def test_converted_or_resized_parameter_has_its_new_dtype_and_shape():
+    net = embedder()
+
+    def train(update: Update) -> None:
+        update(tokens(2, 3))
+        net.to(torch.bfloat16)
+        update(tokens(2, 3))
+        net[0].weight.grad = None
+        net[0].weight.data = torch.randn(12, 6, dtype=torch.bfloat16)
+        update(tokens(2, 3))
+
+    records = run(net, train, "parameters", "gradients", "optimizer_state", "activations", momentum=0.9)
+    found = [described(record) for record in records]
+
+    for kind in ("param_before", "param_after", "grad_unreduced", "grad_reduced", "momentum"):
+        assert [((10, 6), "float32"), ((10, 6), "bfloat16"), ((12, 6), "bfloat16")] == [
+            step[kind, "0.weight"] for step in found
+        ]
+    assert ((2, 3, 3), "bfloat16") == found[1]["act_out", "1"]
+    assert 3 == len(plans(records))
+
+
+def test_parameter_converted_before_the_first_step_has_its_new_dtype():
+    net = embedder()
+
+    def train(update: Update) -> None:
+        net[1].to(torch.bfloat16)
+        net[0].register_forward_hook(lambda _module, _args, output: output.bfloat16())
+        update(tokens(2, 3))
+
+    found = described(run(net, train, "parameters", "gradients")[0])
+
+    assert ((3, 6), "bfloat16") == found["param_after", "1.weight"] == found["grad_reduced", "1.weight"]
+    assert ((10, 6), "float32") == found["param_after", "0.weight"] == found["grad_reduced", "0.weight"]
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_sequences_of_random_lengths_make_few_plans(steps):
+    random.seed(0)
+
+    def train(update: Update) -> None:
+        for _ in range(steps):
+            update(*(tokens(2, random.randint(1, 6)) for _ in range(3)))
+
+    records = run(embedder(nn.Tanh()), train, "activations")
+    rows = [row for record in records for row in rows_of(record) if not row.entry.shape_varies]
+
+    assert [] == [row.entry for row in rows if math.prod(row.entry.shape) != row.numbers["numel"]]
+    assert len(plans(records)) <= 3
+    assert 1 == len(set(sizes(records)))
+
+
+def test_tensor_with_another_shape_and_the_same_size_keeps_no_shape():
+    thread = warm_up()
+    if thread is not None:  # the compiled kernel reads the address and the size only
+        thread.join()
+
+    def train(update: Update) -> None:
+        for shape in ((2, 6), (4, 3), (4, 3)):
+            update(tokens(*shape))
+
+    records = run(embedder(), train, "activations")
+
+    assert [(2, 6, 3), ()] == [described(record)["act_out", "1"][0] for record in records[:2]]
+
+
+def test_entries_of_one_long_episode_leave_the_plan():
+    def train(update: Update) -> None:
+        for step in range(1, 13):
+            update(*(torch.ones(1, 4) for _ in range(60 if step in (3, 11) else 4)))
+
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+    records = run(net, train, "activations", "micro_gradients")
+    size = sizes(records)
+    outputs = [row for r in records for row in rows_of(r, ("act_out",)) if row.entry.tensor == "2"]
+
+    assert size[1] == size[9] == size[11]
+    assert size[2] == size[10] > 10 * size[1]
+    assert set(range(60)) <= {row.entry.micro_step for row in rows_of(records[10])}
+    assert 4 * 10 + 60 * 2 == len(outputs)
+
+
+def test_modules_that_take_turns_remain_in_the_plan():
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.is_first = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.is_first = not self.is_first
+            return (self.first if self.is_first else self.second)(x)
+
+    def train(update: Update) -> None:
+        for _ in range(20):
+            update(torch.ones(1, 4))
+
+    assert 2 == len(plans(run(Turns(), train, "activations")))

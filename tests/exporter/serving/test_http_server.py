@@ -1,23 +1,28 @@
-"""The HTTP server with invalid requests, slow clients and many connections: no output on the training's console."""
+"""The HTTP server: invalid requests, slow clients, requests that need a token, and its list of clients."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import socket
 import ssl
 import threading
 import time
+import urllib.request
+from typing import Any
 
 import pytest
 
 from rankscope_contract.security.tls import server_context
 from rankscope_contract.security.web_config import TlsServer
+from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import http_server
 from rankscope_exporter.serving.config import Address, ServeError
 from rankscope_exporter.serving.http_server import Answer, HttpServer
+from rankscope_exporter.serving.rank_state import MOST_CLIENTS, RankServerSources, RecentClients
 
 
 def listening(host, port):
@@ -227,3 +232,132 @@ def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates
                     time.sleep(max(0.0, begun_at + size / 1_000_000 - time.monotonic()))
 
     assert size > len(body)
+
+
+RIGHT = {"Authorization": "Bearer secret"}
+
+
+def change(document: dict[str, Any]) -> dict[str, Any]:
+    if "quantities" not in document:
+        raise ConfigError("unknown setting. Did you mean quantities?")
+    return {"to_come": [document]}
+
+
+def must_not_change(_document: dict[str, Any]) -> dict[str, Any]:
+    pytest.fail("the sampling was changed")
+
+
+@pytest.fixture
+def guarded(new_rank):
+    """Return a rank with a token, whose sampling can be changed."""
+    sources = RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7})
+    return new_rank(token="secret", sources=sources)
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+def test_valid_document_changes_the_sampling(guarded, method):
+    got = guarded.get("/config", method, b'{"quantities": ["gradients"]}', **RIGHT)
+
+    assert 202 == got.status
+    assert {"to_come": [{"quantities": ["gradients"]}]} == json.loads(got.body)
+    assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]
+
+
+def test_request_without_the_right_token_changes_nothing(new_rank):
+    sources = RankServerSources(change_sampling=must_not_change)
+    guarded, rank = new_rank(token="secret", sources=sources), new_rank(sources=sources)
+    got = rank.get("/config", "PUT", b"{}")
+
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert 401 == guarded.get("/config", "PUT", b"{}", **headers).status
+    assert (403, True) == (got.status, "set RANKSCOPE_TOKEN" in got.text)
+
+
+INVALID_CHANGES = {
+    b"{": "not a JSON document",
+    b"[" * 5000: "not a JSON document",
+    b"\xff": "not a JSON document",
+    b"[]": "a JSON object of settings",
+    b'{"quantitis": []}': "Did you mean quantities",
+    b" " * 70_000: "longer than 64 KiB",
+}
+
+
+def test_invalid_document_is_refused_with_the_reason(guarded):
+    for body, reason in INVALID_CHANGES.items():
+        got = guarded.get("/config", "PUT", body, **RIGHT)
+        assert (400, True) == (got.status, reason in got.text), reason
+
+
+def test_rank_without_a_session_answers_503(new_rank):
+    rank = new_rank(token="secret")
+
+    assert 503 == rank.get("/config", "PUT", b'{"quantities": []}', **RIGHT).status
+    assert 503 == rank.get("/stacks", "POST", **RIGHT).status
+
+
+def must_not_take() -> dict[str, object]:
+    pytest.fail("stacks were taken")
+
+
+def test_stacks_are_sent_for_the_right_token(new_rank):
+    stacks = {"rank": 0, "stacks": {"threads": []}, "loss": "ünïcode"}
+    rank = new_rank(token="secret", sources=RankServerSources(take_stacks=lambda: stacks))
+    got = rank.get("/stacks", "POST", b"{}", Authorization="Bearer secret")
+
+    shown = (got.status, got.headers["Content-Type"], got.headers["Cache-Control"])
+    assert (200, "application/json", "no-store") == shown
+    assert "ünïcode" == json.loads(got.body)["loss"]
+
+
+def test_request_without_the_right_token_takes_no_stacks(new_rank):
+    rank = new_rank(token="secret", sources=RankServerSources(take_stacks=must_not_take))
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        got = rank.get("/stacks", "POST", **headers)
+        assert (401, True) == (got.status, "RANKSCOPE_TOKEN" in got.text)
+
+
+def test_rank_sends_stacks_without_a_token_only_on_loopback(new_rank):
+    rank = new_rank(sources=RankServerSources(take_stacks=lambda: {"rank": 0}))
+    other = new_rank(sources=RankServerSources(take_stacks=must_not_take), listen="0.0.0.0:0", insecure=True)
+    refused = other.get("/stacks", "POST", b"{}")
+
+    assert {"rank": 0} == json.loads(rank.get("/stacks", "POST", b"{}").body)
+    assert (403, True) == (refused.status, "set RANKSCOPE_TOKEN" in refused.text)
+
+
+def test_most_recent_client_is_first_with_its_age():
+    now = 100.0
+    readers = RecentClients(lambda: now)
+    readers.note("/metrics", "Prometheus/2.42.0")
+    readers.note("/config", "curl")  # only the pages with records are listed
+    now = 101.0
+    readers.note("/records", "Rankscope/1")
+    readers.note("/plan/1", "curl")
+    now = 102.5
+    readers.note("/metrics", "Prometheus/2.42.0")
+    now = 103.0
+
+    assert [
+        {"page": "/metrics", "by": "Prometheus/2.42.0", "seconds_ago": 0.5},
+        {"page": "/records", "by": "Rankscope/1", "seconds_ago": 2.0},
+    ] == readers.latest()
+
+
+def test_number_and_length_of_client_names_are_limited():
+    readers = RecentClients()
+    for number in range(1000):
+        readers.note("/metrics", f"{number}\x1b[2J{'x' * 1000}")
+
+    assert MOST_CLIENTS == len(readers.latest())
+    assert all(reader["by"].isprintable() and len(reader["by"]) <= 80 for reader in readers.latest())
+    assert readers.latest()[0]["by"].startswith("999?[2J")
+
+
+def test_healthz_lists_the_recent_clients(rank):
+    request = urllib.request.Request(rank.channel.url + "/metrics", headers={"User-Agent": "Prometheus/2.42.0"})
+    urllib.request.urlopen(request, timeout=5).close()
+    (reader,) = json.loads(rank.get("/healthz").body)["readers"]
+
+    assert ("/metrics", "Prometheus/2.42.0") == (reader["page"], reader["by"])
+    assert reader["seconds_ago"] < 10

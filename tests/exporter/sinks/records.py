@@ -1,8 +1,9 @@
-"""Create records, as the publisher passes them to sinks, from a few numbers."""
+"""Records for sinks, made from a few numbers, and the rows that the importer reads of their output."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,8 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
+from rankscope_ingest.importers import importers
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRecord
 
 Numbers = Mapping[str, float | None]
 
@@ -36,3 +39,18 @@ def statistics(rows: Sequence[tuple[PlanEntry, Numbers]]) -> Statistics:
 
 def record(step: int | None, *rows: tuple[PlanEntry, Numbers], **others: Any) -> StepRecord:
     return StepRecord(ts=0, step=step, statistics=statistics(rows) if rows else None, **others)
+
+
+def imported(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], Faults]:
+    """Return the rows of each dataset, as dictionaries without nulls, and the faults."""
+    faults = Faults()
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for item in importers()["msprobe"].read(folder, faults):
+        tables: dict[str, list[dict[str, Any]]] = {}
+        if isinstance(item, ImportedBlock):
+            tables = {name: table.to_pylist() for name, table in item.tables.items()}
+        elif isinstance(item, ImportedRecord):
+            tables = {name: [dict(row) for row in listed] for name, listed in item.rows.items()}
+        for name, listed in tables.items():
+            rows.setdefault(name, []).extend(listed)
+    return rows, faults

@@ -1,25 +1,31 @@
-"""Tests of CSV files in msprobe's layout, written while training runs."""
+"""CSV files in msprobe's layout, written while training runs, and equal to the export of the run."""
 
 from __future__ import annotations
 
+import csv
 import datetime as dt
 import math
 import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.exporter.sinks.reading import imported
-from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
+from tests.exporter.sinks.records import ABSENT, FINITE, Numbers, entry, identity, imported, record
 from tests.properties import examples
 
-from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.kinds import COUNT_OPS, Kind
+from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection import connect
+from rankscope_storage.formats import ExportOptions, export_formats
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "csv_sink.txt"
 ACTIVATIONS = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
@@ -31,7 +37,7 @@ NOTHING: dict[str, float | None] = dict.fromkeys(("nans", "infs", "zeros", "nume
 WINDOW = ("Jan01_00-00-00", "Dec31_23-59-59")
 
 
-def csv(folder: Path, *steps: int, rank: int = 0, **options: Any) -> Csv:
+def csv_sink(folder: Path, *steps: int, rank: int = 0, **options: Any) -> Csv:
     """Return a sink that has received a record of one tensor at each of `steps`."""
     sink = Csv(CsvOptions(folder=str(folder), **options), identity(rank))
     for step in steps:
@@ -51,7 +57,7 @@ def column(folder: Path, file: str, number: int) -> list[str]:
 
 def test_output_equals_the_golden_file(tmp_path):
     """The file has one row with every column of the layout, in two steps with half of the file each."""
-    sink = csv(tmp_path, steps_per_file=2, digits=6)
+    sink = csv_sink(tmp_path, steps_per_file=2, digits=6)
     numbers = FINITE | {"norm": 12.3456789, "mean": 1e-9}
     for step in (1, 2):
         sink.put(
@@ -89,7 +95,7 @@ def test_output_equals_the_golden_file(tmp_path):
 
 @pytest.mark.parametrize("steps", [(1, 2), (0, 1)])
 def test_first_step_is_0_in_the_name_of_its_file(tmp_path, steps):
-    sink = csv(tmp_path, rank=3)
+    sink = csv_sink(tmp_path, rank=3)
     for step in steps:
         sink.put(record(step, (entry(), FINITE), (entry(kind="exp_avg"), FINITE)))
 
@@ -100,14 +106,14 @@ def test_first_step_is_0_in_the_name_of_its_file(tmp_path, steps):
 
 
 def test_files_cover_steps_counted_from_0(tmp_path):
-    csv(tmp_path, 3, 4, 5, 1001, steps_per_file=3)
+    csv_sink(tmp_path, 3, 4, 5, 1001, steps_per_file=3)
 
     assert ["grad_reduced_0-2.csv", "grad_reduced_3-5.csv", "grad_reduced_999-1001.csv"] == sorted(files(tmp_path))
     assert ["3", "4"] == column(tmp_path, "grad_reduced_3-5.csv", 2)
 
 
 def test_no_folder_is_created_without_measurements(tmp_path):
-    sink = csv(tmp_path / "out")
+    sink = csv_sink(tmp_path / "out")
     for step in (None, 1):
         sink.put(record(step))
     sink.put(record(2, (entry(), ABSENT)))
@@ -119,7 +125,7 @@ def test_last_of_several_calls_is_written(tmp_path):
     """The layout has no column for calls. A row of a micro-batch precedes the row of the whole step."""
     calls = [entry("m", Kind.ACT_OUT, call_seq=call, micro_step=0) for call in range(3)]
     whole, micro = entry("w", Kind.GRAD_UNREDUCED), entry("w", Kind.GRAD_UNREDUCED, micro_step=0)
-    sink = csv(tmp_path, steps_per_file=10)
+    sink = csv_sink(tmp_path, steps_per_file=10)
     sink.put(record(1, *((call, FINITE | {"norm": float(place)}) for place, call in enumerate(calls))))
     sink.put(record(2, (calls[0], FINITE | {"norm": 7.0}), (calls[1], FINITE | {"norm": 8.0}), (calls[2], ABSENT)))
     sink.put(record(3, (micro, FINITE | {"norm": 5.0}), (whole, FINITE | {"norm": 6.0})))
@@ -134,7 +140,7 @@ def test_last_of_several_calls_is_written(tmp_path):
 
 def test_new_columns_begin_a_new_part(tmp_path):
     """If gradients are first measured whole and then per micro-batch, the later rows are in a separate part."""
-    sink = csv(tmp_path, steps_per_file=10)
+    sink = csv_sink(tmp_path, steps_per_file=10)
     for step, micro_step in ((1, None), (2, 1), (3, None)):
         sink.put(record(step, (entry("w", Kind.GRAD_UNREDUCED, micro_step=micro_step), FINITE)))
 
@@ -147,7 +153,7 @@ def test_new_columns_begin_a_new_part(tmp_path):
 
 def test_shape_with_other_number_of_elements_is_not_written(tmp_path):
     """The plan has the first shape of an activation, and a later batch may be smaller."""
-    csv(tmp_path).put(record(1, (entry(shape=(8, 2)), FINITE), (entry("v", shape=(2, 2)), FINITE)))
+    csv_sink(tmp_path).put(record(1, (entry(shape=(8, 2)), FINITE), (entry("v", shape=(2, 2)), FINITE)))
 
     shapes = [line.split(",", 9)[9] for line in files(tmp_path)["grad_reduced_0-0.csv"][1:]]
     assert ["[4],torch.float32", '"[2, 2]",torch.float32'] == shapes
@@ -155,7 +161,7 @@ def test_shape_with_other_number_of_elements_is_not_written(tmp_path):
 
 def test_wrapper_prefixes_are_removed_by_default(tmp_path):
     long = ["module.decoder.layers.0.w", "module.encoder.layers.0.w", "a.embedding.w", "head.w", "x.final_norm.w"]
-    sink = csv(tmp_path, steps_per_file=2)
+    sink = csv_sink(tmp_path, steps_per_file=2)
     for step in (1, 2):
         sink.put(record(step, *((entry(name), FINITE) for name in long)))
 
@@ -165,7 +171,7 @@ def test_wrapper_prefixes_are_removed_by_default(tmp_path):
 
 def test_settings_choose_columns_complete_names_and_omit_scalars(tmp_path):
     row = (entry("module.decoder.layers.0.w"), FINITE)
-    sink = csv(tmp_path, squash_name=False, scalars=False, ops=("max", "norm"))
+    sink = csv_sink(tmp_path, squash_name=False, scalars=False, ops=("max", "norm"))
     sink.put(record(1, row, scalars=(Scalar("loss", 2.5),)))
 
     lines = ["vpp_stage,name,step,max,norm,shape,dtype", "0,module.decoder.layers.0.w,0,4.0,5.0,[4],torch.float32"]
@@ -174,7 +180,7 @@ def test_settings_choose_columns_complete_names_and_omit_scalars(tmp_path):
 
 def test_scalars_have_a_family_which_the_importer_reads(tmp_path):
     scalars = (Scalar("loss", 2.5), Scalar("learning_rate", 0.25, unit="s", labels={"group": "a,b", "at": "=c"}))
-    sink = csv(tmp_path, steps_per_file=2)
+    sink = csv_sink(tmp_path, steps_per_file=2)
     for step in (1, 2):
         sink.put(record(step, scalars=scalars))
     rows, faults = imported(tmp_path)
@@ -202,7 +208,7 @@ def test_folder_time_is_in_the_time_zone_of_the_setting(tmp_path, monkeypatch, o
     monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # UTC+14
     time.tzset()
     before = dt.datetime.now(zone or dt.timezone(dt.timedelta(hours=14)))
-    csv(tmp_path, 1, **options)
+    csv_sink(tmp_path, 1, **options)
     monkeypatch.undo()
     time.tzset()
     (folder,) = tmp_path.iterdir()
@@ -227,21 +233,21 @@ def begin(folder: Path, time: str, rank: int = 0) -> Path:
 def test_append_to_continues_the_folder_of_its_window_or_creates_one(tmp_path):
     window = ("Dec03_21-34-40", "Dec03_21-34-41")
     begin(tmp_path, "Dec03_21-34-39")
-    csv(tmp_path, 1, append_to=window)
-    csv(tmp_path / "none", 1, append_to=window)
+    csv_sink(tmp_path, 1, append_to=window)
+    csv_sink(tmp_path / "none", 1, append_to=window)
     assert [2, 1] == [len(list(folder.glob("*-rank0-*"))) for folder in (tmp_path, tmp_path / "none")]
 
     mine = begin(tmp_path, "Dec03_21-34-41")
     begin(tmp_path, "Dec03_21-34-41", rank=1)
     for step in (1, 2):
-        csv(tmp_path, step, steps_per_file=4, append_to=window)
+        csv_sink(tmp_path, step, steps_per_file=4, append_to=window)
     assert ["grad_reduced_0-3.csv"] == [path.name for path in mine.iterdir()]
     assert 3 == len((mine / "grad_reduced_0-3.csv").read_text().splitlines()), "one header, two steps"
 
 
 def test_steps_written_again_are_another_attempt(tmp_path):
     for value in (1.0, 2.0):
-        csv(tmp_path, append_to=WINDOW, steps_per_file=4).put(record(1, (entry(), FINITE | {"norm": value})))
+        csv_sink(tmp_path, append_to=WINDOW, steps_per_file=4).put(record(1, (entry(), FINITE | {"norm": value})))
 
     rows, faults = imported(tmp_path)
     assert 0 == faults.count
@@ -249,7 +255,7 @@ def test_steps_written_again_are_another_attempt(tmp_path):
 
 
 def test_moved_file_is_created_again(tmp_path):
-    sink = csv(tmp_path, steps_per_file=4)
+    sink = csv_sink(tmp_path, steps_per_file=4)
     for step in (1, 2):
         sink.put(record(step, (entry(), FINITE)))
         for path in tmp_path.glob("*/*.csv"):
@@ -340,7 +346,7 @@ rows_of_steps = st.lists(st.lists(tensors(), min_size=1, max_size=8).map(distinc
 @given(steps=rows_of_steps, per_file=st.integers(1, 5))
 def test_importer_restores_all_written_statistics(tmp_path_factory, steps, per_file):
     folder = tmp_path_factory.mktemp("round")
-    sink = csv(folder, steps_per_file=per_file)
+    sink = csv_sink(folder, steps_per_file=per_file)
     for step, rows in enumerate(steps, 1):
         sink.put(record(step, *rows))
     expected = [
@@ -363,9 +369,90 @@ def test_importer_restores_all_written_statistics(tmp_path_factory, steps, per_f
 @given(listed=st.lists(st.text(max_size=12), min_size=1, max_size=8, unique=True))
 def test_any_name_gives_one_valid_row(tmp_path_factory, listed):
     folder = tmp_path_factory.mktemp("names")
-    csv(folder).put(record(1, *((entry(name), FINITE) for name in listed)))
+    csv_sink(folder).put(record(1, *((entry(name), FINITE) for name in listed)))
 
     rows, faults = imported(folder)
     assert 0 == faults.count, faults.first
     assert 1 <= len(rows["tensor_stats"]) <= len(listed), "names that differ in control characters alone become one"
     assert {5.0} == {row["norm"] for row in rows["tensor_stats"]}
+
+
+ROWS: tuple[tuple[PlanEntry, Numbers], ...] = (
+    *((entry("w" if kind.startswith(("grad", "param")) else "m", kind), FINITE) for kind in Kind),
+    (entry("layers.0", Kind.ACT_IN, index=2, micro_step=1, vpp_stage=1), FINITE | {"mean": 1e-9, "norm": 1e30}),
+    *(
+        (entry("all_gather@a/b.py[7]", Kind.COMM_OUT, index=index, call_seq=call_seq), FINITE | {"norm": 7.5 + index})
+        for call_seq in (None, 1, 2)
+        for index in (0, 1)
+    ),
+    (entry('=a,"b"', Kind.GRAD_REDUCED, dtype="bfloat16"), FINITE | {"infs": 1}),
+    (entry("n", Kind.GRAD_REDUCED), FINITE | {"nans": 1}),
+    (entry("other", Kind.GRAD_REDUCED, shape=(7,)), FINITE),
+    (entry("w", Kind.GRAD_UNREDUCED, micro_step=1), FINITE | {"norm": 0.1}),
+)
+FEATURES = (
+    {"kind": "attention_entropy", "module": "core", "index": 0, "value": 0.1, "micro_step": 1},
+    {"kind": "softmax_max", "module": "core", "index": 0, "value": 0.3, "micro_step": 1},
+    {"kind": "stable_rank", "module": "head", "index": None, "value": 2.0, "micro_step": None},
+    {"kind": "direction_agreement", "module": "w", "index": None, "value": 0.75, "micro_step": None},
+)
+SCALARS = (
+    Scalar("loss", 2.5),
+    Scalar("learning_rate", 1e-05, labels={"group": 'a"b', "b": "1,5"}),
+    Scalar("=x", float("nan"), unit="s"),
+)
+ENTRY = ("kind", "tensor", "index", "micro_step", "vpp_stage", "call_seq", "placement", "shard_group")
+
+
+def read(folder: Path) -> dict[str, list[list[str]]]:
+    """Return the header and the sorted rows of each file in the only folder below `folder`."""
+    (own,) = folder.iterdir()
+    read = {}
+    for path in own.iterdir():
+        with path.open(newline="") as file:
+            header, *rows = csv.reader(file)
+        read[path.name] = [header, *sorted([_number(cell) for cell in row] for row in rows)]
+    return read
+
+
+def _number(cell: str) -> str:
+    """Return numbers in one spelling: both programs write the shortest exact text, one of them as 1e-05."""
+    try:
+        return repr(float(cell))
+    except ValueError:
+        return cell
+
+
+def exported(folder: Path, steps: int) -> Path:
+    """Store the rows as the service does, and export them."""
+    own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i"}
+    tables: dict[str, list[dict[str, object]]] = {"tensor_stats": [], "features": [], "scalars": [], "tensors": []}
+    for step in range(1, steps + 1):
+        common = {**own, "step": step, "seq": step}
+        for what, numbers in ROWS:
+            said = {op: numbers.get(op) for op in (*WIRE_VALUE_OPS, *COUNT_OPS)}
+            tables["tensor_stats"].append({**common, **{name: getattr(what, name) for name in ENTRY}, **said})
+        tables["features"] += [{**common, **row} for row in FEATURES]
+        for one in SCALARS:
+            scalar = {"name": one.name, "value": one.value, "unit": one.unit, "labels": one.labels_text}
+            tables["scalars"].append({**common, **scalar})
+    for what, _ in ROWS:
+        known = {name: getattr(what, name) for name in ("kind", "tensor", "index", "dtype")}
+        tables["tensors"].append({**own, **known, "shape": [*what.shape]})
+    made = {
+        name: pa.Table.from_pylist([{**row, "ordinal": place} for place, row in enumerate(rows)], dataset_schema(name))
+        for name, rows in tables.items()
+    }
+    with Store.open(folder / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables=made, watermarks={"i": steps}))
+    with connect(folder / "store") as connection:
+        export_formats()["csv"].export(connection, "r", folder / "exported", ExportOptions(step_count_per_record=2))
+    return folder / "exported"
+
+
+def test_live_csv_equals_the_export_of_the_same_run(tmp_path):
+    sink = Csv(CsvOptions(folder=str(tmp_path / "live"), steps_per_file=2), identity())
+    for step in (1, 2, 3):
+        sink.put(record(step, *ROWS, features=FEATURES, scalars=SCALARS))
+
+    assert read(exported(tmp_path, 3)) == read(tmp_path / "live")

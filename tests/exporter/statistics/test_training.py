@@ -1,19 +1,29 @@
-"""Measuring does not change training: no tensor, graph or random number, in every mode."""
+"""Measuring does not change training: in every mode, with all kinds of parameters, with the warm-up of kernels."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.statistics.conftest import CPU
+from tests.exporter.runs import config_of, published
+from tests.exporter.statistics.conftest import CPU, exact, truth
+from tests.programs import run_program
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from rankscope_contract.model.kinds import DEFAULT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
+from rankscope_exporter import Monitor
 from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
@@ -114,3 +124,226 @@ def test_dtensor_is_measured_as_its_shard_without_a_collective(measured, check, 
             check(finished, entry, whole)
     finally:
         dist.destroy_process_group()
+
+
+def fixed(values: list[float], dtype: torch.dtype) -> nn.Parameter:
+    """Return a parameter that is not trained, because most dtypes have no gradient."""
+    return nn.Parameter(torch.tensor(values, dtype=torch.float64).to(dtype), requires_grad=False)
+
+
+class Museum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 4, sparse=True)
+        self.short = nn.Linear(4, 4, dtype=torch.bfloat16)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.first, self.tied = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.unused = nn.Linear(2, 2)
+        self.scale8 = fixed([1.0, 0.0, -2.0, math.nan], torch.float8_e4m3fn)
+        self.wide8 = fixed([1.0, math.inf, 0.0], torch.float8_e5m2)
+        self.codes = fixed([0.0, 3.0, -4.0], torch.int8)
+        self.mask = fixed([0.0, 1.0, 1.0], torch.bool)
+        self.small = fixed([6e4, 6e4, 6e4, 6e4], torch.float16)  # the norm exceeds the largest number of its dtype
+        self.optimizer = torch.optim.SGD([item for item in self.parameters() if item.requires_grad], lr=0.01)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        x = self.short(x.to(torch.bfloat16)).float()
+        x = torch.view_as_real(x * self.phase).sum(-1)
+        return self.tied(torch.tanh(self.first(x))).square().sum() + self.empty.sum()
+
+    def train_step(self, step: int) -> dict[tuple[int, str, str], torch.Tensor]:
+        """Train one step, and return its tensors."""
+        held = {(step, "param_before", name): item.detach().clone() for name, item in self.named_parameters()}
+        self.optimizer.zero_grad()
+        self(torch.tensor([step, 3, step])).backward()
+        for name, item in self.named_parameters():
+            if item.grad is not None:
+                held[step, "grad_reduced", name] = item.grad.clone()
+        self.optimizer.step()
+        return held
+
+
+@pytest.mark.parametrize("statistics", ["auto", "torch"])
+def test_each_tensor_has_one_row_with_the_statistics_of_its_dtype(statistics):
+    """A tied weight is one tensor; frozen and unused ones have no gradient."""
+    model = Museum()
+    with Monitor(config_of("parameters", "gradients", statistics=statistics)).attach(model, model.optimizer) as monitor:
+        tensors = {**model.train_step(1), **model.train_step(2)}
+        rows = published(monitor).rows
+        assert 0 == monitor.faults
+    found = {(row.step, row.entry.kind, row.entry.tensor): row.numbers for row in rows}
+
+    assert tensors.keys() == {key for key in found if key[1] in ("param_before", "grad_reduced")}
+    for key, tensor in tensors.items():
+        expected = truth(exact(tensor))
+        assert expected.counts == {op: found[key][op] for op in COUNT_OPS}, key
+        for op in set(DEFAULT_OPS) - set(COUNT_OPS):
+            value = math.nan if found[key][op] is None else found[key][op]
+            assert expected.values[op] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), (key, op)
+    assert "tied.weight" not in {row.entry.tensor for row in rows}
+    assert {"words.weight", "short.weight", "short.bias", "phase", "first.weight", "empty"} == {
+        row.entry.tensor for row in rows if row.entry.kind == "grad_unreduced"
+    }
+
+
+def test_unusual_parameters_are_trained_as_without_the_monitor():
+    bare, model = Museum(), Museum()
+    config = config_of("parameters", "gradients", "optimizer_state", "activations")
+    with Monitor(config).attach(model, model.optimizer) as monitor:
+        for step in range(1, 4):
+            model.train_step(step)
+            bare.train_step(step)
+        assert 0 == monitor.faults
+
+    for name, tensor in bare.state_dict().items():
+        bits = torch.uint8
+        assert torch.equal(tensor.view(bits), model.state_dict()[name].view(bits)) if tensor.numel() else True, name
+
+
+needs_numba = pytest.mark.skipif(
+    importlib.util.find_spec("numba") is None, reason="numba is not installed: run pip install numba"
+)
+
+MEASURE = """
+import sys, torch
+from rankscope_exporter import statistics
+def measure():
+    table = statistics.StatisticsTable(1, torch.device("cpu"))
+    statistics.MeasureGroup(range(1)).measure([torch.arange(5.0)], table)
+    return statistics.finish(statistics.HostCopy(table)).values[2].tolist()
+"""
+
+
+IMPORTED = ("torch", "rankscope_exporter")
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Return the output of a process with torch and without numba."""
+    return run_program(MEASURE + script, seconds=120, imported=IMPORTED, **environment)
+
+
+@needs_numba
+@pytest.mark.thorough
+def test_only_the_warm_up_thread_loads_numba_and_logs_no_compiler(tmp_path: Path):
+    done = run(
+        """
+import logging
+logging.basicConfig(level=logging.DEBUG)
+print("numba" in sys.modules, statistics.backend_name(), measure())
+thread = statistics.warm_up()
+print(thread.daemon, statistics.warm_up() is thread)
+thread.join()
+print(statistics.warm_up(), statistics.backend_name(), measure())
+""",
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
+
+    assert ["False torch [4.0]", "True True", "None numba [4.0]"] == done.stdout.splitlines(), done.stderr
+    assert "numba.core" not in done.stderr
+
+
+def test_broken_numba_is_reported_once_and_torch_is_used(tmp_path: Path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs NumPy 2.1 or less')")
+    done = run(f"""
+sys.path.insert(0, {str(tmp_path)!r})
+statistics.warm_up().join()
+print(statistics.backend_name(), measure())
+""")
+
+    assert "torch [4.0]\n" == done.stdout
+    assert 1 == done.stderr.count("Numba needs NumPy 2.1 or less")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [
+        pytest.param('sys.modules["numba"] = None', "None torch [4.0]", marks=pytest.mark.thorough),
+        pytest.param("statistics.warm_up().join()", "None numba [4.0]", marks=needs_numba),
+    ],
+    ids=["not installed", "without a cache folder"],
+)
+def test_kernel_is_absent_or_compiled_in_memory_without_a_warning(script, printed):
+    done = run(
+        f"""
+{script}
+print(statistics.warm_up(), statistics.backend_name(), measure())
+""",
+        NUMBA_CACHE_DIR="/dev/null/nowhere",
+    )
+
+    assert (f"{printed}\n", "") == (done.stdout, done.stderr)
+
+
+@needs_numba
+@pytest.mark.thorough
+def test_process_can_exit_during_the_warm_up(tmp_path: Path):
+    done = subprocess.run(  # a separate process: the test is about its exit
+        [sys.executable, "-c", MEASURE + "statistics.warm_up(); print('bye')"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+    )
+
+    assert (0, "bye\n", "") == (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.thorough
+@needs_numba
+def test_child_forked_during_the_warm_up_can_import_numpy(tmp_path: Path):
+    """A data loader's workers are forked early, and import numpy."""
+    done = run(
+        """
+import os
+statistics.warm_up()
+child = os.fork()
+if child == 0:
+    import numba
+    print("child", numba.__name__, measure(), flush=True)
+    os._exit(0)
+print("parent", os.waitpid(child, 0)[1])
+""",
+        NUMBA_CACHE_DIR=str(tmp_path),
+    )
+
+    assert ["child numba [4.0]", "parent 0"] == done.stdout.splitlines(), done.stderr
+
+
+TWO_TRAININGS = """
+import sys
+import torch
+from rankscope_exporter import Monitor, MonitorConfig, statistics
+sys.path.insert(0, ".")
+from tests.exporter.runs import config_of, published
+
+def trained():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Monitor(config_of("parameters", "gradients")).attach(model, optimizer) as monitor:
+        for step in range(14):
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(32, 64, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {(row.step, row.entry.kind, row.entry.tensor): row.numbers for row in published(monitor).rows}
+
+before = statistics.backend_name()
+found = [trained(), trained()]
+print(before, statistics.backend_name(), len(found[0]), found[0] == found[1])
+"""
+
+
+@needs_numba
+def test_statistics_do_not_depend_on_when_the_kernel_was_ready():
+    """The first training builds the kernel, which is ready from the beginning of the second."""
+    done = run_program(TWO_TRAININGS, seconds=120, imported=IMPORTED)
+
+    assert f"torch numba {14 * 4 * 4} True\n" == done.stdout, done.stderr

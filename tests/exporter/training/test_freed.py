@@ -1,15 +1,35 @@
-"""The monitor keeps no parameter and no activation alive, and has no weak references to them."""
+"""The monitor keeps no parameter and no activation alive, on one rank and on two, without weak references to them."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.training.freed_models import CONFIG, STEPS, WAYS, Net, Training, left_after
+import torch.distributed as dist
+from tests.exporter.adapters.loops import WORLD
+from tests.exporter.adapters.observation import begin, outcomes
+from tests.exporter.training.freed_models import (
+    CONFIG,
+    STEPS,
+    WAYS,
+    Net,
+    Training,
+    assign,
+    convert,
+    delete,
+    detach_and_delete,
+    left_after,
+)
+from tests.properties import THOROUGH
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
 
@@ -100,3 +120,67 @@ def test_tensor_with_the_id_of_a_freed_tensor_has_its_own_numbers():
         }
 
     assert {None: 1.0, 1: 2.0, 2: 3.0} == rows
+
+
+class RanksNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Sequential(nn.Linear(11, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.gate = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        result: torch.Tensor = x * self.gate(x).softmax(-1)[..., :1]
+        return result
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(RanksNet())
+
+
+def fsdp1(*, use_orig_params: bool = True) -> nn.Module:
+    wrap = partial(FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    net = RanksNet()
+    net.first = wrap(net.first)
+    return wrap(net)
+
+
+def fsdp2() -> nn.Module:
+    net, mesh = RanksNet(), init_device_mesh("cpu", (WORLD,))
+    for part in (net.first, net):
+        fully_shard(part, mesh=mesh)
+    return net
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ddp": ddp,
+    "fsdp1": fsdp1,
+    "fsdp1, flat": partial(fsdp1, use_orig_params=False),
+    "fsdp2": fsdp2,
+}
+RANKS_WAYS = {way.__name__: way for way in (assign, convert, delete, detach_and_delete)}
+USUAL = ("ddp: delete", "fsdp1: delete", "fsdp2: assign", "fsdp2: convert", "fsdp2: delete")
+CASES = [f"{model}: {way}" for model in MODELS for way in RANKS_WAYS] if THOROUGH else USUAL
+
+
+def work(rank: int, store: str, names: list[str], results: Any) -> None:
+    """Run the cases on one rank: [left immediately, left after a collection, faults] without a monitor and with it."""
+    begin(rank, store)
+    for name in names:
+        model, _, way = name.partition(": ")
+        results.put(
+            (name, rank, [left_after(RANKS_WAYS[way], MODELS[model], watched=watched) for watched in (False, True)])
+        )
+    dist.destroy_process_group()
+
+
+@pytest.mark.timeout(300)
+def test_parameters_are_freed_as_without_a_monitor(tmp_path):
+    """FSDP2 frees its shards, so that this proves something: torch itself keeps flat parameters and DDP's buckets."""
+    found = outcomes(tmp_path, work, CASES)
+
+    assert {} == {case: both for case, both in found.items() if both[0] != both[1]}
+    for rank in range(WORLD):
+        assert [[], [], 0] == found["fsdp2: assign", rank][1] == found["fsdp2: convert", rank][1]
+        assert [] == found["fsdp2: delete", rank][1][1] == found["fsdp1: delete", rank][1][1]

@@ -1,12 +1,14 @@
-"""Tests of `TrainerMon`: the calls of msprobe scripts work, and none of them disturbs training."""
+"""The calls of msprobe scripts, in both argument orders: they work, and none of them disturbs training."""
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.exporter.compat.msprobe.monitored_runs import (
     write,
 )
 from tests.exporter.parts import session_of
+from tests.programs import run_command, run_program
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -31,6 +34,7 @@ from rankscope import TrainerMon
 from rankscope_exporter import ConfigError
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.api import session
+from rankscope_exporter.compat.msprobe.trainer_mon import Attachment, Construction, first_step, wrong_hints
 
 NET = model()
 EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", "nans"]}
@@ -300,3 +304,196 @@ def test_pipeline_module_gives_its_own_stage(group):
 
     assert 0 == framework_of(stage).pp_stage
     assert framework_of(nn.Linear(4, 2)).pp_stage is None
+
+
+ORDERED = nn.Linear(2, 2)
+SGD = torch.optim.SGD(ORDERED.parameters(), lr=0.1)
+DATA, TENSOR = object(), object()
+
+
+class Wrapper:
+    """An optimizer around another one, as in DeepSpeed and Accelerate."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.step = optimizer, optimizer.step
+
+
+class Index:
+    """An integer type other than int, as in numpy."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __index__(self) -> int:
+        return self.number
+
+
+MEANT = Attachment(model=ORDERED, optimizer=SGD, grad_acc_steps=8, dp_group=DATA, tp_group=TENSOR, start_iteration=5)
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [
+        ((ORDERED, 8, SGD, DATA, TENSOR, 5), ()),
+        ((ORDERED, SGD, 8, TENSOR, DATA, 5), ()),
+        ((ORDERED, 8, SGD, DATA), ("tp_group", "start_iteration")),
+        ((ORDERED, 8), ("optimizer", "dp_group", "tp_group", "start_iteration")),
+        ((), ("model", "optimizer", "grad_acc_steps", "dp_group", "tp_group", "start_iteration")),
+    ],
+)
+def test_manual_and_code_argument_orders_are_equivalent(positional, named):
+    given = Attachment.of("set_monitor", positional, {name: getattr(MEANT, name) for name in named})
+    given.check("set_monitor")
+
+    assert MEANT == given
+
+
+@pytest.mark.parametrize("steps", [Index(8), torch.tensor(8), 8.0])
+def test_any_number_type_decides_the_argument_order(steps):
+    given = Attachment.of("set_monitor", (ORDERED, steps, SGD), {})
+    given.check("set_monitor")
+
+    assert (SGD, steps) == (given.optimizer, given.grad_acc_steps)
+    assert [] == hints(grad_acc_steps=Index(8), start_iteration=torch.tensor(3))
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "words"),
+    [
+        ((ORDERED,), {}, "needs the optimizer"),
+        ((), {"optimizer": SGD}, "needs the model"),
+        ((SGD, ORDERED), {}, "are exchanged"),
+        ((5, SGD), {}, "model must be a torch module or a list of its chunks, not a int"),
+        (([ORDERED, 3], SGD), {}, "model must be a torch module or a list of its chunks, not a list of Linear, int"),
+        (([], SGD), {}, "a list of nothing"),
+        ((ORDERED, "adam"), {}, "optimizer must be a torch optimizer or wrap one, not a str"),
+        ((ORDERED, SGD), {"optimizer": SGD}, "optimizer is given by position and by name"),
+        ((ORDERED, SGD), {"grad_acc": 4}, "no argument 'grad_acc'; its arguments are model, optimizer, grad_acc_steps"),
+        ((ORDERED, 8, SGD, None, None, 0, 1), {}, "takes 6 arguments by position, not 7"),
+    ],
+)
+def test_wrong_argument_is_rejected_with_the_correct_form(positional, named, words):
+    with pytest.raises(ConfigError, match=words):
+        Attachment.of("set_monitor", positional, named).check("set_monitor")
+
+
+GROUP = SimpleNamespace(rank=lambda: 0)
+OPT = "Megatron_DistributedOptimizer"
+
+
+@pytest.mark.parametrize(
+    ("positional", "named"),
+    [
+        ((GROUP, False, OPT), {}),
+        ((False, OPT), {"process_group": GROUP}),
+        ((), {"process_group": GROUP, "param_have_main_grad": False, "opt_ty": OPT}),
+    ],
+)
+def test_constructor_accepts_old_and_new_orders(positional, named):
+    assert Construction(process_group=GROUP, params_have_main_grad=False, opt_ty=OPT) == Construction.of(
+        positional, named
+    )
+
+
+@pytest.mark.parametrize(
+    ("positional", "named", "words"),
+    [
+        ((7,), {}, "process_group must be the process group of the pipeline or None, not 7"),
+        ((), {"params_have_main_grad": "no"}, "params_have_main_grad must be True or False, not 'no'"),
+        ((), {"main_grad": True}, "no argument 'main_grad'; its arguments are process_group"),
+        ((None, True, "x", 4), {}, "TrainerMon takes config_file_path, process_group"),
+        ((True,), {"params_have_main_grad": True}, "by position and by name"),
+    ],
+)
+def test_wrong_constructor_argument_is_rejected(positional, named, words):
+    with pytest.raises(ConfigError, match=words):
+        Construction.of(positional, named)
+
+
+def hints(*, said: Construction | None = None, **given: Any) -> list[str]:
+    return list(wrong_hints(said or Construction(), Attachment(**{"model": ORDERED, "optimizer": SGD, **given})))
+
+
+def test_correct_and_missing_hints_are_not_reported():
+    given = Attachment.of("set_monitor", (ORDERED, SGD), {})
+
+    assert (1, None, None, 0) == (given.grad_acc_steps, given.dp_group, given.tp_group, given.start_iteration)
+    assert [] == hints()
+    assert [] == hints(said=Construction(params_have_main_grad=False), grad_acc_steps=4, start_iteration=7)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"said": Construction(opt_ty="adam")}, "opt_ty='adam' is none of Megatron_DistributedOptimizer"),
+        ({"grad_acc_steps": 2.5}, "grad_acc_steps=2.5 is no number of micro-batches"),
+        ({"start_iteration": "3"}, "start_iteration='3' is no number of a step"),
+    ],
+)
+def test_wrong_hints_are_reported_without_an_error(given, words):
+    (sentence,) = hints(**given)
+
+    assert words in sentence
+
+
+def test_hints_about_main_grad_and_wrapped_optimizers_are_compared():
+    class DistributedOptimizer(Wrapper):
+        pass
+
+    wrapped, hint = Wrapper(DistributedOptimizer(SGD)), Construction(opt_ty="Megatron_DistributedOptimizer")
+    net = nn.Linear(2, 2)
+    net.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]  # as Megatron does
+
+    assert [0, 1] == [len(hints(said=Construction(params_have_main_grad=has), model=[net])) for has in (True, False)]
+    assert [] == hints(said=hint, optimizer=wrapped)
+
+
+@pytest.mark.parametrize(
+    ("given", "step"),
+    [(0, 1), (41, 42), (torch.tensor(41), 42), (Index(41), 42), (-1, 1), (1.0, 1), (None, 1), (True, 1), (10**30, 1)],
+)
+def test_first_step_is_one_more_than_msprobes(given, step):
+    assert step == first_step(Attachment(model=ORDERED, start_iteration=given))
+
+
+SCRIPT = """
+import sys, torch
+from rankscope_exporter.compat.msprobe import TrainerMon
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = TrainerMon("config.json")
+    monitor.set_monitor(model, optimizer=optimizer, grad_acc_steps=1)
+    for step in range(4):
+        model(torch.ones(1, 4) * (step + 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            monitor.ops = ["max", "norm", "mean"]
+    END
+main()
+"""
+
+
+def trained(folder: Path, end: str) -> int:
+    config = {"wg_distribution": True, "format": "csv", "step_count_per_record": 9, "ops": ["norm", "min"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    output = {"MONITOR_OUTPUT_DIR": str(folder / "out"), "RANKSCOPE_SPOOL_DIR": str(folder / "records")}
+    done = run_program(SCRIPT.replace("END", end), folder=folder, whole_exit=True, **output)
+    assert "Traceback" not in done.stderr
+    return done.returncode
+
+
+@pytest.mark.parametrize(("end", "code", "state"), [("pass", 0, "completed"), ("sys.exit(3)", 3, "failed")])
+def test_script_that_ends_well_is_completed_with_all_its_files(end: str, code: int, state: str, tmp_path: Path) -> None:
+    assert code == trained(tmp_path, end)
+    done = run_command("sql", "select state from attempts", "--store", tmp_path / "records", "--format", "json")
+    (folder,) = (tmp_path / "out").iterdir()
+    before, after = (path.read_text().splitlines() for path in sorted(folder.glob("grad_reduced_*.csv")))
+
+    assert [{"state": state}] == json.loads(done.stdout)
+    assert before[0].endswith("name,step,norm,min,shape,dtype")
+    assert before[-1] == "0,bias,1,1.414214,1.0,[2],torch.float32"
+    assert after[0].endswith("name,step,max,norm,mean,shape,dtype")
+    assert after[-1] == "0,bias,3,1.0,1.414214,1.0,[2],torch.float32"

@@ -1,23 +1,43 @@
-"""The hardware thread: separate records between steps, end at detach, and nothing in a forked child."""
+"""The hardware thread and its metrics: of the machine and the process, and of GPUs that RecordedNvml simulates."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
+import inspect
 import json
+import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import psutil
+import pynvml
 import pytest
 import torch
 from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 from torch import nn
 
+from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC
 from rankscope_exporter import ConfigError, Monitor
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.monitors.hardware import gpu as gpu_module
+from rankscope_exporter.monitors.hardware import poller
 from rankscope_exporter.monitors.hardware import poller as watch_module
-from rankscope_exporter.monitors.hardware.gpu import Gpu
-from rankscope_exporter.monitors.hardware.poller import HardwarePoller, Host
+from rankscope_exporter.monitors.hardware.gpu import _MEMBERS, READINGS, THROTTLE_REASONS, Gpu, uuid_of
+from rankscope_exporter.monitors.hardware.poller import (
+    HardwarePoller,
+    Host,
+    HostState,
+    from_proc,
+    from_psutil,
+    host_scalars,
+)
+from rankscope_exporter.observers.resources import MemoryObserver
 from rankscope_exporter.records.pending_step import PendingStep
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
@@ -159,3 +179,385 @@ def test_xids_are_published_if_no_metric_can_be_read(nvml, monkeypatch, eventual
     monkeypatch.setattr(Gpu, "read", fail)
     with polling() as (readings, _):
         eventually(lambda: [event for reading in readings for event in reading.events])
+
+
+def unexpected(where: str, error: BaseException) -> None:
+    raise AssertionError(f"{where}: {error!r}")
+
+
+def test_psutil_and_proc_agree(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 8_000_000)
+    by_psutil, by_kernel = from_psutil(psutil, psutil.Process(), lambda _name, ask: ask()), from_proc()
+
+    assert None not in [getattr(by_kernel, item.name) for item in fields(HostState)]
+    for name in ("host_memory_total_bytes", "process_threads", "process_major_faults_total"):
+        assert getattr(by_psutil, name) == getattr(by_kernel, name)
+    for name in ("host_memory_available_bytes", "host_swap_used_bytes"):
+        tolerance = 0.2 * by_kernel.host_memory_total_bytes  # other processes run at the same time
+        assert getattr(by_kernel, name) == pytest.approx(getattr(by_psutil, name), abs=tolerance)
+    for name in ("process_read_bytes_total", "process_written_bytes_total"):
+        assert getattr(by_kernel, name) == pytest.approx(getattr(by_psutil, name), rel=0.02, abs=1e6)
+    assert by_kernel.process_cpu_seconds_total == pytest.approx(by_psutil.process_cpu_seconds_total, abs=0.3)
+    ticks = 100
+    assert by_kernel.all_seconds / ticks == pytest.approx(by_psutil.all_seconds, rel=0.01)
+    assert by_kernel.busy_seconds / ticks == pytest.approx(by_psutil.busy_seconds, rel=0.01)
+
+
+def test_utilization_is_computed_between_two_readings():
+    before, now = HostState(busy_seconds=10, all_seconds=100), HostState(busy_seconds=16, all_seconds=108)
+    unknown = HostState()
+
+    assert [("host_cpu_utilization", 0.75, "ratio")] == [
+        (scalar.name, scalar.value, scalar.unit) for scalar in host_scalars(before, now)
+    ]
+    assert [] == [*host_scalars(before, before), *host_scalars(before, unknown), *host_scalars(unknown, now)]
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError(), OSError("libpsutil.so: undefined symbol")])
+def test_proc_is_read_without_psutil(error, monkeypatch):
+    def missing(_name):
+        raise error
+
+    monkeypatch.setattr(poller.importlib, "import_module", missing)
+
+    assert Host(unexpected).state().process_threads > 0
+
+
+def test_values_without_proc_are_absent(monkeypatch, tmp_path):
+    monkeypatch.setattr(poller, "_PROC", tmp_path)
+    names = {scalar.name for scalar in host_scalars(HostState(), from_proc())}
+    of_the_system = {"cpu_seconds_total", "major_faults_total", "involuntary_switches_total"}
+
+    assert {f"process_{name}" for name in of_the_system} == names
+
+
+# The memory that torch's allocator holds.
+
+STATS = {
+    "allocated_bytes.all.current": 100,
+    "allocated_bytes.all.peak": 300,
+    "reserved_bytes.all.current": 400,
+    "reserved_bytes.all.peak": 500,
+    "num_alloc_retries": 2,
+    "num_device_alloc": 7,
+}
+
+
+def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
+    """No accelerator is needed: a double of `torch.accelerator` lacks one statistic and has an unknown one."""
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: asked.append(device) or STATS)
+    device = torch.device("xpu", 1)
+    pending_step = PendingStep(1, 0, sampled=True)
+
+    MemoryObserver(device).on_step_end(pending_step)
+    scalars = {scalar.name: scalar.value for later in pending_step.later for scalar in later()}
+
+    assert [device] == asked
+    assert scalars.pop("resident_memory_bytes") == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+    assert {
+        "device_memory_allocated_bytes": 100,
+        "device_memory_allocated_peak_bytes": 300,
+        "device_memory_reserved_bytes": 400,
+        "device_memory_reserved_peak_bytes": 500,
+        "device_memory_alloc_retries_total": 2,
+    } == scalars
+
+
+def test_unsampled_step_reads_no_memory():
+    pending_step = PendingStep(1, 0)
+    MemoryObserver(torch.device("cpu")).on_step_end(pending_step)
+
+    assert [] == pending_step.later
+
+
+def test_allocator_keys_match_the_documentation_of_torch():
+    """The keys of the double are those of torch's documentation."""
+    text = torch.accelerator.memory_stats.__doc__ or ""
+
+    assert "allocated_bytes.{all," in text
+    assert "reserved_bytes.{all," in text
+    assert all(name in text for name in ("current,peak", "num_alloc_retries", "num_ooms"))
+
+
+# Errors of single sources.
+
+OF_PSUTIL = {
+    "cpu_times": {"process_cpu_seconds_total"},
+    "num_threads": {"process_threads"},
+    "num_ctx_switches": {"process_involuntary_switches_total"},
+    "io_counters": {"process_read_bytes_total", "process_written_bytes_total"},
+    "virtual_memory": {"host_memory_available_bytes", "host_memory_total_bytes"},
+    "swap_memory": {"host_swap_used_bytes"},
+}
+NAMES = {item.name for item in fields(HostState)} - {"busy_seconds", "all_seconds"}
+
+
+class Hiding:
+    """A double of psutil or its process, in a container that hides the data of one function."""
+
+    def __init__(self, real, name):
+        self._real, self._name = real, name
+
+    def __getattr__(self, name):
+        if name == self._name:
+            return self._refuse
+        found = getattr(self._real, name)
+        return (lambda: Hiding(found(), self._name)) if name == "Process" else found
+
+    def _refuse(self):
+        raise psutil.AccessDenied
+
+
+@pytest.mark.parametrize(("hidden", "missing"), OF_PSUTIL.items())
+def test_failed_psutil_function_is_reported_once(hidden, missing):
+    reported = []
+    host = Host(lambda where, error: reported.append((where, type(error))), Hiding(psutil, hidden))
+    states = [host.state() for _ in range(3)]
+
+    assert missing == {name for name in NAMES if getattr(states[-1], name) is None}
+    assert (f"psutil.{hidden}()", psutil.AccessDenied) in reported
+    assert len(set(reported)) == len(reported)
+
+
+def test_process_unknown_to_psutil_is_read_from_proc():
+    reported = []
+    host = Host(lambda where, _error: reported.append(where), Hiding(psutil, "Process"))
+
+    assert host.state().process_threads > 0
+    assert ["psutil.Process()"] == reported
+
+
+def test_failed_allocator_leaves_the_memory_of_the_process(monkeypatch):
+    def broken(_device):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", broken)
+    pending_step, boundary = PendingStep(1, 0, sampled=True), ErrorBoundary()
+    MemoryObserver(torch.device("xpu", 1)).on_step_end(pending_step)
+    names = [scalar.name for later in pending_step.later for scalar in boundary.call("memory", later) or ()]
+
+    assert (["resident_memory_bytes"], 1) == (names, boundary.count)
+
+
+FIRST = "GPU-aaaaaaaa-0000-1111-2222-333333333333"
+PLAIN = "GPU-cccccccc-0000-1111-2222-333333333333"
+SLICE = "MIG-dddddddd-0000-1111-2222-333333333333"
+
+
+def opened(nvml: RecordedNvml, uuid: str) -> Gpu:
+    gpu = Gpu.open(nvml, uuid)
+    assert gpu is not None
+    return gpu
+
+
+def values(gpu: Gpu) -> dict[tuple[str, ...], float]:
+    """Return the values of a reading by name and labels, without the label of the GPU."""
+    found = {}
+    for scalar in gpu.read(unexpected):
+        assert gpu.uuid == scalar.labels["gpu"]
+        found[scalar.name, *(value for name, value in scalar.labels.items() if name != "gpu")] = scalar.value
+    return found
+
+
+def test_each_metric_has_its_base_unit_and_current_value():
+    throttled = {("gpu_throttled", reason): float(reason == "sw_power_cap") for reason in THROTTLE_REASONS}
+    gpu = opened(RecordedNvml(), BUSY)
+    names = ["gpu_utilization", "gpu_memory_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"]
+    names += ["gpu_power_watts", "gpu_power_limit_watts", "gpu_energy_joules_total", "gpu_pcie_replays_total"]
+    amounts = [0.97, 0.41, 60 * 2.0**30, 80 * 2.0**30, 683.211, 700, 123456.789, 2]
+    states = {"corrected": 1, "uncorrected": 0, "pending": 1, "failed": 0}
+
+    assert {
+        **{(name,): value for name, value in zip(names, amounts, strict=True)},
+        ("gpu_temperature_celsius", "gpu"): 71,
+        ("gpu_temperature_celsius", "memory"): 88,
+        ("gpu_clock_hertz", "sm"): 1.755e9,
+        ("gpu_clock_hertz", "memory"): 2.619e9,
+        ("gpu_clock_limit_hertz", "sm"): 1.98e9,
+        ("gpu_clock_limit_hertz", "memory"): 2.619e9,
+        ("gpu_ecc_errors_total", "corrected"): 17,
+        ("gpu_ecc_errors_total", "uncorrected"): 0,
+        **{("gpu_remapped_rows", state): count for state, count in states.items()},
+        ("gpu_pcie_bytes_per_second", "sent"): 2048 * 1024,
+        ("gpu_pcie_bytes_per_second", "received"): 1024 * 1024,
+        ("gpu_nvlink_bytes_total", "sent"): 5000 * 1024,
+        ("gpu_nvlink_bytes_total", "received"): 6000 * 1024,
+        ("gpu_xid_errors_total",): 0,
+        **throttled,
+    } == values(gpu)
+    later = {name: value for name, value in values(gpu).items() if value}
+    assert (0.12, 412, 1.2e9) == (later["gpu_utilization",], later["gpu_power_watts",], later["gpu_clock_hertz", "sm"])
+    assert {"hw_slowdown", "hw_thermal"} == {name[1] for name in later if name[0] == "gpu_throttled"}
+    assert 1 == later["gpu_ecc_errors_total", "uncorrected"]
+
+
+def test_each_gpu_scalar_has_a_metric_with_its_labels():
+    for scalar in opened(RecordedNvml(), BUSY).read(unexpected):
+        spec = SCALARS_WITH_OWN_METRIC[scalar.name]
+        assert (set(spec.labels), spec.type == "counter") == (set(scalar.labels), scalar.name.endswith("_total"))
+
+
+def test_unsupported_metric_is_absent_and_logged_once(caplog):
+    caplog.set_level(logging.DEBUG, "rankscope")
+    nvml = RecordedNvml()
+    gpu = opened(nvml, PLAIN)
+
+    first, second = values(gpu), values(gpu)
+
+    assert {"gpu_utilization", "gpu_memory_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"} == {
+        name for name, *_ in first
+    }
+    assert {("gpu_power_watts",)} == second.keys() - first.keys()  # a temporary error is tried again
+    assert 2 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # a final error is not, for either kind
+    assert 2 == len([record for record in caplog.records if record.getMessage().startswith("ecc (")])
+
+
+@pytest.mark.parametrize("uuid", [SLICE, SLICE.removeprefix("MIG-")])
+def test_mig_slice_is_found_with_its_metrics(uuid):
+    gpu = opened(RecordedNvml(), uuid)
+
+    assert SLICE == gpu.uuid
+    assert {("gpu_memory_used_bytes",): 30 * 2.0**30, ("gpu_memory_total_bytes",): 40 * 2.0**30} == values(gpu)
+    assert [] == gpu.xids(unexpected)
+
+
+def test_gpu_is_found_by_uuid_not_by_number(monkeypatch):
+    """With CUDA_VISIBLE_DEVICES=1, the second GPU of the host is cuda:0 in torch."""
+    visible = [BUSY.removeprefix("GPU-")]
+    properties = lambda device: SimpleNamespace(uuid=visible[device.index])  # noqa: E731 - torch's signature
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    uuid = uuid_of(torch.device("cuda", 0))
+
+    assert [None, None] == [uuid_of(torch.device(kind)) for kind in ("cpu", "meta")]
+    assert uuid is not None
+    assert 0.97 == values(opened(RecordedNvml(), uuid))["gpu_utilization",]
+
+
+def test_xids_are_events_published_once_and_counted():
+    gpu = opened(RecordedNvml(), BUSY)
+
+    first = gpu.xids(unexpected)
+    values(gpu)
+    second = gpu.xids(unexpected)
+
+    assert [(31, "critical"), (79, "critical")] == [(event.value, event.severity) for event in (*first, *second)]
+    assert f"XID 79 on {BUSY}: the GPU has fallen off the bus" == second[0].message
+    assert {"xid": 79, "gpu": BUSY} == json.loads(second[0].details or "")
+    assert [] == gpu.xids(unexpected)
+    assert 2 == values(gpu)["gpu_xid_errors_total",]
+
+
+def test_unknown_and_closed_gpus_release_nvml():
+    nvml = RecordedNvml()
+    opened(nvml, BUSY).close()
+
+    assert Gpu.open(nvml, "GPU-00000000") is None
+    nvml.is_there = False  # no driver
+    assert Gpu.open(nvml, BUSY) is None
+    assert nvml.open_sessions == 0
+
+
+# The double against the real module, which needs no GPU to be imported.
+
+
+def test_real_module_without_driver_is_not_an_error(monkeypatch):
+    assert pynvml is gpu_module.load_nvml()
+    if not ctypes.util.find_library("nvidia-ml"):
+        assert Gpu.open(pynvml, BUSY) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert None is gpu_module.load_nvml()
+
+
+def test_real_module_has_all_called_functions():
+    asked: dict[str, tuple] = {}
+
+    class Listening:
+        def __getattr__(self, name):
+            real = getattr(pynvml, name)
+            if not inspect.isfunction(real):
+                return real
+
+            def note(*args):
+                asked[name] = args
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+
+            return note
+
+    for reading in READINGS:
+        with pytest.raises(pynvml.NVMLError):
+            list(reading.read(Listening(), "handle"))
+
+    assert len(asked) > 10
+    for name, args in asked.items():
+        inspect.signature(getattr(pynvml, name)).bind(*args)
+    for name in ("nvmlInit", "nvmlShutdown", "nvmlEventSetCreate", "nvmlEventSetFree", "nvmlEventSetWait_v2"):
+        assert inspect.isfunction(getattr(pynvml, name))
+
+
+def test_answers_of_the_double_have_the_real_fields():
+    nvml = RecordedNvml()
+    pairs = [
+        (nvml.nvmlDeviceGetUtilizationRates(BUSY), pynvml.c_nvmlUtilization_t),
+        (nvml.nvmlDeviceGetMemoryInfo(BUSY), pynvml.c_nvmlMemory_t),
+        (nvml.nvmlDeviceGetFieldValues(BUSY, [82])[0], pynvml.c_nvmlFieldValue_t),
+        (nvml.nvmlEventSetWait_v2([{"xid": 1, "after": 0}], 0), pynvml.c_nvmlEventData_t),
+    ]
+    kinds = ("DOUBLE", "UNSIGNED_INT", "UNSIGNED_LONG", "UNSIGNED_LONG_LONG", "SIGNED_LONG_LONG", "SIGNED_INT")
+
+    for answer, structure in pairs:
+        assert set(vars(answer)) <= {name for name, *_ in structure._fields_}
+    assert list(range(6)) == [getattr(pynvml, f"NVML_VALUE_TYPE_{kind}") for kind in kinds]
+    assert set(_MEMBERS) <= {name for name, _ in pynvml.c_nvmlValue_t._fields_}
+
+
+# Errors of single metrics.
+
+NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+OLDER_MODULE = AttributeError("module 'pynvml' has no such function")
+GONE = OSError("the driver is gone")
+
+
+def note(reported):
+    return lambda _where, error: reported.append(str(error))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "missing"),
+    [
+        ("nvmlDeviceGetClockInfo/2", NOT_SUPPORTED, ("gpu_clock_hertz", "memory")),
+        ("nvmlDeviceGetMaxClockInfo/1", OLDER_MODULE, ("gpu_clock_limit_hertz", "sm")),
+        ("nvmlDeviceGetTotalEccErrors/0/0", GONE, ("gpu_ecc_errors_total", "corrected")),
+        ("nvmlDeviceGetPcieThroughput/0", NOT_SUPPORTED, ("gpu_pcie_bytes_per_second", "sent")),
+        ("nvmlDeviceGetFieldValues/[(139, 4294967295)]", OLDER_MODULE, ("gpu_nvlink_bytes_total", "received")),
+        ("nvmlDeviceGetPowerUsage", GONE, ("gpu_power_watts",)),
+    ],
+)
+def test_failed_metric_does_not_affect_the_others(call, error, missing):
+    reported = []
+    scalars = opened(RecordedNvml(changes={BUSY: {call: [error]}}), BUSY).read(note(reported))
+    found = {(scalar.name, *(scalar.labels[name] for name in scalar.labels if name != "gpu")) for scalar in scalars}
+
+    assert {missing} == values(opened(RecordedNvml(), BUSY)).keys() - found
+    assert ["the driver is gone"] * (error is GONE) == reported
+
+
+def test_metrics_are_read_if_xids_cannot_be_read():
+    nvml = RecordedNvml()
+    nvml.nvmlEventSetCreate = Mock(side_effect=OLDER_MODULE)
+    gpu = opened(nvml, BUSY)
+
+    assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
+    assert [] == gpu.xids(unexpected)
+
+
+def test_error_after_an_xid_keeps_the_xid():
+    nvml, reported = RecordedNvml(), []
+    gpu = opened(nvml, BUSY)
+    nvml.nvmlEventSetWait_v2 = Mock(side_effect=[nvml.nvmlEventSetWait_v2(gpu._events, 0), GONE])
+
+    assert [31] == [event.value for event in gpu.xids(note(reported))]
+    assert ["the driver is gone"] == reported

@@ -1,4 +1,4 @@
-"""TFLOP/s and MFU of real training loops, compared with FLOPs computed by hand and times measured by the loop."""
+"""TFLOP/s and MFU of real training loops and of each rank, compared with FLOPs computed by hand; formulas and peaks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.programs import run_two_ranks
+from tests.properties import THOROUGH
 from torch import nn
 
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig, count_flops
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.observers.throughput import ThroughputConfig, meter
-from rankscope_exporter.observers.throughput.costs import compute_dtype, multiplies_in_tf32
+from rankscope_exporter.observers.throughput.costs import TABLE, compute_dtype, multiplies_in_tf32, peak_tflops
+from rankscope_exporter.observers.throughput.model_shape import (
+    Decoder,
+    decoder_flops_per_token,
+    parameter_and_attention_flops,
+    parameter_flops,
+)
 
 BATCH = 32
 IDS = torch.zeros(2, 10, dtype=torch.long)
@@ -298,3 +308,200 @@ def test_mfu_uses_the_peak_of_the_device_name(monkeypatch, run):
 def test_invalid_throughput_setting_is_refused(setting, why):
     with pytest.raises(ConfigError, match=why):
         Monitor({"throughput": setting})
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from rankscope_exporter import Monitor
+from tests.exporter.conftest import Reader, wait_until
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def measured(kind):
+    torch.manual_seed(0)
+    table, first, last = nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 4)
+    model, options, step = nn.Sequential(table, first, nn.ReLU(), last), {}, None
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    config = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "quantities": ["gradients"]}
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp2":
+        fully_shard(last)
+        fully_shard(model)
+    elif kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    elif kind == "tp":
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"1": ColwiseParallel(), "3": RowwiseParallel()})
+    elif kind == "groups":
+        options = {"tp_group": dist.group.WORLD}
+        config["throughput"] = {"flops_per_sample": 1000, "method": "given"}
+    elif kind == "images":
+        model, ids = DistributedDataParallel(nn.Conv2d(3, 4, 3)), torch.zeros(2, 3, 8, 8)
+        config["throughput"] = {"peak_tflops": 1.0}  # so that values are expected
+    elif kind == "pp":
+        part = nn.Sequential(table, first, nn.ReLU()) if rank == 0 else last
+        model = PipelineStage(part, rank, 2, torch.device("cpu"))
+        schedule = ScheduleGPipe(model, 2, loss_fn=lambda output, target: output.sum())
+        arguments, keywords = ((ids,), {}) if rank == 0 else ((), {"target": ids})
+        step = lambda: schedule.step(*arguments, **keywords)
+    owner = part if kind == "pp" else model
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.0)
+    monitor = Monitor(config).attach(model, optimizer, **options)
+    for _ in range(2):
+        optimizer.zero_grad()
+        step() if step else model(ids).sum().backward()
+        optimizer.step()
+        monitor.log(**({"samples": 2} if kind == "images" else {"tokens": ids.numel(), "samples": 2}))
+    monitor.end_step()
+    reader = Reader(monitor.address)
+    wait_until(lambda: len(reader.scalars("step_seconds")) == 2)
+    rates, seconds = reader.scalars("tflops_per_gpu"), reader.scalars("step_seconds")
+    methods = sorted({json.loads(scalar["labels"])["method"] for record in reader.records()
+                      for scalar in record["scalars"] or () if scalar["name"] == "tflops_per_gpu"})
+    notes = [event["message"] for event in reader.events() if "TFLOP/s" in event["message"]]
+    dist.barrier()
+    monitor.detach()
+    return [rate * took * 1e12 for (_, rate), (_, took) in zip(rates, seconds)], methods, monitor.faults, notes
+
+def main():
+    return {kind: measured(kind) for kind in KINDS}
+"""
+
+TOKENS = 10
+FIRST, LAST = 8 * 16 + 16, 16 * 4 + 4
+WHOLE = 6 * (FIRST + LAST) * TOKENS
+"""The table is looked up, not multiplied."""
+
+
+# By kind: the method, and the FLOPs of each rank.
+EXPECTED = {
+    "ddp": ("6n", (WHOLE, WHOLE)),  # each rank has a different batch
+    "fsdp2": ("6n", (WHOLE, WHOLE)),
+    "fsdp1": ("6n", (WHOLE, WHOLE)),
+    "tp": ("6n", (WHOLE / 2, WHOLE / 2)),  # both ranks have the same batch and half of the matrices
+    "groups": ("given", (1000 * 2 / 2, 1000 * 2 / 2)),
+    "pp": ("6n", (6 * FIRST * TOKENS, 6 * LAST * TOKENS)),  # each rank has one stage
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    kinds = [*EXPECTED, "images"] if THOROUGH else ["images"]
+    return run_two_ranks(PROGRAM.replace("KINDS", repr(kinds)))
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@pytest.mark.thorough
+def test_each_rank_has_the_flops_of_its_own_device(kind, ranks):
+    method, expected = EXPECTED[kind]
+
+    for flops, rank in zip(expected, ranks, strict=True):
+        found, methods, faults, notes = rank[kind]
+        assert [flops] * 2 == pytest.approx(found)
+        assert ([method], 0, []) == (methods, faults, notes)
+
+
+def test_only_rank_0_reports_absent_values(ranks):
+    assert [[], []] == [rank["images"][0] for rank in ranks]
+    assert [1, 0] == [len(rank["images"][-1]) for rank in ranks]
+
+
+# The dense bfloat16 TFLOP/s of data sheets, and the results of torch.cuda.get_device_name() of machines.
+NAMES = {
+    2500: ["NVIDIA GB200"],
+    2250: ["NVIDIA B200"],
+    1307.4: ["AMD Instinct MI300X", "AMD Instinct MI325X"],
+    989.4: ["NVIDIA H100 80GB HBM3", "NVIDIA H800", "NVIDIA H200", "NVIDIA GH200 480GB"],
+    835.5: ["NVIDIA H100 NVL", "NVIDIA H200 NVL"],
+    756.5: ["NVIDIA H100 PCIe"],
+    364.2: ["NVIDIA RTX 6000 Ada Generation"],
+    362.05: ["NVIDIA L40S"],
+    312: ["NVIDIA A100-SXM4-80GB", "A100-SXM4-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A800-SXM4-80GB"],
+    312 * 3 / 7: ["NVIDIA A100-SXM4-80GB MIG 3g.40gb"],
+    209.5: ["NVIDIA GeForce RTX 5090"],
+    191.5: ["AMD Instinct MI250X"],
+    181.05: ["NVIDIA L40", "AMD Instinct MI250"],
+    181: ["AMD Instinct MI210"],
+    165.2: ["NVIDIA GeForce RTX 4090"],
+    165: ["NVIDIA A30"],
+    154.8: ["NVIDIA RTX A6000"],
+    149.7: ["NVIDIA A40"],
+    148: ["NVIDIA H20"],
+    125: ["NVIDIA A10"],
+    121: ["NVIDIA L4"],
+    71: ["NVIDIA GeForce RTX 3090"],
+    70: ["NVIDIA A10G"],
+}
+# Devices without bfloat16 units, with their float16 TFLOP/s.
+OLDER = {125: ["Tesla V100-SXM2-32GB"], 112: ["Tesla V100-PCIE-16GB"], 65: ["Tesla T4"]}
+UNKNOWN = ["NVIDIA GeForce GTX 1080", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA T400", "A1000", "cpu", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "bfloat16"),
+    [
+        *((name, peak, peak) for peak, names in NAMES.items() for name in names),
+        *((name, peak, None) for peak, names in OLDER.items() for name in names),
+        *((name, None, None) for name in UNKNOWN),
+    ],
+)
+def test_device_is_found_by_the_name_of_torch(name, half, bfloat16):
+    found = [peak_tflops(name, dtype, tf32=True) for dtype in (torch.float16, torch.bfloat16)]
+
+    assert [half, bfloat16] == pytest.approx(found)
+
+
+def test_float32_peak_depends_on_tf32():
+    assert 494.7 == peak_tflops("NVIDIA H100 80GB HBM3", torch.float32, tf32=True)
+    assert 66.9 == peak_tflops("NVIDIA H100 80GB HBM3", torch.float32, tf32=False)
+    assert 15.7 == peak_tflops("Tesla V100-SXM2-16GB", torch.float32, tf32=True)
+
+
+def test_wider_type_is_never_faster():
+    for pattern, peaks in TABLE:
+        assert peaks.float32 <= (peaks.tf32 or peaks.half) <= peaks.half, pattern
+
+
+def megatron(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
+    """Return the FLOPs of a batch by the formula of the paper, without recomputed activations: 72 B s l h² (…)."""
+    return (
+        72 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden))
+    )
+
+
+@given(
+    heads=st.integers(1, 64),
+    width=st.sampled_from([32, 64, 128]),
+    layers=st.integers(1, 128),
+    sequence=st.integers(1, 131_072),
+    vocabulary=st.integers(1, 300_000),
+)
+def test_formula_equals_megatrons_for_any_dense_gpt(heads, width, layers, sequence, vocabulary):
+    sizes = {"layers": layers, "hidden": heads * width, "vocabulary": vocabulary}
+    decoder = Decoder(
+        **sizes, heads=heads, kv_heads=heads, head_width=width, feed_forward=4 * heads * width, gated=False
+    )
+
+    assert megatron(1, sequence, **sizes) == pytest.approx(sequence * decoder_flops_per_token(decoder, sequence))
+
+
+def test_formula_counts_grouped_queries_gates_and_experts():
+    sizes = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 2, "head_width": 16, "feed_forward": 96}
+    mixture = {"active_experts": 2, "experts": 8, "shared_feed_forward": 48}
+    decoder = Decoder(**sizes, **mixture, gated=True, vocabulary=1000)
+    queries, keys = 64 * 128, 64 * 32
+    attention = 2 * queries + 2 * keys + 2 * 10 * 128  # in and out, keys and values, and both products over 10 tokens
+    experts = 64 * 8 + 2 * 3 * 64 * 96 + 3 * 64 * 48
+    by_hand = 6 * (2 * (attention + experts) + 64 * 1000)
+
+    assert by_hand == decoder_flops_per_token(decoder, 10)
+
+
+def test_parameter_counts_six_flops_and_a_frozen_one_four():
+    assert 6 * 7 + 4 * 3 == parameter_flops(7, 3)
+    assert 6 * 7 + 12 * 5 * 11 * 13 == parameter_and_attention_flops(7, 0, layers=5, hidden=11, sequence=13)
