@@ -99,8 +99,6 @@ def quiet() -> MonitorConfig:
 
 @pytest.fixture
 def reader() -> Callable[[Monitor], Reader]:
-    """Return a function that makes a Reader of an attached monitor."""
-
     def make(monitor: Monitor) -> Reader:
         assert monitor.address is not None
         return Reader(monitor.address)
@@ -110,5 +108,4 @@ def reader() -> Callable[[Monitor], Reader]:
 
 @pytest.fixture
 def eventually() -> Callable[..., Any]:
-    """Return wait_until."""
     return wait_until

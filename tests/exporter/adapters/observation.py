@@ -114,7 +114,6 @@ def _next(results: Any, workers: Sequence[Any], exit_codes: Sequence[int], wait_
 
 
 def train_all(rank: int, store: str, names: list[str], results: Any) -> None:
-    """One rank: train each loop in turn."""
     begin(rank, store)
     for name in names:
         enabled = name not in ALONE or rank == 0
@@ -152,7 +151,6 @@ def watched(make: Callable[[int], Loop], rank: int, *, enabled: bool = True) -> 
 
 
 def unequal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Return whether two tensors differ in a bit."""
     if one is None or other is None:
         return one is not other
     bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
@@ -176,7 +174,6 @@ def _hooks_of(module: torch.nn.Module) -> list[Any]:
 
 
 def read(monitor: Monitor, outcome: Outcome) -> None:
-    """Add the records of an attached monitor to the results."""
     if monitor.address is None:
         return
     session = session_of(monitor)

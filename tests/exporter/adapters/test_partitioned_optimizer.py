@@ -58,8 +58,6 @@ class Flattened:
 
 
 class OfFlattened(PartitionedOptimizer):
-    """The adapter of this optimizer."""
-
     def __init__(self, model: Net, flattened: Flattened) -> None:
         super().__init__(model)
         self.flattened = flattened
@@ -188,8 +186,6 @@ def test_list_of_independent_models_is_rejected():
 
 
 class Engine:
-    """An object that counts its updates."""
-
     def __init__(self) -> None:
         self.updates = 0
 
@@ -211,8 +207,6 @@ class Passing:
 
 
 class Seen(list[int]):
-    """The results of the intercepted calls."""
-
     def around(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self.append(result)

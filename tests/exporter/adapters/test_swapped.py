@@ -76,8 +76,6 @@ WAYS: dict[str, dict[int, Sequence[Change]]] = {
 
 
 class Outcome:
-    """A training with an action before some steps."""
-
     def __init__(self, way: str, *, watched: bool, every: int = 1) -> None:
         net = Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

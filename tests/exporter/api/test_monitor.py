@@ -18,7 +18,7 @@ from tests.exporter.parts import QUIET, Training, Watched, hooks_of, records_of,
 from torch import nn
 
 from rankscope_contract.model.events import Event
-from rankscope_exporter import AnomalyNan, AnomalyTurbulence, Monitor, ServeConfig
+from rankscope_exporter import AnomalyNan, AnomalyTurbulence, Monitor
 from rankscope_exporter.api.session import Session
 
 RELATIVE = 1e-5
@@ -205,20 +205,6 @@ def test_logged_nan_inf_zero_and_absence_differ(quiet, reader, eventually):
     assert ("d", None) not in scalars
     assert (2.5, 1.0) == (scalars["loss", '{"loss":"lm"}'], scalars["loss", '{"loss":"aux"}'])
     assert 0.01 == pytest.approx(scalars["learning_rate", '{"group":"0"}'])
-
-
-def test_used_port_is_logged_once_and_training_continues(caplog):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        monitor = Monitor({"console": False, "exit_wait_seconds": 0, "serve": ServeConfig(listen=f"127.0.0.1:{port}")})
-        net, optimizer = make()
-        with monitor.attach(net, optimizer):
-            train_step(net, optimizer, 1)
-
-    assert 1 == monitor.faults
-    assert [True] == [str(port) in record.getMessage() for record in caplog.records]
 
 
 def test_a_disabled_monitor_opens_nothing(monkeypatch):

@@ -27,7 +27,6 @@ class Holding(nn.Module):
 
 
 def saved(value: Any) -> Any:
-    """Save an object with torch.save and return the result of torch.load."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -133,7 +133,6 @@ ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
 
 
 def copies(made: Any) -> dict[str, Any]:
-    """Return a copy of an object for each way to copy and to save it."""
     return {way: copy_of(made) for way, copy_of in WAYS.items()}
 
 

@@ -130,10 +130,6 @@ def test_fault_text_names_the_file_and_has_a_limited_length() -> None:
     assert MAX_TEXT + 100 > len(fault_text("publishing", ValueError("x" * 1_000_000)))
 
 
-def test_result_of_the_call_is_returned() -> None:
-    assert 3 == ErrorBoundary().call("sum", sum, (1, 2))
-
-
 def test_keyboard_interrupt_is_not_caught() -> None:
     """Ctrl-C and SystemExit must reach the user's code."""
     boundary = ErrorBoundary()

@@ -37,6 +37,11 @@ from rankscope_exporter.sampling.sampling_config import sampling_config_from
 from rankscope_exporter.serving.config import ServeConfig
 
 TURBULENCE = {"rule_name": "AnomalyTurbulence"}
+LINEAR = {"quantities": ["gradients", "linear"]}
+EVERY_SECONDS = "every_seconds must be a number of seconds"
+STACKS_SIGNALS = "'SIGUSR1', 'SIGUSR2' or 'SIGQUIT'"
+UNKNOWN_OP = ["is not a statistic; the statistics are norm, ", "Did you mean 'zeros'?"]
+WRONG_SHARES = (0, 1, 1.0, -0.1, "1", "one percent", True, math.nan, "0 %", "100 %", [0.01])
 TOML = """
 every = 5
 tensors = ["blocks.*"]
@@ -81,6 +86,60 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"serve": 5}, ["serve must be a table"]),
         ({"serve": {"ring_records": "512"}}, ["ring_records must be a whole number"]),
         ({"serve": {"listen": 5}}, ["listen must be text"]),
+        *(({"collectives_share": share}, ["collectives_share"]) for share in (-0.1, 1.5, "much", True)),
+        *(({"hang_after_seconds": limit}, ["hang_after_seconds"]) for limit in (-1, math.nan, math.inf, "300", True)),
+        *(({"hardware": {"every_seconds": value}}, [EVERY_SECONDS]) for value in (-1, "5", True, math.inf)),
+        *(
+            ({"stacks_signal": name}, [STACKS_SIGNALS])
+            for name in ("SIGTERM", "SIGKILL", "SIGINT", "usr2", "SIGSEGV", "")
+        ),
+        *(({"stop_signals": [name]}, ["SIGTERM, SIGHUP, ", "not"]) for name in ("SIGKILL", "SIGSEGV", "term", "")),
+        *(({"max_overhead": share}, ['such as 0.01 or "1 %"']) for share in WRONG_SHARES),
+        ({"throughput": {"method": "magic"}}, ["throughput.method must be one of"]),
+        ({"throughput": {"flops_per_token": 0}}, ["throughput.flops_per_token must be a number above 0"]),
+        ({"throughput": {"peak_tflops": math.inf}}, ["throughput.peak_tflops"]),
+        ({"throughput": {"peak_tflops": True}}, ["throughput.peak_tflops"]),
+        ({"throughput": {"model_parallel": 0}}, ["throughput.model_parallel must be a number of ranks"]),
+        ({"throughput": {"peak": 3}}, ["peak"]),
+        ({"throughput": {"method": "counted"}}, ["rankscope.count_flops()"]),
+        ({"capture": {"quantites": []}}, ["Did you mean capture.quantities"]),
+        ({"capture": {"quantities": ["activation"]}}, ["Did you mean 'activations'"]),
+        ({"capture": {"rules": ["AnomalyNaN"]}}, ["Did you mean 'AnomalyNan'"]),
+        ({"capture": {"rules": "AnomalyNan"}}, ["write ['AnomalyNan']"]),
+        ({"capture": {"steps": 0}}, ["capture.steps must be a whole number of at least 1"]),
+        ({"capture": {"cooldown_steps": -1}}, ["capture.cooldown_steps must be a whole number of at least 0"]),
+        ({"capture": {"options": {"activations": {"target": []}}}}, ["Did you mean options.activations.targets"]),
+        ({"capture": {"options": {"router": {}}}}, ["add 'router' to capture.quantities"]),
+        ({"capture": {"flight_record": "yes"}}, ["capture.flight_record must be true or false"]),
+        ({"capture": True}, ["capture must be a table of settings"]),
+        ({"sinks": {"csv": {"steps_per_file": 0}}}, ["steps_per_file must be a number from 1 to 1,000,000"]),
+        ({"sinks": {"csv": {"digits": 21}}}, ["digits must be a number from 1 to 20"]),
+        ({"sinks": {"csv": {"digits": True}}}, ["digits must be a number from 1 to 20"]),
+        ({"sinks": {"csv": {"append_to": ["Dec03_21-34-40"]}}}, ["append_to must be two folder times"]),
+        ({"sinks": {"csv": {"append_to": ["Dec03_21-34-40", "later"]}}}, ["append_to: 'later' is not a folder time"]),
+        ({"sinks": {"csv": {"ops": ["norms"]}}}, ["'norms' is unknown; valid names are ", "Did you mean 'norm'"]),
+        ({"sinks": {"csv": {"ops": "norm"}}}, ["ops must be a list"]),
+        ({"sinks": {"csv": {"folder": 3}}}, ["folder must be a path"]),
+        ({"sinks": {"csv": {"squash_name": 1}}}, ["squash_name must be true or false"]),
+        ({"sinks": {"csv": {"step_per_file": 3}}}, ["Did you mean sinks.csv.steps_per_file"]),
+        ({"sinks": {"anomalies": {"folder": 3}}}, ["sinks.anomalies: folder must be a path, not 3"]),
+        ({"sinks": {"apu": {}}}, ["'apu' is unknown; valid names are ", "Did you mean 'api'"]),
+        ({"sinks": {"api": {"step": 3}}}, ["unknown setting sinks.api.step; ", "Did you mean sinks.api.steps"]),
+        ({"sinks": {"api": {"steps": 0}}}, ["sinks.api: steps must be a number from 1"]),
+        ({"sinks": {"api": True}}, ["sinks.api must be a table"]),
+        ({"sinks": ["api"]}, ["sinks must be a table"]),
+        ({"ops": ["norm", "zeroes"]}, UNKNOWN_OP),
+        ({"options": {"gradients": {"ops": ["max", "zero"]}}}, UNKNOWN_OP),
+        ({"ops": "norm"}, ["ops must be a list of names, ", "write ['norm']"]),
+        ({"options": {"gradients": {"ops": "norm"}}}, ["ops must be a list of statistics"]),
+        ({**LINEAR, "options": {"linear": {"ops": ["norm"]}}}, ["options.linear.ops has no effect"]),
+        ({"options": {"gradient": {}}}, ["Did you mean 'gradients'"]),
+        ({"quantities": ["gradients"], "options": {"linear": {}}}, ["add 'linear' to quantities"]),
+        ({"options": {"gradients": {"evry": 2}}}, ["Did you mean options.gradients.every"]),
+        ({"options": {"gradients": {"every": 0}}}, ["every must be a whole number of at least 1"]),
+        ({"options": {"gradients": {"targets": "x"}}}, ["targets must be a list of names"]),
+        ({"options": {"gradients": []}}, ["options.gradients must be a table"]),
+        ({"tensors": ["re:("]}, ["tensors: target 're:(' is not a valid regular expression"]),
     ],
 )
 def test_invalid_setting_is_rejected_with_the_allowed_values(settings: dict[str, object], words: list[str]) -> None:
@@ -285,19 +344,8 @@ def test_variables_that_the_repository_reads_are_known(caplog: pytest.LogCapture
     """A training that starts with the variables of other programs of Rankscope prints nothing about them."""
     root = Path(__file__).parents[3]
     files = [root / "Makefile", *root.glob("*.toml")]
-    folders = [
-        "exporter",
-        "ingest",
-        "storage",
-        "view",
-        "dashboards",
-        "cli",
-        "deploy",
-        "examples",
-        "benchmarks",
-        "tests",
-        "docs",
-    ]
+    packages = ("exporter", "ingest", "storage", "view", "dashboards", "cli")
+    folders = (*packages, "deploy", "examples", "benchmarks", "tests", "docs")
     for folder, end in itertools.product(folders, ("py", "sh", "yaml", "yml", "toml", "service")):
         files += (root / folder).rglob(f"*.{end}")
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)

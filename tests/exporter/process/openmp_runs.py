@@ -167,7 +167,6 @@ def on_a_new_thread(function: Callable[[], list[int]]) -> list[int]:
 
 
 def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
-    """Run the training of `case` and return the report."""
     if how == "call":
         torch.set_num_threads(threads)
     if case != LIMITED:
@@ -183,7 +182,6 @@ def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
 
 
 def train(case: str, folder: Path, steps: int) -> dict[str, Any]:
-    """Train with or without a monitor, and return the report."""
     torch.manual_seed(0)
     model = nn.Sequential(Block(64, 4), Shifts(64), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -62,7 +62,6 @@ def train(
 
 
 def left(monitor: Monitor, net: nn.Module) -> Run:
-    """Detach the monitor and return the results of the run."""
     found = Published(()) if monitor.address is None else ended(monitor)
     rows: dict[int, dict[tuple[Any, ...], Mapping[str, Any]]] = {}
     for row in found.rows:

@@ -304,7 +304,6 @@ MULTIHEAD: dict[str, tuple[dict[str, Any], Call]] = {
 
 
 def multihead(call: Call, **options: Any) -> nn.Module:
-    """Return a model with torch's own attention module."""
     model = Composed(lambda net: call(net.attention)[0], attention=nn.MultiheadAttention(WIDTH, HEADS, **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

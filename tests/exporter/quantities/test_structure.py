@@ -61,7 +61,6 @@ class Transformer(nn.Module):
 def run(
     model: nn.Module, batch: torch.Tensor, steps: int = 2, quantities: tuple[str, ...] = ("structure",), **options: Any
 ) -> tuple[list[dict[str, Any]], str, list[str]]:
-    """Return rows, text and notices."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitor = Monitor(config_of(*quantities, options={"structure": options})).attach(model, optimizer)
     assert not monitor.structure()

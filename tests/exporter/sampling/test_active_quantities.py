@@ -14,7 +14,7 @@ from tests.exporter.runs import config_of, published
 from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter import Monitor
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.schedule import Schedule, Timing
@@ -76,23 +76,6 @@ def test_each_quantity_has_its_own_schedule_targets_and_ranks():
         *((step, kind, name) for step in (1, 3, 5) for kind in (before, after) for name in ("0.weight", "0.bias")),
         *((step, kind, "1.weight") for step in (3, 4) for kind in ("grad_unreduced", reduced)),
     } == {(row.step, row.entry.kind, row.entry.tensor) for row in rows}
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"options": {"gradient": {}}}, "Did you mean 'gradients'"),
-        ({"options": {"optimizer_state": {}}}, "add 'optimizer_state' to quantities"),
-        ({"options": {"gradients": {"evry": 2}}}, r"Did you mean options\.gradients\.every"),
-        ({"options": {"gradients": {"every": 0}}}, "every must be a whole number of at least 1"),
-        ({"options": {"gradients": {"targets": "x"}}}, "targets must be a list of names"),
-        ({"options": {"gradients": []}}, "options.gradients must be a table"),
-        ({"tensors": ["re:("]}, r"tensors: target 're:\(' is not a valid regular expression"),
-    ],
-)
-def test_invalid_options_raise_with_the_fix(settings, text):
-    with pytest.raises(ConfigError, match=text):
-        MonitorConfig(quantities=("gradients",), **settings)
 
 
 def entries(names: str) -> list[PlanEntry]:

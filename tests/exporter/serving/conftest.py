@@ -50,8 +50,6 @@ def record_of(
 
 @dataclass(slots=True)
 class Got:
-    """A complete answer."""
-
     status: int
     headers: http.client.HTTPMessage
     body: bytes
@@ -174,19 +172,16 @@ class ServiceDouble:
 
 @pytest.fixture(scope="session")
 def record() -> Callable[..., StepRecord]:
-    """Return record_of."""
     return record_of
 
 
 @pytest.fixture(scope="session")
 def statistics() -> Callable[..., Statistics]:
-    """Return statistics_of."""
     return statistics_of
 
 
 @pytest.fixture
 def service() -> Iterator[ServiceDouble]:
-    """Return a running service double."""
     double = ServiceDouble()
     yield double
     double.stop()

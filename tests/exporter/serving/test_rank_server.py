@@ -55,15 +55,6 @@ def test_records_of_several_threads_get_distinct_sequence_numbers(rank):
         assert ours == sorted(ours)
 
 
-def test_used_port_is_refused_and_leaves_nothing_open(new_rank, rank):
-    second = new_rank(started=False, listen=f"127.0.0.1:{rank.port}")
-    with pytest.raises(ServeError, match=f"cannot listen on 127.0.0.1:{rank.port}"):
-        second.channel.start()
-    second.channel.close()
-
-    assert 200 == rank.get("/healthz").status
-
-
 def test_close_frees_the_port_and_ends_the_threads_immediately(own_threads, new_rank, service, until, monkeypatch):
     monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 60.0)
     rank = new_rank(ingest_url=service.url)
@@ -164,7 +155,6 @@ def test_forked_child_has_no_sockets_of_the_rank(rank):
 
 @pytest.fixture
 def listening():
-    """Return a function that opens a server with the given settings."""
     servers = []
 
     def make(listen, **settings):

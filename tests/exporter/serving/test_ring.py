@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,7 +18,7 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA, WIRE_VALUE_OPS, PlanEntry
-from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 from rankscope_exporter.serving.rank_server import ClockWatch
 from rankscope_exporter.serving.ring import CursorError, Ring
@@ -94,22 +93,6 @@ def test_byte_limit_applies_above_the_smallest_ring(statistics):
     assert 0.5 == small.fill  # only of the records that are not overwritten
 
 
-def test_fill_is_the_uncommitted_share_of_the_capacity():
-    ring = _filled(400, room=800)
-    assert 0.5 == ring.fill
-    ring.commit(199)
-    assert 0.25 == ring.fill
-
-
-def test_statistics_that_do_not_match_their_plan_are_refused(statistics):
-    good = statistics([PlanEntry(kind="grad_reduced", tensor="a")], [{"norm": 1.0}])
-    ring = Ring(8, EVERYTHING)
-    with pytest.raises(ValueError, match="plan of 1 entries needs 6 and 4"):
-        ring.append(StepRecord(ts=0, statistics=Statistics(good.plan, good.values.slice(1), good.counts)))
-
-    assert -1 == ring.head
-
-
 def test_plan_is_kept_while_a_record_uses_it(statistics):
     ring = Ring(300, EVERYTHING)
     plans = []
@@ -120,15 +103,6 @@ def test_plan_is_kept_while_a_record_uses_it(statistics):
 
     assert all(ring.plan(plan) is not None for plan in plans[-300:])
     assert ring.plan(plans[0]) is None
-
-
-def test_wait_ends_when_all_records_are_committed_or_after_its_timeout():
-    ring = _filled(5)
-    commit = threading.Timer(0.05, ring.commit, [4])
-
-    assert 5 == ring.wait_committed(0.01)
-    commit.start()
-    assert 0 == ring.wait_committed(10.0)
 
 
 _operations = st.lists(

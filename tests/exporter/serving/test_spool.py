@@ -39,7 +39,6 @@ def plain(step: int, **more: Any) -> StepRecord:
 
 
 def made(root: Path, records: int = 0, *, max_bytes: int = 1 << 30, sync: bool = False) -> Spool:
-    """Return an open spool with this number of records."""
     spool = Spool(str(root), "i0", max_bytes=max_bytes, sync=sync)
     spool.open(WHO)
     for seq in range(records):

@@ -19,7 +19,6 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
-from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.records.step_record import Scalar
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
@@ -279,26 +278,6 @@ def test_default_folder_is_that_of_the_environment(tmp_path, monkeypatch):
 
     found = {path.name: len(list(path.iterdir())) for path in tmp_path.iterdir()}
     assert {"asked": 1, "monitor_output": 1, "elsewhere": 0} == found
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"steps_per_file": 0}, "steps_per_file must be a number from 1 to 1,000,000"),
-        ({"digits": 21}, "digits must be a number from 1 to 20"),
-        ({"digits": True}, "digits must be a number from 1 to 20"),
-        ({"append_to": ["Dec03_21-34-40"]}, "append_to must be two folder times"),
-        ({"append_to": ["Dec03_21-34-40", "later"]}, "append_to: 'later' is not a folder time"),
-        ({"ops": ["norms"]}, "'norms' is unknown; valid names are .* Did you mean 'norm'"),
-        ({"ops": "norm"}, "ops must be a list"),
-        ({"folder": 3}, "folder must be a path"),
-        ({"squash_name": 1}, "squash_name must be true or false"),
-        ({"step_per_file": 3}, "Did you mean sinks.csv.steps_per_file"),
-    ],
-)
-def test_invalid_settings_are_rejected(options, says):
-    with pytest.raises(ConfigError, match=says):
-        MonitorConfig(sinks={"csv": options})
 
 
 printable = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\x7f"), min_size=1, max_size=8)

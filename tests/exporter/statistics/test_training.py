@@ -156,7 +156,6 @@ class Museum(nn.Module):
         return self.tied(torch.tanh(self.first(x))).square().sum() + self.empty.sum()
 
     def train_step(self, step: int) -> dict[tuple[int, str, str], torch.Tensor]:
-        """Train one step, and return its tensors."""
         held = {(step, "param_before", name): item.detach().clone() for name, item in self.named_parameters()}
         self.optimizer.zero_grad()
         self(torch.tensor([step, 3, step])).backward()

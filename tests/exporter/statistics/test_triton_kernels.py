@@ -26,7 +26,6 @@ SIZES = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK]
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Any]:
-    """Yield the module of the kernel with small chunks."""
     pytest.importorskip("triton", reason="triton is not installed: it belongs to torch for CUDA")
     with pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("rankscope_exporter.statistics.triton_kernels")

@@ -65,7 +65,6 @@ class Loop(Watched):
         return loss.item()
 
     def step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Perform a plain training step."""
         optimizer.zero_grad()
         self.losses[step] = self.backward()
         self.note(step, "grad_reduced")
@@ -88,6 +87,13 @@ class Loop(Watched):
                 assert pytest.approx((float(tensor.double().norm()), tensor.numel()), rel=1e-5, abs=1e-6) == found, key
         if steps is not None:
             assert list(range(1, steps + 1)) == list(dict.fromkeys(r.step for r in self.records if r.step is not None))
+
+
+def attached(*more: str, **options: Any) -> tuple[Loop, torch.optim.Optimizer]:
+    loop = Loop(*more, **options)
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    return loop, optimizer
 
 
 ONES = torch.ones(3, 4)
@@ -115,9 +121,7 @@ FOREIGN: tuple[Callable[[nn.Module], object], ...] = (
 
 def test_foreign_forward_passes_between_steps_change_no_step():
     """Those of tracers are in the tests of `base.tracing`."""
-    loop = Loop("activations")
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached("activations")
     for step, foreign in enumerate(FOREIGN, 1):
         loop.step(step, optimizer)
         foreign(loop.net)
@@ -129,9 +133,7 @@ def test_foreign_forward_passes_between_steps_change_no_step():
 
 @pytest.mark.parametrize("logs_first", [True, False])
 def test_loop_under_transforms_has_steps_by_its_updates(logs_first):
-    loop = Loop("activations")
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached("activations")
     per_sample = vmap(
         grad_and_value(lambda own, x: functional_call(loop.net, own, (x[None],)).square().sum()), in_dims=(None, 0)
     )
@@ -168,9 +170,7 @@ def test_forward_pass_under_a_transform_is_a_sign_of_life(monkeypatch):
 
 
 def test_number_logged_inside_a_transform_is_published():
-    loop = Loop()
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached()
 
     def objective(own: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         loss = functional_call(loop.net, own, (x,)).square().sum()
@@ -199,9 +199,7 @@ def halves(net: nn.Module) -> None:
 
 
 def test_forward_pass_that_ran_out_of_memory_is_no_micro_batch():
-    loop = Loop("activations", "structure")
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached("activations", "structure")
     limit = [2]
 
     def too_large(_module: nn.Module, args: Any) -> None:
@@ -448,9 +446,7 @@ def test_gradients_deleted_inside_the_backward_pass_are_an_update():
 
 @pytest.mark.parametrize("tasks", [2, 3])
 def test_gradient_surgery_is_one_step(tasks):
-    loop = Loop()
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached()
     for step in range(1, STEPS + 1):
         output, found = loop.net(torch.randn(3, 4)), []
         for task in range(tasks):
@@ -493,9 +489,7 @@ def lookahead(loop: Loop, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(("update", "is_named"), [(sam, True), (lookahead, False)])
 def test_passes_of_one_update_are_no_skipped_steps_and_are_named_once(update, is_named):
-    loop = Loop()
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached()
     for _ in range(2 * STEPS):
         update(loop, optimizer)
     loop.end(None)
@@ -506,9 +500,7 @@ def test_passes_of_one_update_are_no_skipped_steps_and_are_named_once(update, is
 
 @pytest.mark.parametrize("every", [1, 100])
 def test_updates_that_the_loop_leaves_out_are_reported_as_skipped(every):
-    loop = Loop(every=every)
-    optimizer = loop.adam()
-    loop.attach(optimizer)
+    loop, optimizer = attached(every=every)
     skipped = {1, 4, 5, 8}
     for step in range(1, 9):
         optimizer.zero_grad()

@@ -77,8 +77,6 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
 
 @dataclass
 class Run:
-    """The results of a run."""
-
     records: Sequence[StepRecord]
     net: nn.Module
     faults: int

@@ -1,8 +1,10 @@
-"""The configuration of msprobe: accepted wherever a configuration is, also as watched file, and its page of names."""
+"""The configuration of msprobe: accepted wherever a configuration is, its page, and its effect on two ranks."""
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model
+import torch.distributed as dist
+from tests.exporter.compat.msprobe.monitored_runs import (
+    LONG_SECONDS,
+    QUIET,
+    Run,
+    adam,
+    batch,
+    left,
+    model,
+    train,
+    write,
+)
 from tests.exporter.conftest import wait_until
 from tests.exporter.parts import session_of
+from tests.programs import warm_processes
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
@@ -200,7 +215,7 @@ def test_settings_as_a_mapping_are_rejected_by_trainer_mon() -> None:
         TrainerMon({"wg_distribution": True})  # type: ignore[arg-type]
 
 
-NAMES = ("", "layers.1", "layers.10", "layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp", "module.head")
+MODULES = ("", "layers.1", "layers.10", "layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp", "module.head")
 OF_LAYERS = ("layers.1.weight", "layers.10.weight", "layers.1.mlp.weight")
 PARAMETERS = (*OF_LAYERS, "encoder.layers.1.mlp.weight", "head.weight")
 
@@ -223,7 +238,7 @@ PARAMETERS = (*OF_LAYERS, "encoder.layers.1.mlp.weight", "head.weight")
 def test_module_target_matches_the_name_without_wrappers(target, squashed, found):
     targets = Targets((module_pattern(target, squashed=squashed),))
 
-    assert found == {name for name in NAMES if targets.selects(name)}
+    assert found == {name for name in MODULES if targets.selects(name)}
 
 
 @pytest.mark.parametrize(
@@ -248,7 +263,7 @@ def test_parameter_target_matches_a_parameter_or_its_module(target, squashed, fo
 def test_target_without_a_match_is_reported_with_the_nearest_name():
     parameters = Targets(tuple(map(parameter_pattern, ["0:layer.1.weight", "hed.weight"])))
     modules = Targets((module_pattern("0:module.layer.1"),))
-    told = [*target_notices(parameters, PARAMETERS, "parameter"), *target_notices(modules, NAMES, "module")]
+    told = [*target_notices(parameters, PARAMETERS, "parameter"), *target_notices(modules, MODULES, "module")]
 
     assert [
         "target 'layer.1.weight' matches no parameter; nearest: layers.1.weight",
@@ -265,17 +280,15 @@ def test_name_may_contain_regex_characters():
 COMMENT = '{ // "dynamic_on": true switches on\n'
 
 
-def write(path: Path, **document: Any) -> None:
+def write_changes(path: Path, **document: Any) -> None:
     path.write_text(COMMENT + json.dumps({**QUIET, "format": "api", **document}).removeprefix("{"))
 
 
 class Training:
-    """A model in training while its configuration file is edited."""
-
     def __init__(self, folder: Path, attach: Callable[..., Monitor], **document: Any) -> None:
         self.path, self.net = folder / "monitor_config.json", model()
         self.optimizer = adam(self.net)
-        write(self.path, wg_distribution=True, **document)
+        write_changes(self.path, wg_distribution=True, **document)
         self.monitor = attach(self.path, self.net, self.optimizer)
 
     def train(self, steps: int) -> None:
@@ -285,7 +298,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def edit(self, **document: Any) -> None:
-        write(self.path, **document)
+        write_changes(self.path, **document)
         wait_until(lambda: self.monitor.measuring["to_come"])
 
     def finish(self) -> Run:
@@ -330,13 +343,13 @@ def test_dynamic_on_switches_and_the_end_is_written_to_the_file(tmp_path, attach
 def test_getters_follow_the_ops_of_an_edit(tmp_path, monkeypatch):
     monkeypatch.setenv("DYNAMIC_MONITOR", "True")
     path = tmp_path / "monitor_config.json"
-    write(path, wg_distribution=True, dynamic_on=True, ops=["norm"])
+    write_changes(path, wg_distribution=True, dynamic_on=True, ops=["norm"])
     monitor = TrainerMon(path)
     net = model()
     optimizer = adam(net)
     monitor.set_monitor(net, optimizer)
     assert monitor.monitor is not None
-    write(path, wg_distribution=True, dynamic_on=True, ops=["max", "nans"])
+    write_changes(path, wg_distribution=True, dynamic_on=True, ops=["max", "nans"])
     wait_until(lambda: monitor.ops == ["max", "nans"])
     for _ in range(2):
         net(batch()).square().mean().backward()
@@ -358,7 +371,7 @@ def test_dynamic_on_at_start_measures_from_msprobes_step_1(tmp_path, attach):
 def test_invalid_edit_keeps_the_settings_and_reports_the_reason(tmp_path, attach):
     training = Training(tmp_path, attach, dynamic_on=True)
     training.train(3)
-    write(training.path, wg_distributon=True, dynamic_on=True)
+    write_changes(training.path, wg_distributon=True, dynamic_on=True)
     ring = session_of(training.monitor).channel.ring
     wait_until(
         lambda: any(r.events and "wg_distributon" in r.events[0].message for r in ring.after(-1, 1 << 40).records)
@@ -398,3 +411,151 @@ def test_page_names_every_variable_file_and_program():
 @pytest.mark.parametrize("page", ["docs/index.md", "README.md"])
 def test_migration_page_is_linked(page):
     assert "migration.md" in (DOCS.parent / page).read_text(encoding="utf-8")
+
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the training
+
+WORLD = 2
+DOCUMENT = {"wg_distribution": True, "targets": {"0:module.layers.1": {}, "module.head.bias": {}}, "format": "csv"}
+NAMES = {f"layers.1.{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")} | {"head.bias"}
+
+
+def all_reduced(rank: int, number: int) -> torch.Tensor:
+    tensor = given(rank, number)
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def given(rank: int, number: int) -> torch.Tensor:
+    return torch.arange(4.0) + 10 * rank + 100 * number
+
+
+COLLECTIVES: dict[str, dict[str, Any]] = {
+    "enable": {},
+    "off": {"enable": False, "cc_pre_hook": True},
+    "cc_pre_hook": {"cc_pre_hook": True},
+    "cc_codeline": {"cc_codeline": [r"test_config_translation\.py\[\d+\] all_reduced"]},
+    "cc_log_only": {"cc_log_only": True, "cc_pre_hook": True},
+}
+
+
+def collectives(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
+    """Return the rows of the script's own collective calls with each key of cc_distribution."""
+
+    def during(_step: int, _monitor: TrainerMon) -> None:
+        all_reduced(rank, 0)
+        dist.broadcast(given(rank, 1), 1)
+
+    found = {}
+    for case, keys in COLLECTIVES.items():
+        own = folder / f"{case}{rank}"
+        own.mkdir()
+        os.environ["MONITOR_OUTPUT_DIR"] = str(own / "out")
+        run = train(own, {"cc_distribution": {"enable": True, **keys}, "format": "csv"}, during=during)
+        norms = {(row.step, row.entry.kind, row.entry.tensor.split("@")[0]): row.numbers["norm"] for row in run.rows}
+        found[case] = norms, run.said(), run.faults
+    return found
+
+
+def work(rank: int, folder: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["MONITOR_OUTPUT_DIR"] = f"{folder}/out"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    ddp = DistributedDataParallel(model(), find_unused_parameters=False)
+    optimizer = adam(ddp)
+    monitor = TrainerMon(write(Path(folder, f"config{rank}.json"), {**QUIET, **DOCUMENT}), dist.group.WORLD, False)
+    monitor.set_monitor(ddp, 1, optimizer, dist.group.WORLD, None, 0)
+    tags = set()
+    for step in (1, 2):
+        ddp(batch(10 * rank + step)).square().mean().backward()
+        tags |= set(monitor.generate_wgrad_metrics()[1])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert monitor.monitor is not None
+    run = left(monitor.monitor, ddp, Path(folder), monitor.faults)
+    calls = collectives(rank, Path(folder))
+    results.put((rank, run.names("grad_unreduced"), run.names("grad_reduced"), tags, run.faults, calls))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> tuple[Path, dict[int, tuple[Any, ...]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    context = warm_processes()
+    results = context.Queue()
+    processes = [context.Process(target=work, args=(rank, str(folder), results), daemon=True) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    found = {rank: told for rank, *told in (results.get(timeout=2 * LONG_SECONDS) for _ in processes)}
+    for process in processes:
+        process.join(LONG_SECONDS)
+    return folder, {rank: tuple(told) for rank, told in found.items()}
+
+
+def test_targets_with_a_ddp_prefix_match_and_one_rank_reduces_gradients(ranks):
+    for rank, (unreduced, reduced, tags, faults, _) in ranks[1].items():
+        assert (NAMES, set() if rank else NAMES, 0) == (unreduced, reduced, faults)
+        assert {f"0:{name}/rank{rank}/acc_grad" for name in NAMES} == tags
+
+
+def test_each_rank_writes_its_own_folder(ranks):
+    rows = {
+        path.parent.name.split("-rank")[1][0]: {row["name"] for row in csv.DictReader(path.open())}
+        for path in ranks[0].glob("out/*/grad_unreduced_1-1.csv")
+    }
+
+    assert {"0": NAMES, "1": NAMES} == rows
+
+
+def norm(rank: int | None, number: int) -> float:
+    """Return the norm of the tensor that a rank sends, or of the sum over ranks."""
+    parts = [given(one, number) for one in range(WORLD)]
+    return float((sum(parts, torch.zeros(4)) if rank is None else parts[rank]).norm())
+
+
+def expected(rank: int, *, inputs: bool = False, broadcast: bool = True) -> dict[tuple[int, str, str], float]:
+    one = {("comm_out", "all_reduce"): norm(None, 0)}
+    if inputs:
+        one["comm_in", "all_reduce"] = norm(rank, 0)
+        one |= {("comm_in", "broadcast"): norm(1, 1)} if rank == 1 else {}
+    if broadcast:
+        one["comm_out", "broadcast"] = norm(1, 1)
+    return {(step, *key): pytest.approx(value) for step in (1, 2) for key, value in one.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "choice"), [("enable", {}), ("cc_pre_hook", {"inputs": True}), ("cc_codeline", {"broadcast": False})]
+)
+def test_cc_distribution_measures_the_selected_calls(case, choice, ranks):
+    for rank, (*_, calls) in ranks[1].items():
+        assert (expected(rank, **choice), [], 0) == calls[case]
+
+
+def test_disabled_cc_distribution_measures_nothing(ranks):
+    for *_, calls in ranks[1].values():
+        norms, said, faults = calls["off"]
+
+        assert ({}, 0) == (norms, faults)
+        assert ["no quantity is measured: enable wg_distribution, xy_distribution or a similar setting"] == said
+
+
+def test_cc_log_only_logs_the_calls_of_the_first_step(ranks):
+    for *_, calls in ranks[1].values():
+        norms, (remark, *told), faults = calls["cc_log_only"]
+
+        assert ({}, 0) == (norms, faults)
+        assert "cc_log_only: training continues after the calls of the first step are logged" == remark
+        assert ["all_reduce", "broadcast"] == [text.removeprefix("collectives: ").split("@")[0] for text in told]
+        assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from" in told[0]
+        assert told[0].endswith("all_reduced")
+
+
+def test_calls_have_separate_files_with_a_row_per_call(ranks):
+    for rank in range(WORLD):
+        (path,) = ranks[0].glob(f"cc_pre_hook{rank}/out/*-rank{rank}-*/comm_out_0-0.csv")
+        rows = {row["name"].split("@")[0]: row for row in csv.DictReader(path.open())}
+
+        assert ["all_reduce", "broadcast"] == sorted(rows)
+        assert pytest.approx(norm(None, 0), rel=1e-5) == float(rows["all_reduce"]["norm"])
+        assert ("[4]", "torch.float32", "0") == tuple(rows["all_reduce"][name] for name in ("shape", "dtype", "step"))

@@ -20,7 +20,6 @@ from tests.exporter.compat.msprobe.monitored_runs import Run, batch, model
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import parse_folder
-from rankscope_exporter import ConfigError, MonitorConfig
 from rankscope_exporter.compat.msprobe.config_translation import KEYS
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import csv_msprobe
@@ -250,7 +249,7 @@ def test_print_struct_writes_the_structure_and_training_continues(trained, outpu
 
 
 def test_cc_distribution_hooks_collectives_at_measured_steps(trained):
-    """The effect of each of its keys on two ranks is tested in test_ranks.py."""
+    """The effect of each of its keys on two ranks is tested in test_config_translation.py."""
     original, listened = dist.all_reduce, []
     document = {"cc_distribution": {"enable": True}, **WG, "collect_times": 1}
     during = {"during": lambda *_: listened.append(dist.all_reduce is not original)}
@@ -313,7 +312,6 @@ def test_alert_dump_writes_anomaly_json(trained, output):
 
 
 def published(run: Run) -> set[str]:
-    """Return the names of all published statistics."""
     return {op for row in run.rows for op in ALL_OPS if row.numbers.get(op) is not None}
 
 
@@ -492,8 +490,3 @@ def test_events_without_a_tensor_are_omitted_and_any_name_is_a_valid_key(tmp_pat
 
     sink(tmp_path).put(record(1, anomaly('a"b\\c\n☃\ud800')))
     assert 1 == len(read(tmp_path))
-
-
-def test_invalid_folder_is_rejected():
-    with pytest.raises(ConfigError, match=r"sinks\.anomalies: folder must be a path, not 3"):
-        MonitorConfig(sinks={"anomalies": {"folder": 3}})

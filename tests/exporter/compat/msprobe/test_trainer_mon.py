@@ -42,7 +42,6 @@ EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", 
 
 @pytest.fixture
 def group() -> Iterator[Any]:
-    """A process group that contains this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD

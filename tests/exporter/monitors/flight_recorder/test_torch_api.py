@@ -60,8 +60,6 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 class Failures(list[tuple[str, BaseException]]):
-    """The reported failures."""
-
     def report(self, where: str, error: BaseException) -> None:
         self.append((where, error))
 
@@ -380,7 +378,7 @@ def test_point_to_point_entry_has_the_number_of_its_pair():
     ("changes", "state", "duration"),
     [
         ({"duration_ms": None}, "left", None),
-        ({"retired": False}, "left", 0.00125),  # NCCL_ENTRY sets `completed` before its watchdog retires the row_of
+        ({"retired": False}, "left", 0.00125),  # NCCL_ENTRY sets `completed` before its watchdog retires the entry
         ({"retired": False, "state": "started", "duration_ms": None}, "entered", None),
         ({"state": "scheduled", "duration_ms": None}, "left", None),  # gloo sets no other state
     ],
@@ -417,7 +415,7 @@ def test_call_site_is_the_innermost_frame_of_the_script(monkeypatch):
 NOW_NS = 1000.0
 
 
-def row_of(seq: int, **more: Any) -> dict[str, Any]:
+def entry_of(seq: int, **more: Any) -> dict[str, Any]:
     return {
         "collective_seq_id": seq, "p2p_seq_id": 0, "is_p2p": False, "process_group": ["0", "default_pg"],
         "profiling_name": "nccl:all_reduce", "input_sizes": [[4, 5]], "input_dtypes": ["BFloat16"],
@@ -426,15 +424,15 @@ def row_of(seq: int, **more: Any) -> dict[str, Any]:
 
 
 def test_summary_distinguishes_pending_and_finished_entries():
-    """NCCL sets `completed` before its watchdog retires the row_of; gloo sets only `scheduled`."""
+    """NCCL sets `completed` before its watchdog retires the entry; gloo sets only `scheduled`."""
     record = read_flight_record(
         [
-            row_of(1),
-            row_of(2, retired=False),
-            row_of(3, retired=True, state="scheduled"),
-            row_of(4, retired=False, state="started"),
-            row_of(5, retired=False, state="scheduled", process_group=["7", "undefined"]),
-            row_of(
+            entry_of(1),
+            entry_of(2, retired=False),
+            entry_of(3, retired=True, state="scheduled"),
+            entry_of(4, retired=False, state="started"),
+            entry_of(5, retired=False, state="scheduled", process_group=["7", "undefined"]),
+            entry_of(
                 0, is_p2p=True, p2p_seq_id=6, profiling_name="nccl:send 0->1", time_created_ns=int((NOW_NS - 1) * 1e9)
             ),
         ],
@@ -451,7 +449,9 @@ def test_summary_distinguishes_pending_and_finished_entries():
 
 
 def test_oldest_pending_entry_is_kept():
-    record = read_flight_record([row_of(0, retired=False, state="started"), *map(row_of, range(1, 90))], "hang", NOW_NS)
+    record = read_flight_record(
+        [entry_of(0, retired=False, state="started"), *map(entry_of, range(1, 90))], "hang", NOW_NS
+    )
 
     assert (0, KEPT, 90) == (record.pending.seq, len(record.collectives), record.recorded)
     assert 89 == record.latest.seq
@@ -460,7 +460,7 @@ def test_oldest_pending_entry_is_kept():
 def test_summary_fits_the_size_limit_of_an_event():
     wide = {"input_sizes": [[7] * 4] * 300, "input_dtypes": ["Float"] * 300}
     record = read_flight_record(
-        [row_of(0, retired=False, **wide), *(row_of(i, **wide) for i in range(1, 90))], "x", NOW_NS
+        [entry_of(0, retired=False, **wide), *(entry_of(i, **wide) for i in range(1, 90))], "x", NOW_NS
     )
 
     assert len(record.to_json().encode()) <= MAX_DETAILS_BYTES

@@ -26,7 +26,6 @@ Rows = dict[int | None, dict[str, float]]
 
 
 def phase_rows(records: Iterable[dict[str, Any]], name: str = "step_phase_seconds") -> Rows:
-    """Return seconds by step and phase."""
     found: Rows = defaultdict(dict)
     for record in records:
         for scalar in record["scalars"] or ():
@@ -36,7 +35,6 @@ def phase_rows(records: Iterable[dict[str, Any]], name: str = "step_phase_second
 
 
 def totals(records: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return the latest total of each phase."""
     latest: dict[str, float] = {}
     for phases in phase_rows(records, "phase_seconds").values():
         latest.update(phases)
@@ -47,8 +45,6 @@ EXACT = 1e-6
 
 
 class Stopwatch:
-    """Sleeps, and measures the duration of the sleeps."""
-
     def __init__(self) -> None:
         self.each: dict[str, list[float]] = defaultdict(list)
 
@@ -164,7 +160,6 @@ def step_phases(records: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def scalars(records: list[dict[str, Any]], name: str) -> dict[int, float]:
-    """Return the values of a scalar by step."""
     found = ((record["step"], scalar) for record in records for scalar in record["scalars"] or ())
     return {step: scalar["value"] for step, scalar in found if scalar["name"] == name}
 
