@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.gpu.device import Device
+from tests.gpu.trainings import Device
 
 # Read by cuBLAS when it is initialized. Without it, equal trainings may have different bits.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

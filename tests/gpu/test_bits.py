@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.parts import session_of
-from tests.gpu.device import CONFIGURATIONS, Device, configured
 from tests.gpu.trainings import (
     CASES,
+    CONFIGURATIONS,
     STEPS,
     Block,
     Case,
+    Device,
     Small,
     adamw,
     attached,
+    configured,
     deterministic,
     differences,
     ids,

@@ -12,7 +12,7 @@ import torch
 from tests.exporter.parts import records_of, session_of
 from tests.exporter.statistics.conftest import assert_is_true, check_all, exact, truth  # noqa: F401 - a fixture
 from tests.exporter.statistics.test_definitions import *  # noqa: F403 - pytest collects them here with these fixtures
-from tests.gpu.device import Device, configured
+from tests.gpu.trainings import Device, configured
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.exporter.parts import records_of, session_of
-from tests.gpu.device import CONFIGURATIONS, Device, configured
-from tests.gpu.trainings import Block, Case, adamw
+from tests.gpu.trainings import CONFIGURATIONS, Block, Case, Device, adamw, configured
 from torch import nn
 
 from rankscope_contract.model.events import EventType

@@ -1,11 +1,13 @@
-"""Read one store with other readers in several versions, and write the matrix in docs/readers.md: `make test-readers`.
+"""A store with rows in every view and macro and a query for each of them, which other readers read in several versions.
 
-Each version has a virtual environment in the folder RANKSCOPE_READERS_CACHE (default: ~/.cache/rankscope-readers). It
-is created once. The exit code is 1 if a version that must read the store does not, or if it reads other values.
+`make test-readers` writes the matrix in docs/readers.md. Each version has a virtual environment in the folder
+RANKSCOPE_READERS_CACHE (default: ~/.cache/rankscope-readers). It is created once. The exit code is 1 if a version that
+must read the store does not, or if it reads other values.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import math
 import os
@@ -14,18 +16,99 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.readers import read_files
-from tests.readers.reader_store import queries, write_reader_store
+from tests.view.training import MAIN, START, Size, write_store
 
+from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.log.delta import Log
+from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.query.sql_script import FILE_NAME
+from rankscope_storage.query.statements import definitions
+
+_BEGAN: Final = dt.datetime.fromtimestamp(START / 1e6, dt.UTC)
+_CURVE: Final = f"WITH c AS (SELECT run, step, rank, value FROM scalars WHERE run = '{MAIN}' AND name = 'loss')"
+_CALLS: Final = {
+    "ema": f"{_CURVE} FROM ema(c, step, value, 0.1, series := rank)",
+    "moving_average": f"{_CURVE} FROM moving_average(c, step, value, 5, series := rank)",
+    "p10": f"{_CURVE} FROM p10(c, value, series := rank)",
+    "perplexity": f"{_CURVE} SELECT step, rank, perplexity(value) FROM c WHERE value < 20",
+    "downsample": f"{_CURVE} FROM downsample(c, step, value, 20, series := rank)",
+    "scalar_curve": f"FROM scalar_curve('{MAIN}', points := 20)",
+    "top_deviations": f"FROM top_deviations('{MAIN}')",
+    "bucket_deviations": f"FROM bucket_deviations('{MAIN}')",
+}
+"""A query for each macro; a view is read completely."""
+
+
+def queries() -> dict[str, str]:
+    """Return a query for each public view and macro, except the views of datasets without a reader's logic."""
+    return {name: _CALLS.get(name, f"FROM {name}") for name in definitions(prefix="rankscope_raw_")}
+
+
+def write_reader_store(root: Path) -> None:
+    """Create a store with several runs, hashes that differ, collectives, and rollups of the oldest steps."""
+    write_store(root, Size(steps=240))
+    with Store.open(root).claim(owner="readers") as writer:
+        tables = {"hashes": _hashes(), "collectives": _collectives(), "histograms": _histograms()}
+        rows = {name: pa.Table.from_pylist(listed, schema=dataset_schema(name)) for name, listed in tables.items()}
+        writer.append(Batch(tables=rows, watermarks={}))
+    retain(root, Retention(raw_days=1, scalars_days=1), sync_to_disk, now=_BEGAN + dt.timedelta(days=1, minutes=12))
+
+
+def _common(rank: int, step: int) -> dict[str, Any]:
+    ts = _BEGAN + dt.timedelta(days=2, seconds=step)
+    return {"run": MAIN, "attempt": 0, "rank": rank, "step": step, "ordinal": step, "ts": ts, "ts_origin": "rank"}
+
+
+def _hashes() -> list[dict[str, Any]]:
+    return [
+        _common(rank, step)
+        | {
+            "kind": "param_after",
+            "tensor": f"t{number}",
+            "replicas": "0-3",
+            "hash": _hash(step) + (rank == 2 and step > 300),
+        }
+        for step in range(295, 305)
+        for rank in range(4)
+        for number in range(3)
+    ]
+
+
+def _hash(step: int) -> int:
+    """Return one of the numbers in the whole range of the column, as real hashes are."""
+    return (step * 0x9E3779B97F4A7C15) % (1 << 64) - (1 << 63)
+
+
+def _collectives() -> list[dict[str, Any]]:
+    call = {
+        "incarnation": "readers", "op": "all_reduce", "group": "dp", "group_id": "0", "group_size": 2,
+        "group_ranks": "0-1", "bytes": 12, "dtype": "float32", "state": "left", "backend": "gloo", "is_p2p": False,
+    }  # fmt: skip
+    return [
+        _common(rank, step)
+        | call
+        | {"collective_seq": step, "t_start": _BEGAN + dt.timedelta(days=2, seconds=step + 0.1 * rank)}
+        for step in range(300, 330)
+        for rank in range(2)
+    ]
+
+
+def _histograms() -> list[dict[str, Any]]:
+    names = {field.name: field.type for field in dataset_schema("histograms")}
+    lists = {name: [1, 2, step] for step in (3,) for name, type_ in names.items() if pa.types.is_list(type_)}
+    return [
+        _common(0, step) | {"kind": "grad_reduced", "tensor": "t", "scheme": "log2"} | lists for step in range(300, 310)
+    ]
+
 
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parents[1] / "docs" / "readers.md"
@@ -34,7 +117,7 @@ _SECONDS: Final = 600
 """Time limit of one installation and of one reader."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Reader:
     """A reader: its package, its versions in ascending order, and the function of `read_files` that calls it.
 
@@ -49,86 +132,50 @@ class Reader:
     versions: tuple[str, ...]
     refused: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
-    beside: Mapping[str, tuple[str, ...]]
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _FILES: Final = "all columns of all datasets"
+_OLD_ARROW: Final = ("pyarrow==14.0.2", "numpy<2")
+_NEW_ARROW: Final = ("pyarrow==26.0.1",)
 READERS: Final = (
     Reader(
-        name="DuckDB",
-        package="duckdb",
-        function="views",
-        reads="all views and macros of `rankscope.sql`",
+        *("DuckDB", "duckdb", "views", "all views and macros of `rankscope.sql`"),
         versions=("1.2.2", "1.3.2", "1.4.0", "1.4.4", "1.5.6", "2.0.1"),
         refused=("1.2.2", "1.3.2"),
         always=("pytz==2026.1",),
-        beside={},
     ),
     Reader(
-        name="pyarrow",
-        package="pyarrow",
-        function="pyarrow",
-        reads=_FILES,
+        *("pyarrow", "pyarrow", "pyarrow", _FILES),
         versions=("10.0.1", "14.0.2", "26.0.1"),
         refused=("10.0.1",),
         beside={"10.0.1": ("numpy<2",), "14.0.2": ("numpy<2",)},
     ),
+    Reader("polars", "polars", "polars", _FILES, versions=("1.0.0", "1.20.0", "2.1.0"), refused=("1.0.0",)),
     Reader(
-        name="polars",
-        package="polars",
-        function="polars",
-        reads=_FILES,
-        versions=("1.0.0", "1.20.0", "2.1.0"),
-        refused=("1.0.0",),
-        beside={},
-    ),
-    Reader(
-        name="pandas",
-        package="pandas",
-        function="pandas",
-        reads=f"{_FILES}, with pyarrow",
+        *("pandas", "pandas", "pandas", f"{_FILES}, with pyarrow"),
         versions=("1.5.3", "2.0.3", "3.1.1"),
-        beside={
-            "1.5.3": ("pyarrow==14.0.2", "numpy<2"),
-            "2.0.3": ("pyarrow==14.0.2", "numpy<2"),
-            "3.1.1": ("pyarrow==26.0.1",),
-        },
+        beside={"1.5.3": _OLD_ARROW, "2.0.3": _OLD_ARROW, "3.1.1": _NEW_ARROW},
     ),
     Reader(
-        name="delta-rs",
-        package="deltalake",
-        function="delta_rs",
-        reads="the Delta table",
+        *("delta-rs", "deltalake", "delta_rs", "the Delta table"),
         versions=("0.15.3", "0.18.2", "1.6.6"),
-        beside={
-            "0.15.3": ("pyarrow==14.0.2", "numpy<2"),
-            "0.18.2": ("pyarrow==14.0.2", "numpy<2"),
-            "1.6.6": ("pyarrow==26.0.1",),
-        },
+        beside={"0.15.3": _OLD_ARROW, "0.18.2": _OLD_ARROW, "1.6.6": _NEW_ARROW},
     ),
     Reader(
-        name="DataFusion",
-        package="datafusion",
-        function="datafusion",
-        reads=_FILES,
+        *("DataFusion", "datafusion", "datafusion", _FILES),
         versions=("34.0.0", "40.1.0", "55.0.0"),
         refused=("34.0.0",),
-        beside={"34.0.0": ("pyarrow==14.0.2", "numpy<2"), "40.1.0": ("pyarrow==14.0.2", "numpy<2")},
+        beside={"34.0.0": _OLD_ARROW, "40.1.0": _OLD_ARROW},
     ),
     Reader(
-        name="ClickHouse",
-        package="chdb",
-        function="clickhouse",
-        reads=f"{_FILES}, with chdb",
+        *("ClickHouse", "chdb", "clickhouse", f"{_FILES}, with chdb"),
         versions=("2.0.4", "3.0.1", "4.4.0"),
-        always=("pyarrow==26.0.1",),
+        always=_NEW_ARROW,
         beside={"2.0.4": ("pandas",), "3.0.1": ("pandas",)},
     ),
     Reader(
-        name="fastparquet",
-        package="fastparquet",
-        function="fastparquet",
-        reads="texts, integers and times of all datasets; see below",
+        *("fastparquet", "fastparquet", "fastparquet", "texts, integers and times of all datasets; see below"),
         versions=("2024.2.0", "2024.11.0", "2026.9.0"),
         beside={"2024.2.0": ("numpy<2", "pandas<2.3"), "2024.11.0": ("pandas<2.3",)},
     ),

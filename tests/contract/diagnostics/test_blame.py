@@ -71,20 +71,10 @@ def test_place_is_unknown_if_a_user_thread_is_in_a_collective(is_ours, place):
     assert place is place_of(dump(waits, OWN, calls=".acquire", others=(saver,)))
 
 
-C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-
-
-def stacks(*frames: Frame, calls: str | None = None) -> StackDump:
-    thread = ThreadStack(ident=1, is_training=True, frames=(*frames, Frame("/job/train.py", 88, "main")), calls=calls)
-    return StackDump(reason="hang", threads=(thread,))
-
-
-IN_REDUCE = stacks(Frame(C10D, 3252, "all_reduce"))
-IN_BARRIER = stacks(Frame(C10D, 5356, "barrier"))
-IN_RECV = stacks(Frame(C10D, 2799, "recv"))
-IN_BACKWARD = stacks(BACKWARD)
-SLEEPS = stacks(calls="time.sleep")
-WAITS_FOR_DEVICE = stacks(calls=".item")
+IN_REDUCE, IN_BACKWARD = dump(REDUCE, OWN), dump(BACKWARD, OWN)
+IN_BARRIER, IN_RECV = (dump(Frame(REDUCE.file, 2799, name), OWN) for name in ("barrier", "recv"))
+SLEEPS = dump(OWN, calls="time.sleep")
+WAITS_FOR_DEVICE = dump(OWN, calls=".item")
 
 
 @dataclass(frozen=True, kw_only=True)

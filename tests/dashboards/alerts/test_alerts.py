@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.dashboards.alerts import scenarios
-from tests.dashboards.boards.promql import OTHER_JOB, OTHER_REPLICA, scraped_twice
+from tests.dashboards.conftest import OTHER_JOB, OTHER_REPLICA, scraped_twice
 from tests.properties import few
 
 from rankscope_contract.metrics.catalogue import CATALOG

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
-from tests.dashboards.boards.promql import promql_error, substituted
+from tests.dashboards.conftest import promql_error, substituted
 from tests.dashboards.generated import BOARDS, FILES, PANELS
 
 from rankscope_contract.metrics.catalogue import CATALOG

@@ -6,8 +6,7 @@ import re
 
 import pytest
 import yaml
-from tests.dashboards.boards import promql
-from tests.dashboards.boards.promql import (
+from tests.dashboards.conftest import (
     AT,
     OTHER_JOB,
     OTHER_REPLICA,
@@ -17,6 +16,7 @@ from tests.dashboards.boards.promql import (
     query_of,
     scraped_twice,
     series,
+    substituted,
 )
 from tests.dashboards.generated import BOARDS, FILES, PANELS
 
@@ -206,7 +206,7 @@ def test_gpu_alerts_link_to_the_board_of_ranks():
 
 MARKS = [one for board in BOARDS.values() for one in board["annotations"]["list"][1:]]
 EXPRESSIONS = [
-    f"round({promql.substituted(item['expr'])}, 0.000001)"  # a sum of floats depends on their order
+    f"round({substituted(item['expr'])}, 0.000001)"  # a sum of floats depends on their order
     for item in (*(target for _, panel in PANELS for target in panel["targets"]), *MARKS)
 ]
 WITHOUT_RESULT = 8
@@ -216,7 +216,7 @@ had not changed, or the spread between ranks, which are at different steps here.
 
 def results(judge, cases):
     """Return, for each collection of series, the samples of each expression that selects any."""
-    errors = promql.promql_errors(judge, [(given, [(one, None, 0) for one in EXPRESSIONS]) for given in cases])
+    errors = promql_errors(judge, [(given, [(one, None, 0) for one in EXPRESSIONS]) for given in cases])
     assert all(errors)
     parts = [re.split(r"^ +expr: ", error, flags=re.MULTILINE)[1:] for error in errors]
     return [{part.partition(", time:")[0]: samples(part) for part in one} for one in parts]
@@ -230,7 +230,7 @@ def samples(part):
 def test_results_are_the_same_if_targets_are_scraped_twice(judge):
     given = {}
     for expression in EXPRESSIONS:
-        given |= promql.given_series(expression, 3, lambda rank: f"{rank}+{rank + 1}x30")
+        given |= given_series(expression, 3, lambda rank: f"{rank}+{rank + 1}x30")
     rank = {name: values for name, values in given.items() if 'rank="1"' in name}
     all_twice = [scraped_twice(given, **labels) for labels in (OTHER_JOB, OTHER_REPLICA)]
     once, *twice = results(judge, [given, *all_twice, given | scraped_twice(rank, **OTHER_REPLICA)])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from tests.dashboards.grafana.contract_answers import NOT_MODELLED, NULL, Answer, Caller, Request, message
+from tests.dashboards.grafana.contract_content import NOT_MODELLED, NULL, Answer, Caller, Request, message
 
 MOST_TITLE_CHARACTERS: Final = 190
 SCHEDULER_SECONDS: Final = 10

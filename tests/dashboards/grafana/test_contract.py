@@ -10,8 +10,8 @@ import urllib.parse
 import urllib.request
 from typing import Any, Final
 
-from tests.dashboards.grafana.contract_answers import NOT_MODELLED, Answer
-from tests.dashboards.grafana.recorded import Pair, pairs, recorded_server, webhooks
+from tests.dashboards.grafana.contract_content import NOT_MODELLED, Answer
+from tests.dashboards.grafana.contract_server import Pair, pairs, recorded_server, webhooks
 
 VOLATILE: Final = {"id", "created", "updated", "updatedAt", "createdAt", "accessErrorId", "traceID", "dashboardId"}
 """Keys whose values differ at each recording."""
