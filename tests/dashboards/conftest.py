@@ -1,11 +1,13 @@
-"""Fixtures that evaluate alert rules and queries with promtool, with values for the variables of Grafana."""
+"""Fixtures that evaluate alert rules and queries with promtool, and the generated files of dashboards and rules."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import yaml
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
+from rankscope_dashboards.generate import generated_files
 
 Document = Mapping[str, Any]
 Judge = Callable[[Sequence[tuple[Document, Document]]], list[str | None]]
@@ -143,3 +146,11 @@ def _document(given: Mapping[str, str], checks: Checks) -> dict[str, Any]:
         "evaluation_interval": "10s",
         "tests": [{"interval": "10s", "input_series": series, "promql_expr_test": queries}],
     }
+
+
+FILES = MappingProxyType(generated_files())
+"""The text of each file by its path. It is generated once in a process, which takes a second."""
+
+BOARDS = {Path(name).stem: json.loads(text) for name, text in FILES.items() if name.endswith(".json")}
+PANELS = [(name, panel) for name, board in BOARDS.items() for panel in all_panels(board) if panel["type"] != "row"]
+"""The name of its board, and the panel."""

@@ -7,8 +7,7 @@ import re
 import time
 import urllib.request
 
-from tests.dashboards.conftest import judge, promql_errors, promtool, query_of  # noqa: F401 - fixtures
-from tests.dashboards.generated import FILES
+from tests.dashboards.conftest import FILES, judge, promql_errors, promtool, query_of  # noqa: F401 - fixtures
 from tests.ingest.remote_read.streams import MESSAGES
 from tests.programs import run_command, run_program
 

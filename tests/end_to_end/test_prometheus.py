@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.dashboards.generated import FILES
+from tests.dashboards.conftest import FILES
 from tests.end_to_end.lives import until
 
 from rankscope.output.board_preview import PreviewChoice, preview_html

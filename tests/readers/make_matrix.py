@@ -224,10 +224,10 @@ def _run(command: list[str], text: str = "") -> str:
 def read(python: Path | str, function: str, root: Path) -> dict[str, Any]:
     """Return the values that `function` reads from the store at `root`, with the program `python`."""
     if function == "views":
-        asked = json.dumps(list(queries().values()))
-        return dict(json.loads(_run([str(python), str(HERE / "read_views.py"), str(root / FILE_NAME)], asked)))
-    asked = json.dumps({"root": str(root), "files": _files(root)})
-    return dict(json.loads(_run([str(python), str(HERE / "read_files.py"), function], asked)))
+        arguments, asked = [function, str(root / FILE_NAME)], json.dumps(list(queries().values()))
+    else:
+        arguments, asked = [function], json.dumps({"root": str(root), "files": _files(root)})
+    return dict(json.loads(_run([str(python), str(HERE / "read_files.py"), *arguments], asked)))
 
 
 def _files(root: Path) -> dict[str, list[str]]:

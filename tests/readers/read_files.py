@@ -1,9 +1,12 @@
-"""Read Parquet files with one foreign reader; this program runs in the environment of the reader.
+"""Read Parquet files, or the views of DuckDB, with one foreign reader, in whose environment this program runs.
 
     python read_files.py READER < files.json > found.json
+    python read_files.py views SCRIPT < queries.json > rows.json
 
-The input has the paths of the files by dataset, and the path of the store. The output has the number of rows, and for
-each column the number of its values and their sum. NaN counts as null, because pandas does not distinguish them.
+DuckDB executes the script rankscope.sql. The output has the columns and sorted rows of each query, or the text of its
+error. For other readers, the input has the paths of the files by dataset, and the path of the store. The output has the
+number of rows, and for each column the number of its values and their sum. NaN counts as null, because pandas does not
+distinguish them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import io
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
@@ -102,6 +106,37 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def rounded(value: Any) -> Any:
+    """Return `value` with floats to nine digits: the order in which DuckDB adds floats is not defined."""
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    if isinstance(value, (list, tuple)):
+        return [rounded(one) for one in value]
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    return str(value)
+
+
+def views(script: str) -> None:
+    """Print the result of each query in the input as JSON."""
+    import duckdb
+
+    database = duckdb.connect()
+    try:
+        database.execute(Path(script).read_text(encoding="utf-8"))
+    except duckdb.Error as error:
+        raise SystemExit(str(error)) from None
+    found = {}
+    for query in json.load(sys.stdin):
+        try:
+            answer = database.execute(query)
+            columns = [column[0] for column in answer.description]
+            found[query] = [columns, sorted((rounded(row) for row in answer.fetchall()), key=repr)]
+        except duckdb.Error as error:
+            found[query] = str(error)
+    json.dump(found, sys.stdout)
+
+
 def main(reader: str) -> None:
     """Print the description of all datasets in the input as JSON."""
     asked = json.load(sys.stdin)
@@ -117,4 +152,4 @@ def main(reader: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    (views if sys.argv[1] == "views" else main)(sys.argv[-1])

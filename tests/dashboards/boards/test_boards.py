@@ -12,8 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
-from tests.dashboards.conftest import promql_error, substituted
-from tests.dashboards.generated import BOARDS, FILES, PANELS
+from tests.dashboards.conftest import BOARDS, FILES, PANELS, promql_error, substituted
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package

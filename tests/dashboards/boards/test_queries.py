@@ -8,8 +8,11 @@ import pytest
 import yaml
 from tests.dashboards.conftest import (
     AT,
+    BOARDS,
+    FILES,
     OTHER_JOB,
     OTHER_REPLICA,
+    PANELS,
     given_series,
     promql_error,
     promql_errors,
@@ -18,7 +21,6 @@ from tests.dashboards.conftest import (
     series,
     substituted,
 )
-from tests.dashboards.generated import BOARDS, FILES, PANELS
 
 from rankscope_dashboards.boards.elements.pages import all_panels
 

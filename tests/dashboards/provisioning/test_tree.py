@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.dashboards.generated import BOARDS as GENERATED
-from tests.dashboards.generated import FILES
+from tests.dashboards.conftest import BOARDS as GENERATED
+from tests.dashboards.conftest import FILES
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
