@@ -1,4 +1,4 @@
-"""Half-open, idle and slow connections of the service: time limits, the maximum number, and answers under way."""
+"""Connections of the service: limits of slow and idle ones, addresses, and requests of foreign web pages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import logging
 import resource
 import ssl
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -17,8 +18,12 @@ from rankscope_contract.protocol import channel
 from rankscope_contract.security.tls import server_context
 from rankscope_contract.security.web_config import TlsServer
 from rankscope_ingest.base import file_limit
+from rankscope_ingest.base.config import ServiceSection, split_address
+from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network import connections
-from rankscope_ingest.network.connections import Limits, accepting, open_socket
+from rankscope_ingest.network.auth import own_names
+from rankscope_ingest.network.connections import Limits, accepting, advertised, open_socket
+from rankscope_ingest.network.dialing import address_of, check_allowed, is_allowed
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 HALF_OPEN = {
@@ -293,3 +298,143 @@ def test_soft_limit_of_files_is_raised_to_the_hard_limit(monkeypatch, before, af
     file_limit.raise_file_limit()
 
     assert ([] if after is None else [after]) == found
+
+
+# Addresses: IPv4, IPv6 and both, and the advertised one.
+
+
+@pytest.mark.parametrize(
+    ("listen", "reached_at"),
+    [("[::]:0", ("127.0.0.1", "[::1]")), ("0.0.0.0:0", ("127.0.0.1", "127.0.0.2")), ("[::1]:0", ("[::1]",))],
+)
+async def test_service_is_reached_over_ipv4_and_ipv6(start_service, listen, reached_at):
+    async with start_service(**{"service.listen": listen, "service.token": "t"}) as service:
+        port = service.url.rpartition(":")[2]
+        for host in reached_at:
+            service.url = f"http://{host}:{port}"
+            assert 200 == (await service.get("/healthz"))[0]
+
+
+LOOPBACK = ["127.0.0.0/8", "::1/128"]
+
+
+@pytest.mark.parametrize(
+    ("networks", "host", "is_permitted"),
+    [
+        *((LOOPBACK, host, True) for host in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")),
+        *((LOOPBACK, host, False) for host in ("::ffff:8.8.8.8", "169.254.169.254", "0.0.0.0", "fe80::1%eth0")),
+        *((["fd00::/8"], "fd00::7", True), (["fd00::/8"], "fe80::7", False), (["fd00::/8"], "::1", False)),
+        *((["10.0.0.0/8"], "::ffff:10.1.2.3", True), (["::ffff:10.0.0.0/104"], "10.1.2.3", True)),
+        (["::/0"], "10.1.2.3", False),
+    ],
+)
+def test_allowed_networks_apply_to_both_address_families(networks, host, is_permitted):
+    allowed = ServiceSection(allowed_networks=networks).allowed_networks
+
+    assert is_permitted == is_allowed(address_of(host), allowed)
+    with contextlib.nullcontext() if is_permitted else pytest.raises(RegistrationError, match="allowed_networks"):
+        check_allowed("http://h:9400", [address_of(host)], allowed)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"listen": "10.0.0.1:9470"}, "10.0.0.1:9999"),
+        ({"listen": "[::1]:0"}, "[::1]:9999"),
+        ({"listen": "0.0.0.0:0"}, "node-1:9999"),
+        ({"listen": "[::]:0"}, "node-1:9999"),
+        ({"listen": "[::]:0", "advertise": "ingest.cluster:443"}, "ingest.cluster:443"),
+        ({"listen": "[::]:0", "advertise": "[fd00::1]:0"}, "[fd00::1]:9999"),
+    ],
+)
+def test_advertised_address_is_reachable_for_ranks(section, expected):
+    assert expected == advertised(ServiceSection(token="t", **section), 9999, lambda: "node-1")
+
+
+@pytest.mark.parametrize(
+    "text", ["::1:9470", "[127.0.0.1]x:1", "[::1]", "host", "host:", ":9470", "[]:1", "host:99999"]
+)
+def test_listen_address_needs_a_port_and_brackets_for_ipv6(text):
+    with pytest.raises(ValueError, match=r"\[::1\]:9470"):
+        split_address(text)
+
+
+def test_localhost_listens_on_one_socket(free_port):
+    with open_socket(f"localhost:{free_port}") as listening:
+        assert ("127.0.0.1", free_port) == listening.getsockname()
+
+
+# Without a token, a foreign web page can neither register ranks nor read from the service.
+
+shared = pytest.mark.asyncio(loop_scope="module")
+JSON = {"Content-Type": "application/json"}
+
+
+async def answer(service, method, path, data=b"{}", **headers):
+    async with (
+        aiohttp.ClientSession() as session,
+        session.request(method, service.url + path, data=data if method == "POST" else None, headers=headers) as got,
+    ):
+        return got.status, await got.text()
+
+
+@shared
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/api/v1/register", "text/plain"),
+        ("/api/v1/poke", "application/x-www-form-urlencoded"),
+        ("/api/v1/stacks", "multipart/form-data"),
+    ],
+)
+async def test_post_that_a_foreign_web_page_can_send_is_rejected(shared_service, path, kind):
+    status, text = await answer(shared_service, "POST", path, **{"Content-Type": kind})
+
+    assert 415 == status
+    assert "Content-Type: application/json" in text
+
+
+@shared
+async def test_json_with_a_charset_is_accepted(shared_service):
+    """The process is unknown."""
+    charset = {"Content-Type": "application/json; charset=utf-8"}
+
+    assert 404 == (await answer(shared_service, "POST", "/api/v1/poke", data=b'{"incarnation": "x"}', **charset))[0]
+
+
+@shared
+@pytest.mark.parametrize(("method", "path"), [("GET", "/api/v1/runs"), ("GET", "/metrics"), ("POST", "/api/v1/poke")])
+async def test_foreign_host_header_is_rejected_with_the_setting(shared_service, method, path):
+    """DNS rebinding: the name of the page resolves to this machine, so that its requests have the same origin."""
+    status, text = await answer(shared_service, method, path, Host="page.example:9470", **JSON)
+
+    assert 421 == status
+    assert all(words in text for words in ("'page.example'", "allowed_hosts", "set the same token"))
+
+
+async def test_addresses_and_names_of_the_service_are_accepted(start_service):
+    hosts = ("127.0.0.1", "10.1.2.3:9470", "[::1]:9470", "localhost:9470", "LocalHost", "sd.cluster")
+    async with start_service(**{"service.allowed_hosts": ["sd.cluster"]}) as service:
+        assert [200] * 6 == [(await answer(service, "GET", "/sd", Host=host))[0] for host in hosts]
+        assert 200 == (await answer(service, "GET", "/healthz", Host="probe.example"))[0]
+
+
+async def test_any_host_header_is_accepted_with_a_token(start_service):
+    async with start_service(**{"service.token": "secret"}) as service:
+        headers = {"Host": "telemetry.example", "Authorization": "Bearer secret"}
+        assert 200 == (await answer(service, "GET", "/sd", **headers))[0]
+
+
+def test_host_name_and_configured_names_are_accepted():
+    section = ServiceSection(listen="localhost:0", advertise="Telemetry.Cluster:9470", allowed_hosts=("other.",))
+    is_own = own_names(section, lambda: "node7.cluster")
+
+    assert is_own is not None
+    assert all(map(is_own, ["node7.cluster", "NODE7", "node7.cluster.", "telemetry.cluster", "other", "::1"]))
+    assert not any(map(is_own, ["", "node7.example", "cluster", "localhost.example", "127.0.0.1.example"]))
+
+
+def test_host_header_is_not_checked_with_tls(certificates, tmp_path):
+    written = certificates.web_config(tmp_path / "web.json", "server")
+
+    assert own_names(ServiceSection(web_config=str(written))) is None

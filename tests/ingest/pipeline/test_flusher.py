@@ -1,21 +1,164 @@
-"""The flusher: rows of failed commits are kept, retried, and never stored twice."""
+"""Batcher and flusher: due batches, failed commits that are retried and never stored twice, and quarantined rows."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import os
+import pickle
 import threading
 import time
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.properties import examples
 
 from rankscope_ingest.base.errors import ServiceError
-from rankscope_ingest.pipeline.batcher import Batcher
-from rankscope_ingest.pipeline.flusher import Flusher
-from rankscope_storage.base.errors import ShardLostError, StoreError
+from rankscope_ingest.pipeline.batcher import SOON_SECONDS, Batcher, PendingBatch
+from rankscope_ingest.pipeline.flusher import FOLDER, Flusher, Quarantine, halves, parts
+from rankscope_ingest.reporting.rows import Stamp
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
 from rankscope_storage.log.delta import Log
+from rankscope_storage.writer.writer import Writer
+
+# When a batch is due, its content, and the limit of pending rows.
+
+
+def batcher(**changes):
+    return Batcher(**({"flush_rows": 10, "flush_after_seconds": 5.0, "max_pending_rows": 20} | changes))
+
+
+def table(*values):
+    return pa.table({"x": list(values)})
+
+
+def test_batch_is_due_by_rows_by_age_and_on_demand():
+    """A request to flush an empty batch does not affect the next one."""
+    by_rows, by_age, wanted, early = batcher(), batcher(), batcher(), batcher()
+    early.want_flush()
+    empty = early.due(1e9)
+    by_rows.add({"scalars": table(*range(10))}, 0.0)
+    for one in (by_age, wanted, early):
+        one.add({"scalars": table(1)}, 0.0)
+    wanted.want_flush()
+
+    assert [None, None, "rows", "wanted"] == [empty, early.due(0.0), by_rows.due(0.0), wanted.due(0.0)]
+    assert [None, "age"] == [by_age.due(4.9), by_age.due(5.0)]
+
+
+def filling(rows, seconds):
+    """Return a batcher whose previous batch gathered `rows` in `seconds`, and whose current one started at 0."""
+    queue = batcher(flush_rows=100, flush_after_seconds=60.0, max_pending_rows=1000)
+    queue.add({"scalars": table(*range(rows))}, -seconds)
+    queue.release(queue.take())
+    queue.add({"scalars": table(1)}, 0.0)
+    queue.want_flush()
+    return queue
+
+
+def test_requested_flush_waits_for_a_batch_that_is_full_within_two_seconds():
+    soon, later = filling(100, 1.9), filling(100, 2.1)
+
+    assert [None, "wanted"] == [soon.due(0.0), later.due(0.0)]
+    soon.add({"scalars": table(*range(99))}, 1.9)
+    assert "rows" == soon.due(1.9)
+
+
+def test_requested_flush_waits_at_most_two_seconds():
+    stopped = filling(100, 0.5)
+
+    assert [None, None, "wanted"] == [stopped.due(0.0), stopped.due(1.9), stopped.due(2.0)]
+    stopped.take()
+    stopped.add({"scalars": table(1)}, 3.0)
+    stopped.want_flush()
+    assert "wanted" == stopped.due(3.0)  # by then it is known that they fill no more
+
+
+def test_rest_seconds_returns_the_time_until_a_batch_is_due():
+    empty, by_age, wanted = batcher(), batcher(), filling(100, 0.5)
+    by_age.add({"scalars": table(1)}, 1.0)
+
+    assert [math.inf, 5.0, 0.5, -1.0] == [
+        empty.rest_seconds(9.0),
+        by_age.rest_seconds(1.0),
+        by_age.rest_seconds(5.5),
+        by_age.rest_seconds(7.0),
+    ]
+    by_age.add({"scalars": table(*range(10))}, 1.0)
+    assert 0.0 == by_age.rest_seconds(1.0)  # the flusher may not have had time after the notification
+    assert wanted.due(0.0) is None
+    assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
+
+
+def test_flusher_is_notified_when_a_batch_starts_is_full_or_is_wanted():
+    reasons = []
+    queue = batcher()
+    queue.notify(lambda: reasons.append(queue.due(0.0)))
+    queue.want_flush()
+    queue.add({}, 0.0)
+    queue.add({"scalars": table(1)}, 0.0)
+    queue.add({"scalars": table(2)}, 0.0)
+    queue.want_flush()
+    queue.take()
+    queue.add({"scalars": table(*range(9))}, 0.0)
+    queue.add({"scalars": table(9)}, 0.0)
+
+    assert [None, "wanted", None, "rows"] == reasons
+
+
+def test_watermark_without_rows_is_flushed():
+    idle = batcher()
+    idle.add({}, 0.0, watermarks={"a": 3})
+
+    assert "age" == idle.due(5.0)
+    assert {"a": 3} == idle.take().watermarks
+
+
+def test_rows_received_while_a_batch_is_in_flight_form_the_next_one():
+    """Rows count as pending until their commit."""
+    busy = batcher(max_pending_rows=2)
+    busy.add({"scalars": table(1)}, 0.0, watermarks={"a": 1, "b": 1})
+    first = busy.take()
+    busy.add({"scalars": table(2)}, 1.0, watermarks={"a": 2})
+    second = busy.take()
+    before = (busy.pending_rows, busy.is_full)
+    busy.release(first)
+
+    assert [[1], [2]] == [batch.tables()["scalars"]["x"].to_pylist() for batch in (first, second)]
+    assert [{"a": 1, "b": 1}, {"a": 2}] == [first.watermarks, second.watermarks]
+    assert [(2, True), (1, False)] == [before, (busy.pending_rows, busy.is_full)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["add", "take", "settle"]), st.integers(0, 4)), max_size=40))
+def test_no_row_is_lost_or_duplicated(actions):
+    """Rows are returned in order, each exactly once, and the number of pending rows is always right."""
+    queue, next_row, stored, taken = batcher(), 0, [], []
+    for action, size in actions:
+        if action == "add":
+            rows = list(range(next_row, next_row + size))
+            next_row += size
+            queue.add({"scalars": pa.table({"x": pa.array(rows, pa.int64())})}, 0.0, watermarks={"a": next_row})
+        elif action == "take" and not taken:
+            taken.append(queue.take())
+        elif action == "settle" and taken:
+            batch = taken.pop()
+            stored += batch.tables().get("scalars", table())["x"].to_pylist() if batch.rows else []
+            queue.release(batch)
+        assert next_row - len(stored) == queue.pending_rows
+    for rest in (*taken, queue.take()):
+        stored += rest.tables()["scalars"]["x"].to_pylist() if rest.rows else []
+
+    assert list(range(next_row)) == stored
+
+
+# Rows of failed commits are kept, retried, and never stored twice.
 
 
 @dataclass
@@ -228,3 +371,112 @@ async def test_unexpected_error_does_not_stop_the_flusher_or_lose_rows(fault, ev
     assert type(fault).__name__ in trouble
     assert ([1, 2, 3], None) == (appender.values, flusher.trouble)
     assert ([{"a": 2}, {"a": 3}], 0) == (commits, batcher.pending_rows)
+
+
+# Rows that the store always rejects are quarantined and reported, and all others are stored.
+
+
+def poisoned(monkeypatch, is_bad):
+    """Make the store reject batches with one bad value of loss, as it does with invalid rows."""
+    genuine = Writer.append
+
+    def append(writer, batch):
+        table = batch.tables.get("scalars")
+        if table is not None and any(map(is_bad, table["value"].to_pylist())):
+            raise BatchError("scalars.value must be float64")
+        return genuine(writer, batch)
+
+    monkeypatch.setattr(Writer, "append", append)
+
+
+def told(service) -> list[dict]:
+    return service.rows("SELECT run, rank, message, details FROM events WHERE type = 'fault'")
+
+
+async def test_rejected_rows_are_quarantined_and_all_others_are_stored_once(
+    start_service, fake_rank, eventually, monkeypatch
+):
+    poisoned(monkeypatch, lambda value: value == 13.0)
+    async with fake_rank(world_size=2) as good, fake_rank(rank=1, world_size=2) as bad, start_service() as service:
+        for rank in (good, bad):
+            await rank.register(service.url)
+        for step in range(20):
+            good.publish(step=step, scalars=[{"name": "loss", "value": 1.0}])
+            bad.publish(step=step, scalars=[{"name": "loss", "value": float(step)}])
+        await eventually(lambda: (good.committed, bad.committed) == (19, 19))
+        await bad.deliver(service, 1)  # later records follow the rejected ones
+        _, page = await service.get("/metrics")
+    monkeypatch.undo()
+
+    stored = service.rows("SELECT rank, step FROM scalars WHERE name = 'loss' ORDER BY ALL")
+    (event,) = told(service)
+    details = json.loads(event["details"])
+    (folder,) = (service.store / FOLDER).iterdir()
+    kept = pa.ipc.open_file(folder / "scalars.arrow").read_all()
+    steps = [[row["step"] for row in stored if row["rank"] == rank] for rank in (0, 1)]
+    assert [list(range(20)), list(range(21))] == [steps[0], sorted(steps[1] + kept["step"].to_pylist())]
+    assert 13.0 in kept["value"].to_pylist()
+    assert (1, details["folder"]) == (event["rank"], str(folder))
+    assert f"rankscope_ingest_rows_set_aside_total {float(details['rows'])}" in page
+    assert "scalars.value must be float64" == json.loads((folder / "why.json").read_text())["error"]
+
+
+async def test_body_that_cannot_be_decoded_is_quarantined_as_received(start_service, fake_rank, monkeypatch):
+    genuine = PendingBatch.tables
+
+    def tables(batch):
+        if any(body.context.rank == 1 for body in batch.bodies):
+            raise KeyError("a column that nobody thought of")
+        return genuine(batch)
+
+    monkeypatch.setattr(PendingBatch, "tables", tables)
+    async with fake_rank(world_size=2) as good, fake_rank(rank=1, world_size=2) as bad, start_service() as service:
+        await asyncio.gather(*(rank.deliver(service, 1) for rank in (good, bad)))
+    monkeypatch.undo()
+    (kept,) = (service.store / FOLDER).glob("*/as_it_came.pickle")
+
+    assert [0.0] == pickle.loads(kept.read_bytes()).tables()["scalars"]["value"].to_pylist()
+    assert [{"rank": 0}] == service.rows("SELECT rank FROM scalars WHERE name = 'loss'")
+    assert ["KeyError" in event["message"] for event in told(service)] == [True]
+
+
+def test_quarantined_rows_survive_all_maintenance_of_the_store(tmp_path):
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        quarantine = Quarantine(tmp_path / "store", stamp=lambda: Stamp(0, 0), count=lambda rows: None)
+        table = pa.table({"incarnation": ["a"], "seq": [0], "value": ["no number"]})
+        folder = quarantine.keep(PendingBatch(pieces={"scalars": (table,)}, watermarks={"a": 0}, rows=1), "why")
+        kept = sorted(folder.iterdir())
+        for path in (*kept, folder, folder.parent):
+            os.utime(path, (0, 0))
+        report = writer.maintain()
+
+    assert ["scalars.arrow", "why.json"] == [path.name for path in kept]
+    assert (kept, 0, 0) == (sorted(folder.iterdir()), report.data_files, report.staged_files)
+
+
+NAMES = st.sampled_from(["a", "b", None])
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(NAMES, st.integers(0, 9) | st.none()), max_size=12), st.integers(0, 9), st.integers(0, 9))
+def test_parts_have_all_rows_in_an_order_that_the_store_accepts(rows, last_of_a, last_of_b):
+    """Each row occurs once; a row with a seq is in a part whose watermark includes it."""
+    lasts = {"a": last_of_a, "b": last_of_b}
+    rows = [(name, None if seq is None else min(seq, lasts.get(name, seq)), n) for n, (name, seq) in enumerate(rows)]
+    batcher = Batcher(flush_rows=1, flush_after_seconds=1.0, max_pending_rows=100)
+    for name, seq, number in rows:
+        columns = {"incarnation": pa.array([name], pa.string()), "seq": pa.array([seq], pa.int64()), "n": [number]}
+        batcher.add({"events": pa.table(columns)}, time.monotonic())
+    batcher.add({}, time.monotonic(), watermarks=lasts)
+    batch = batcher.take()
+    tables = [(part, table) for part in parts(batch) for table in part.pieces.get("events", ())]
+    found = [(part, row) for part, table in tables for row in table.to_pylist()]
+
+    assert list(range(len(rows))) == sorted(row["n"] for _, row in found)
+    assert batch.rows == sum(part.rows for part in parts(batch))
+    for part, row in found:
+        if row["incarnation"] is not None and row["seq"] is not None:
+            assert row["seq"] <= part.watermarks[row["incarnation"]]
+    if (pair := halves(batch)) is not None:
+        assert batch.rows == sum(half.rows for half in pair)
+        assert batch.watermarks == pair[0].watermarks | pair[1].watermarks

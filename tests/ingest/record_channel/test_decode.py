@@ -1,13 +1,16 @@
-"""Decoding of bodies: every number, null, NaN and name is in its row, and invalid bodies are rejected."""
+"""Decoding of bodies, alone and together: every number and name is in its row, and invalid bodies are rejected."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -26,10 +29,15 @@ from rankscope_contract.model.schema import (
     PlanEntry,
     plan_hash,
 )
+from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
+from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.arrow_guard import END_OF_STREAM, inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids
+from rankscope_ingest.record_channel.validate import PlanCache, RowContext, ValidBody, check, plan_ids
+from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FLOATS = st.none() | st.floats(width=32, allow_nan=False)
@@ -291,3 +299,100 @@ def test_least_recently_used_plan_is_evicted_from_a_full_cache():
         cache.get(next(iter(texts)))
 
     assert [True, False, True] == [cache.get(plan_id) is not None for plan_id in texts]
+
+
+# Many bodies decoded together give the same rows as each body alone, and the rows of a series are adjacent.
+
+MADE = {"run": st.sampled_from(["a", "学"]), "attempt": st.integers(0, 1), "rank": st.integers(0, 2)}
+contexts = st.builds(RowContext, **MADE, incarnation=st.sampled_from(["i", "j"]))
+RANK_0 = RowContext(run="r", attempt=0, rank=0, incarnation="i")
+
+
+def checked_with(records, known, context, after=-1) -> ValidBody:
+    wire = open_stream(encode_records(records))
+    cache = cache_of(known)
+    return check(wire, {name: cache.get(name) for name in plan_ids(wire)}, context, after=after, first_ordinal=7)
+
+
+def rows_of(tables) -> dict[str, list[str]]:
+    return {dataset: comparable(table.to_pylist()) for dataset, table in tables.items()}
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(st.lists(st.tuples(bodies(), contexts), min_size=2, max_size=4))
+def test_bodies_decoded_together_give_the_rows_of_each_body(mixed):
+    """Any mixture of runs, ranks, plans, gaps, absent tensors and statistics, micro-steps and nested rows."""
+    read = [checked_with(*body, context) for body, context in mixed]
+    alone = [decode([body]) for body in read]
+    expected = {name: pa.concat_tables(table[name] for table in alone if name in table) for name in set().union(*alone)}
+
+    assert rows_of(expected) == rows_of(decode(read))
+    assert sum(body.rows for body in read) == sum(table.num_rows for table in decode(read).values())
+
+
+def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
+    """Sorting them does not change their order."""
+    plan = Plan(tuple(PlanEntry(kind=kind, tensor=tensor) for tensor in ("b", "a", "学") for kind in ("y", "x")))
+    numbers = {"plan": plan.hash, "values": [1.0] * 36, "counts": [1] * 24}
+    read = [
+        checked_with(
+            [{"seq": seq, "step": seq, "ts": 0, **numbers} for seq in span], [plan], replace(RANK_0, rank=rank)
+        )
+        for span, rank in ((range(2), 2), (range(1), 0), (range(2, 3), 2), (range(3), 1))
+    ]
+    table = decode(read)["tensor_stats"]
+
+    assert 6 * 7 == table.num_rows
+    assert np.arange(table.num_rows).tolist() == sort_order(table, SORT_KEYS["tensor_stats"]).tolist()
+
+
+def test_events_of_ranks_and_service_are_in_one_table():
+    gathered = Batcher(flush_rows=10, flush_after_seconds=1.0, max_pending_rows=10)
+    gathered.add_body(checked_with([{"seq": 0, "ts": 0, "events": [{"type": "anomaly"}]}], [], RANK_0), 0.0)
+    gathered.add({"events": rows_table("events", [{"run": "r", "type": "gap"}])}, 0.0)
+    batch = gathered.take()
+
+    assert ["anomaly", "gap"] == batch.tables()["events"]["type"].to_pylist()
+    assert (2, {"i": 0}) == (batch.rows, batch.watermarks)
+
+
+# Bodies of releases whose plans do not name their ops, and of newer releases with ops that the service lacks.
+
+DATA = Path(__file__).parent / "data"
+OLD_RANK = RowContext(run="old", attempt=0, rank=1, incarnation="0123456789abcdef")
+NEW_OPS = ("rms", "kurtosis")
+
+
+def _rows(body: bytes, plan_text: str) -> dict[str, list[dict[str, object]]]:
+    plan_id = plan_hash(plan_text)
+    columns = PlanCache().add(plan_id, plan_text)
+    valid = check(pa.ipc.open_stream(body).read_all(), {plan_id: columns}, OLD_RANK, after=-1, first_ordinal=0)
+    return {name: table.to_pylist() for name, table in decode([valid]).items()}
+
+
+def test_body_of_a_release_without_named_ops_has_the_same_rows():
+    """The folder was written once by that release and is never written again."""
+    recorded = json.loads((DATA / "rows.json").read_text(encoding="utf-8"))
+    rows = _rows((DATA / "body.arrows").read_bytes(), (DATA / "plan.json").read_text(encoding="utf-8"))
+    read = json.loads(json.dumps(rows, default=str))
+
+    assert [dict.fromkeys(NEW_OPS) | row for row in recorded["tensor_stats"]] == read["tensor_stats"]
+    assert [repr(row) for row in recorded["scalars"]] == [repr(row) for row in read["scalars"]]
+    assert recorded["events"] == read["events"]
+
+
+def test_body_of_a_newer_release_keeps_known_ops_and_drops_others():
+    plan = Plan((PlanEntry(kind="param_before", tensor="w"),), ("skew", "rms", "norm"), ("ones", "numel"))
+    statistics = Statistics(NamedPlan.of(plan), pa.array([9.0, 2.0, 3.0], pa.float32()), pa.array([7, 5]))
+    (row,) = _rows(encode(0, [StepRecord(ts=0, step=1, statistics=statistics)]).body, plan.to_json())["tensor_stats"]
+
+    assert {"rms": 2.0, "norm": 3.0, "numel": 5} == {op: row[op] for op in ("rms", "norm", "numel")}
+    assert {None} == {row[op] for op in ("min", "kurtosis", "nans", "norm_baseline")}
+    assert not {"skew", "ones"} & set(row)
+
+
+@pytest.mark.parametrize("names", [["norm", "norm"], ["norm", 1], 5])
+def test_plan_with_invalid_op_names_is_rejected(names):
+    text = json.dumps(json.loads(Plan(()).to_json()) | {"value_ops": names})
+    with pytest.raises(DecodeError, match="not a plan"):
+        PlanCache().add(plan_hash(text), text)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import pickle
+import struct
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from tests.ingest.remote_write.messages import post, write_request
+from tests.ingest.remote_write.messages import post, write_request, write_request_2
 
 from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.remote_write.decoder import WriteReader
-from rankscope_ingest.remote_write.handler import RemoteWrite
+from rankscope_ingest.remote_write.handler import RemoteWrite, Version
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.writer.writer import Commit
 
@@ -283,3 +286,201 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
         assert f'remote_write_requests_total{{outcome="{outcome}"}} {count}.0' in page
     assert "rankscope_ingest_remote_write_samples_total 1.0" in page
     assert 'remote_write_dropped_total{reason="metadata"} 1.0' in page
+
+
+# Version 2.0: the version, the headers of responses, and senders that get only refusals.
+
+V1 = "application/x-protobuf"
+V2 = "application/x-protobuf;proto=io.prometheus.write.v2.Request"
+SERIES = {"__name__": "m", "instance": "a", "job": "j"}
+WRITTEN = [f"X-Prometheus-Remote-Write-{kind}-Written" for kind in ("Samples", "Histograms", "Exemplars")]
+RECORDED = Path(__file__).parents[2] / "data" / "remote_write_2" / "prometheus_3.16.snappy"
+"""A request of Prometheus 3.16, which scraped `m_total` and, in its first two scrapes, `goes`; with one exemplar."""
+
+
+def body_2(*values, items=(0, 0)):
+    samples = [(NOW + at, value) for at, value in enumerate(values)]
+    return packed(write_request_2((SERIES, samples, *items)))
+
+
+async def test_responses_to_version_2_have_the_numbers_of_stored_items(start_service):
+    """In all responses 2xx and 4xx; a repeated request has the same numbers. Version 1.0 has no such headers."""
+    token = "for-ranks-and-readers"
+    many = {"__name__": "m", **{f"l{number}": "x" for number in range(200)}}
+    strange = {"Content-Type": V2.replace("v2", "v\u202e2"), "User-Agent": "p\u202e"}
+    version_1 = {"Content-Type": V1 + '; proto="prometheus.WriteRequest"'}
+    cases = [
+        (body_2(1.0, 2.0, items=(3, 1)), {}, 204, "2"),
+        (body_2(1.0, 2.0, items=(3, 1)), {}, 204, "2"),
+        (packed(write_request_2((SERIES, [(NOW + 1, 2.0)]))), {}, 204, "1"),  # it is stored already
+        (packed(write_request_2((SERIES, [(NOW + 2, 3.0)]), (many, [(NOW, 1.0)]))), {}, 204, "1"),
+        (body_2(9.0)[:-1], {}, 400, "0"),
+        (b"x" * 70_000, {}, 413, "0"),
+        (body_2(9.0), {"Content-Type": V2.replace("v2", "v3")}, 415, "0"),
+        *((body_2(9.0), {"Content-Encoding": name}, 415, "0") for name in ("lz4", "gzip", "zstd", "br")),
+        (body_2(9.0), strange, 415, "0"),
+        (body_2(9.0), {"Authorization": "Bearer other"}, 401, "0"),
+        (body_2(9.0), {"Content-Type": V1}, 400, None),
+        (packed(write_request((SERIES, [(NOW + 3, 4.0)]))), version_1, 204, None),
+    ]
+    limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
+    async with start_service(**limits) as service:
+        for data, more, status, samples in cases:
+            common = {"Content-Type": V2, "Authorization": f"Bearer {token}"}
+            found, headers, _ = await post(service, data, **common | more)
+
+            assert (status, [samples, *([samples and "0"] * 2)]) == (found, [headers.get(name) for name in WRITTEN])
+        _, page = await service.get("/metrics", Authorization=f"Bearer {token}")
+        _, document = await service.get("/api/v1/status", Authorization=f"Bearer {token}")
+        rows = service.rows("SELECT target, metric, labels, value, ts_origin FROM samples ORDER BY value")
+
+    assert [r"127.0.0.1 (p\u202e)"] == [one["name"] for one in json.loads(document)["refused_senders"]]
+    common = {"target": "a", "metric": "m", "labels": '{"job":"j"}', "ts_origin": "prometheus"}
+    assert [{**common, "value": value} for value in (1.0, 2.0, 3.0, 4.0)] == rows
+    for reason, count in {"exemplar": 3, "histogram": 1, "metadata": 4, "oversized": 1, "repeated": 1}.items():
+        assert f'remote_write_dropped_total{{reason="{reason}"}} {count}.0' in page
+
+
+def request_of_literals(name, value, moment):
+    """Return a request that is encoded without protobuf and without a compressor, as a snappy block of literals."""
+
+    def varint(number):
+        out = bytearray()
+        while number > 127:
+            out.append(number & 127 | 128)
+            number >>= 7
+        return bytes([*out, number])
+
+    def field(number, wire, value):
+        return varint(number << 3 | wire) + (varint(len(value)) + value if wire == 2 else value)
+
+    symbols = ["", "__name__", name, "instance", "node-1", "job", "field"]
+    sample = field(1, 1, struct.pack("<d", value)) + field(2, 0, varint(moment))
+    series = field(1, 2, b"".join(varint(place) for place in range(1, 7))) + field(2, 2, sample)
+    data = b"".join(field(4, 2, symbol.encode()) for symbol in symbols) + field(5, 2, series)
+    pieces = [data[start : start + 60] for start in range(0, len(data), 60)]
+    return varint(len(data)) + b"".join(bytes([(len(piece) - 1) << 2]) + piece for piece in pieces)
+
+
+async def test_requests_of_prometheus_3_and_of_other_code_are_stored(start_service):
+    version = {"Content-Type": V2, "X-Prometheus-Remote-Write-Version": "2.0.0"}
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service:
+        status, headers, _ = await post(service, RECORDED.read_bytes(), **version)
+        _, page = await service.get("/metrics")
+        total = service.rows("SELECT count(*) AS samples, count(DISTINCT metric) AS metrics FROM samples")
+        for at in range(5):
+            assert 204 == (await post(service, request_of_literals("x", 1.0, NOW + at), **version))[0]
+        found = "SELECT target, metric, labels, value FROM samples WHERE metric IN ('m_total', 'goes', 'x')"
+        rows = service.rows(f"{found} ORDER BY metric, ts")
+
+    goes = {"target": "a:9100", "metric": "goes", "labels": '{"job":"node"}'}
+    counter = {"target": "a:9100", "metric": "m_total", "labels": r'{"cpu":"0","job":"node","mode":"a b\"c"}'}
+    assert (204, "36", "0", "0") == (status, *(headers[name] for name in WRITTEN))
+    assert [{**goes, "value": value} for value in (1.0, 1.0, None)] == rows[:3]
+    assert [{**counter, "value": value} for value in (5.0, 10.0, 15.0)] == rows[3:6]
+    assert [{"target": "node-1", "metric": "x", "labels": '{"job":"field"}', "value": 1.0}] * 5 == rows[-5:]
+    assert [{"samples": 36, "metrics": 7}] == total
+    assert 'remote_write_dropped_total{reason="exemplar"} 1.0' in page
+
+
+async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
+    """While the first request waits, later, and after a restart."""
+    store = Memory(fails=True)
+    async with receiver(store, answer_seconds=0.05) as one:
+        with pytest.raises(BusyError):
+            await one.take(body_2(1.0, 2.0), 0, Version.V2)
+        waiting = [asyncio.create_task(one.take(body_2(1.0, 2.0), 0, Version.V2)) for _ in range(2)]
+        store.fails = False
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        found = [two for two in found if not isinstance(two, BusyError)]
+        await one.finish()
+    async with receiver(store) as one:
+        found.append(await one.take(body_2(1.0, 2.0), 0, Version.V2))
+
+    assert ({2}, [1.0, 2.0]) == (set(found), store.values)
+
+
+async def test_repeated_samples_are_reported_as_stored_only_if_they_are(rejecting):
+    """Samples that occur twice in one request, and samples of an earlier request that is moved to quarantine."""
+    store, quarantine = Memory(), rejecting(lambda values: 13.0 in values)
+    bodies = [
+        packed(write_request_2((SERIES, [(NOW, 12.0), (NOW, 12.0)]))),
+        packed(write_request_2((SERIES, [(NOW + 1, 13.0), (NOW + 1, 13.0)]))),
+        packed(write_request_2((SERIES, [(NOW + 1, 13.0), (NOW + 2, 14.0)]))),  # the first sample is in quarantine
+        packed(write_request_2((SERIES, [(NOW + 2, 14.0)]), (SERIES | {"job": "k"}, [(NOW, 15.0)]))),
+    ]
+    async with receiver(store, aside=quarantine, hold_seconds=15.0) as one:
+        waiting = [asyncio.create_task(one.take(body, 0, Version.V2)) for body in bodies]
+        await until(lambda: one.pending_rows == 4)
+        await one.finish()
+
+        assert [2, 0, 1, 2] == await asyncio.gather(*waiting)
+        assert 0 == await one.take(bodies[1], 0, Version.V2)
+    assert [12.0, 14.0, 15.0] == store.values
+
+
+async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(rejecting):
+    store, quarantine = Memory(), rejecting(lambda values: [13.0] == values)
+    async with receiver(store, aside=quarantine, hold_seconds=0.0) as one:
+        found = [await one.take(body_2(*values), 0, Version.V2) for values in ((13.0,), (13.0, 14.0))]
+
+    assert ([0, 2], [13.0, 14.0]) == (found, store.values)
+
+
+async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_service, caplog):
+    """Another sender at the same address is not listed; the sender is removed after an accepted request."""
+    good = packed(write_request_2((SERIES, [(NOW, 1.0)])))
+    async with start_service(**{"remote_write.hold_seconds": 0.0}) as service:
+
+        async def send(data, agent, **more):
+            return (await post(service, data, **{"Content-Type": V2, "User-Agent": agent, **more}))[0]
+
+        statuses = [await send(good, "<vm>/1", **{"Content-Encoding": "zstd"}) for _ in range(3)]
+        statuses += [await send(good, "Prometheus/3"), await send(b"\xff", "Prometheus/3")]
+        _, document = await service.get("/api/v1/status")
+        _, page = await service.get("/service")
+        statuses.append(await send(good, "<vm>/1"))
+        _, after = await service.get("/api/v1/status")
+
+    (said,) = [one.getMessage() for one in caplog.records if "remote write: all requests" in one.getMessage()]
+    (listed,) = json.loads(document)["refused_senders"]
+    assert [415, 415, 415, 204, 400, 204] == statuses
+    assert ("127.0.0.1 (<vm>/1)", 3) == (listed["name"], listed["requests"])
+    assert listed["reason"].startswith("unsupported: Content-Encoding zstd is not supported: send remote write")
+    assert [] == json.loads(after)["refused_senders"]
+    assert "127.0.0.1 (<vm>/1) are refused, its samples are lost: unsupported: Content-Encoding zstd" in said
+    assert "Samples are lost." in page
+    assert "127.0.0.1 (&lt;vm&gt;/1) are refused: unsupported: Content-Encoding zstd" in page
+
+
+async def test_senders_that_are_refused_for_any_reason_are_listed(start_service, caplog):
+    """The reasons contain neither a token nor the path of a request. Another status than 4xx is no refusal."""
+    token, good, path = "for-ranks-and-readers", packed(write_request_2((SERIES, [(NOW, 1.0)]))), "/api/v1/write"
+    version = {"X-Prometheus-Remote-Write-Version": "2.0.0"}
+    cases = {
+        "no token": (good, path, {"Authorization": ""}, 401, "unauthorized: no valid token"),
+        "token": (good, path, {"Authorization": "Bearer s3cret"}, 401, "unauthorized: no valid token"),
+        "path": (good, "/push/s3cret", version, 400, "wrong path: send remote write to /api/v1/write"),
+        "text": (good, path, {"Content-Type": "text/plain"}, 415, "unsupported media type: this Content"),
+        "snappy": (b"\xff" * 9, path, {}, 400, "malformed: "),
+        "inflated": (packed(b"x" * 70_000), path, {}, 400, "malformed: "),
+        "size": (b"x" * 70_000, path, {}, 413, "too large: "),
+        "gzip": (good, path, {"Content-Encoding": "gzip"}, 415, "unsupported: Content-Encoding gzip"),
+    }
+    limits = {"remote_write.hold_seconds": 0.0, "remote_write.max_bytes": 65_536, "service.token": token}
+    common = {"Content-Type": V2, "Authorization": f"Bearer {token}"}
+    async with start_service(**limits) as service:
+        for agent, (data, place, more, status, _) in cases.items():
+            found, _, _ = await post(service, data, place, **common | {"User-Agent": agent} | more)
+            assert (agent, status) == (agent, found)
+        assert 400 == (await post(service, "{}", "/api/v1/register", **common))[0]  # not of a sender
+        pages = [await service.get(one, **common) for one in ("/api/v1/status", "/service", "/metrics")]
+
+    document, page, metrics = (text for _, text in pages)
+    reasons = {one["name"]: one["reason"] for one in json.loads(document)["refused_senders"]}
+    assert {f"127.0.0.1 ({agent})" for agent in cases} == set(reasons)
+    for agent, (*_, reason) in cases.items():
+        assert reasons[f"127.0.0.1 ({agent})"].startswith(reason)
+        assert f"127.0.0.1 ({agent}) are refused: {reason}" in page
+    assert "s3cret" not in document + page + caplog.text
+    assert 'remote_write_requests_total{outcome="refused"} 4.0' in metrics

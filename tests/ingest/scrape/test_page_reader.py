@@ -1,9 +1,14 @@
-"""The page parser returns the same samples as prometheus_client, by layout and exactly."""
+"""The page parser returns the same samples as prometheus_client; scrapes become rows in storage order."""
+
+from __future__ import annotations
 
 import itertools
+import math
 import random
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +16,13 @@ from tests.ingest.scrape.reference import reference, rows_of
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import DecodeError
+from rankscope_ingest.pipeline.batcher import Batcher
+from rankscope_ingest.pipeline.flusher import halves
+from rankscope_ingest.scrape.exposition_parser import parse_exactly, parse_plain
 from rankscope_ingest.scrape.page_reader import Page, PageReader
+from rankscope_ingest.scrape.sample_table import Grid, Scrape, Series
+from rankscope_storage.base.schema import conform
+from rankscope_storage.files.sorting import SORT_KEYS, is_sorted
 
 DATA = Path(__file__).parents[2] / "data" / "exposition"
 NODE, DCGM = ((DATA / name).read_bytes() for name in ("node.txt", "dcgm.txt"))
@@ -283,3 +294,117 @@ def test_mutated_page_is_parsed_like_prometheus_client(seed):
         reader.read([before, page(source, "between"), after])
         first, between, last = reader.read([before, page(body, "between"), after])
         assert [reference(NODE), expected, reference(DCGM)] == [rows_of(first), rows_of(between), rows_of(last)]
+
+
+# The error for an invalid page.
+
+
+def test_typical_exporter_page_is_plain():
+    page = '# HELP a b\n# TYPE a gauge\na{gpu="0",model="NVIDIA H100 80GB HBM3"} 1.5e-3\n\nb NaN\nc -Inf\n'
+    found = parse_plain(page)
+
+    assert found is not None
+    assert [("a", {"gpu": "0", "model": "NVIDIA H100 80GB HBM3"}, 0.0015), ("c", {}, -math.inf)] == [
+        one[:3] for one in (found[0], found[2])
+    ]
+    assert math.isnan(found[1].value)
+
+
+@pytest.mark.parametrize(
+    ("text", "openmetrics", "place"),
+    [
+        ('a 1\n# a comment\n\nb{x="1"} 2 5\nc d e\nf 1\n', False, "line 5: "),
+        ("# TYPE a gauge\na 1\nb b\n# EOF\n", True, "line 3: "),
+        ("a 1\nb 1 1e17\nc 1\n", False, "sample b: "),
+    ],
+)
+def test_invalid_page_is_reported_with_its_line(text, openmetrics, place):
+    with pytest.raises(DecodeError, match=f"^the page is not a valid exposition: {place}"):
+        parse_exactly(text, openmetrics=openmetrics)
+
+
+# The scrapes of one flush become rows in storage order, equal to the rows of single scrapes.
+
+NAMES = st.lists(
+    st.tuples(st.sampled_from(["b", "a", "up", "é", "Z"]), st.sampled_from([None, "{}", '{"x":"1"}', '{"a":"2"}'])),
+    min_size=1,
+    max_size=6,
+    unique=True,
+)
+
+
+def series(target, names):
+    metrics, labels = zip(*names, strict=True)
+    text = [pa.array(column, pa.string()).dictionary_encode() for column in (metrics, labels)]
+    return Series(target=target, metrics=text[0], labels=text[1])
+
+
+def scraped(page, ts, first=0.0):
+    return Scrape(series=page, ts=ts, values=first + np.arange(len(page.metrics)))
+
+
+def rows_in(table):
+    times = table["ts"].cast(pa.int64()).to_pylist()
+    named = [table[name].to_pylist() for name in ("run", "target", "metric", "labels", "ts_origin", "value")]
+    return list(zip(times, *named, strict=True))
+
+
+def expected_of(scrapes):
+    """Return the expected rows, in the order of the pages."""
+    for one in scrapes:
+        page = one.series
+        names = zip(page.metrics.to_pylist(), page.labels.to_pylist(), one.values.tolist(), strict=True)
+        for metric, labels, value in names:
+            yield one.ts, "", page.target, metric, labels, "ingest", value
+
+
+@given(pages=st.lists(NAMES, min_size=1, max_size=4), flushes=st.lists(st.lists(st.integers(0, 3)), max_size=3))
+def test_rows_of_a_flush_equal_those_of_its_scrapes_in_storage_order(pages, flushes):
+    """Independent of the series of the previous flush, and of names that two targets share."""
+    known = [series(f"target-{number}", names) for number, names in reversed(list(enumerate(pages)))]
+    grid, clock = Grid(), itertools.count(1_000, 7)
+    for flush in [[0], *flushes]:
+        scrapes = [scraped(known[place % len(known)], next(clock), place / 8) for place in [0, *flush]]
+        table = grid.table(scrapes)
+
+        assert sorted(map(repr, expected_of(scrapes))) == sorted(map(repr, rows_in(table)))
+        assert is_sorted(conform(table, "samples"), SORT_KEYS["samples"], together=("labels",))
+
+
+def test_page_that_changes_within_a_flush_loses_no_sample():
+    before, after = series("t", [("a", None), ("b", None)]), series("t", [("b", None), ("c", '{"x":"1"}')])
+    scrapes = [scraped(before, 1), scraped(after, 2), scraped(after, 3)]
+
+    assert sorted(map(repr, expected_of(scrapes))) == sorted(map(repr, rows_in(Grid().table(scrapes))))
+
+
+def test_three_exporter_samples_count_as_one_row_for_a_flush():
+    """A flush stores all names again, so that more samples are gathered for it, up to the limit of pending rows."""
+    page = series("x", [("a", None), ("b", "{}")])
+    many, full = (Batcher(flush_rows=2, flush_after_seconds=10.0, max_pending_rows=limit) for limit in (100, 4))
+    due = []
+    for _ in range(3):
+        for batcher in (many, full):
+            batcher.add_scrape(scraped(page, 5), 0.0)
+            due.append(batcher.due(0.0))
+
+    assert [None, None, None, "rows", "rows", "rows"] == due
+
+
+@pytest.mark.parametrize("others", [{}, {"samples": scraped(series("z", [("m", None)]), 9).table()}])
+def test_scrapes_count_as_rows_and_are_taken_with_the_batch(others):
+    batcher = Batcher(flush_rows=3, flush_after_seconds=10.0, max_pending_rows=4)
+    batcher.add(others, 0.0)
+    scrapes = [scraped(series(target, [("a", None), ("b", "{}")]), 5) for target in "xy"]
+    for scrape in scrapes:
+        batcher.add_scrape(scrape, 0.0)
+    reason, is_full, batch = batcher.due(0.0), batcher.is_full, batcher.take()
+    whole = rows_in(batch.tables()["samples"])
+    first, second = (rows_in(half.tables()["samples"]) for half in halves(batch))
+    batcher.release(batch)
+
+    assert ("rows", True) == (reason, is_full)
+    assert 4 + len(others) == len(whole) == batch.rows
+    assert sorted(map(repr, whole)) == sorted(map(repr, first + second))
+    assert 0 == batcher.pending_rows
+    assert batcher.is_empty

@@ -1,22 +1,35 @@
-"""The status page: golden files, bounded size, escaping of hostile names, and no need of scripts."""
+"""The status page and the API of the same content: golden files, bounded size, hostile names, access, lag and tags."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import hashlib
+import json
 import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import aiohttp
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.ingest import builders
 from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, run, small, target
+from tests.properties import examples
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.models import Health
-from rankscope_ingest.status_page import assets
+from rankscope_ingest.status_page import assets, collect
+from rankscope_ingest.status_page.assets import PAGE_HEADERS
+from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, REFRESH_SECONDS, LabelReader, Labels, LagClock
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
+from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.runs.tags import edit_tags, remove_tags, set_note, set_tags
 from rankscope_view.pages.format import duration, number, percent
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
@@ -181,3 +194,220 @@ def test_durations_have_their_two_largest_units():
 def test_ratio_below_one_is_never_shown_as_100_percent():
     shares = (0.99999, 1.0, 0.0001, 0.125, 260 / 300)
     assert ["99.9 %", "100 %", "0 %", "12.5 %", "86.7 %"] == [percent(share) for share in shares]
+
+
+# Page and API of a real service.
+
+GOLDEN_API = Path(__file__).parents[2] / "golden" / "status" / "api.txt"
+TOKEN = "open-sesame"
+
+
+def basic(password):
+    return {"Authorization": "Basic " + base64.b64encode(f"me:{password}".encode()).decode()}
+
+
+async def document(service, path, **headers):
+    status, text = await service.get(path, **headers)
+    assert 200 == status, text
+    return json.loads(text)
+
+
+async def test_page_and_api_show_the_same_status(start_service, fake_rank, eventually):
+    """The names of the API are in a golden file, because programs use them. RANKSCOPE_UPDATE_GOLDEN=1 writes it."""
+    async with fake_rank(run="r&d", planned_steps=8, incarnation="x") as rank, start_service() as service:
+        rank.publish_steps(4, ts=1_000_000)
+        rank.publish(step=4, ts=2_000_000)
+        await rank.deliver(service)
+        await eventually(lambda: service.rows("SELECT 1 FROM runs WHERE run = 'r&d' AND state = 'running'"))
+        edit_tags(service.store, "r&d", set_tags({"team": "ours"}), sync_to_disk)
+        edit_tags(service.store, "r&d", set_note("as <before>"), sync_to_disk)
+
+        async def labelled():  # a slow store is not waited for: labels come a moment later
+            return (await document(service, "/api/v1/runs"))[0]["note"]
+
+        await eventually(labelled)
+        told = {name: await document(service, f"/api/v1/{name}") for name in ("status", "runs", "targets")}
+        async with aiohttp.ClientSession() as session, session.get(service.url + "/service") as answer:
+            page, headers = await answer.text(), answer.headers
+        metrics, health = (await service.get("/metrics"))[1], await service.get("/healthz")
+    (run,), (target,), whole = told["runs"], told["targets"], told["status"]
+    text = "".join(
+        f"{name}: {' '.join(known)}\n" for name, known in (("status", whole), ("runs", run), ("targets", target))
+    )
+    if os.environ.get("RANKSCOPE_UPDATE_GOLDEN"):
+        GOLDEN_API.write_text(text, encoding="utf-8")
+
+    assert GOLDEN_API.read_text(encoding="utf-8") == text
+    assert PAGE_HEADERS.items() <= headers.items()
+    assert "text/html; charset=utf-8" == headers["Content-Type"]
+    shown = ("r&amp;d", ">running</span>", "step 4 of 8, 50 %", "team=ours", "as &lt;before&gt;", "1 up")
+    assert [] == [part for part in (*shown, str(service.store)) if part not in page]
+    assert ("running", 4, 8, 3.0, 0, {"team": "ours"}, "as <before>") == tuple(
+        run[name] for name in ("state", "step", "planned_steps", "loss", "lag_records", "tags", "note")
+    )
+    for line in (
+        'rankscope_run_state{run="r&d",state="running"} 1.0',
+        'rankscope_ingest_lag_records{rank="0",run="r&d"} 0.0',
+        "rankscope_ingest_records_total 5.0",
+        'rankscope_ingest_targets{health="up"} 1.0',
+        'rankscope_run_ranks_missing{run="r&d"} 0.0',
+    ):
+        assert line in metrics
+    assert (200, '{"status": "ok"}') == health
+    assert run["rows_stored"] >= 4
+    assert ("up", 4, 0, 0.0, None) == tuple(
+        target[name] for name in ("health", "committed", "lag_records", "lag_seconds", "last_error")
+    )
+    assert ("ok", None, 1) == (whole["status"], whole["reason"], whole["targets"]["up"])
+    assert whole["rows_committed"] >= 5
+    assert whole["last_commit_ago_seconds"] < 60
+
+
+async def test_browser_may_read_with_the_token_as_password_but_not_write(start_service, fake_rank):
+    """A browser adds the password to requests of other pages, so that it must permit only reading."""
+
+    async def asked(method, path, **headers):
+        body = {"data": "{}"} if method == "POST" else {}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, service.url + path, headers=headers, **body) as answer,
+        ):
+            return answer.status, answer.headers
+
+    async with start_service(**{"service.token": TOKEN}) as service:
+        as_browser = await asked("GET", "/", Accept="text/html,application/xhtml+xml")
+        as_program = await asked("GET", "/api/v1/runs")
+        shown = [await asked("GET", path, **basic(TOKEN)) for path in ("/", "/api/v1/status", "/metrics")]
+        others = (basic("x"), {"Authorization": "Basic !"}, {"Authorization": "Basic"}, basic(""))
+        wrong = [(await asked("GET", "/", **headers))[0] for headers in others]
+        json_body = {"Content-Type": "application/json"}
+        changing = [
+            await asked("POST", f"/api/v1/{path}", **basic(TOKEN), **json_body)
+            for path in ("poke", "register", "stacks")
+        ]
+        bearer = await asked("GET", "/", Authorization=f"Bearer {TOKEN}")
+
+    assert (401, True) == (as_browser[0], as_browser[1]["WWW-Authenticate"].startswith("Basic realm="))
+    assert (401, "Bearer") == (as_program[0], as_program[1]["WWW-Authenticate"])
+    assert [200] * 3 == [status for status, _ in shown]
+    assert {"same-origin"} == {headers["Cross-Origin-Resource-Policy"] for _, headers in shown}
+    assert not any("Access-Control-Allow-Origin" in headers for _, headers in shown)
+    assert [401] * 4 == wrong
+    assert [(401, "Bearer")] * 3 == [(status, headers["WWW-Authenticate"]) for status, headers in changing]
+    assert 200 == bearer[0]
+
+
+async def test_expired_registration_is_gone_and_can_return(start_service, fake_rank, eventually):
+    """A second process is rejected while the first sends heartbeats. After a refused connection, the target is gone."""
+    changes = {"runs.heartbeat_seconds": 5.0, "runs.failed_after_seconds": 30.0, "runs.refused_after_seconds": 1.0}
+    async with start_service(**changes) as service, fake_rank() as rank:
+
+        async def is_in(health):
+            return [one["health"] for one in await document(service, "/api/v1/targets")] == [health]
+
+        async def runs_again():
+            (again,) = await document(service, "/api/v1/runs")
+            return (again["state"], again["attempt"]) == ("running", 0)
+
+        await rank.deliver(service, 2)
+        async with fake_rank(incarnation="twin") as twin:
+            refused = await twin.register(service.url)
+        await rank.die()
+        await eventually(lambda: is_in("gone"))
+        page = (await service.get("/service"))[1]
+        discovered = await document(service, "/sd")
+        (failed,) = await document(service, "/api/v1/runs")
+        await rank.__aenter__()  # the network is back, and with it the process
+        returned = await rank.register(service.url)
+        await eventually(lambda: is_in("up"))
+        await rank.deliver(service, 2)
+        await eventually(runs_again)
+        stored = service.rows("SELECT seq FROM scalars ORDER BY seq")
+
+    assert 409 == refused[0]
+    assert "already has a live rank 0 of launch 'launch': process 1000 on here." in refused[1]
+    assert "Give this process another rank or RANKSCOPE_RUN, or end the other process" in refused[1]
+    assert "1 gone</summary>" in page
+    assert [] == discovered
+    assert ("failed", True) == (failed["state"], "rank 0" in failed["reason"])
+    assert 200 == returned[0]
+    assert [0, 1, 2, 3] == [row["seq"] for row in stored]
+
+
+# The lag: time that published records wait for their commit.
+
+
+def target_at(head=-1, committed=-1):
+    return builders.target(head=head, committed=committed)
+
+
+def test_lag_is_zero_without_waiting_records_and_of_a_removed_target():
+    rank, clock = target_at(head=3), LagClock()
+
+    assert 0.0 == clock.seconds(target_at(head=5), 9.0)
+    clock.look([target_at()], 9.0)
+    assert 0.0 == clock.seconds(target_at(), 99.0)
+    clock.look([rank], 100.0)
+    clock.look([], 101.0)
+    assert 0.0 == clock.seconds(rank, 109.0)
+
+
+def test_observations_are_bounded_and_keep_the_oldest_one():
+    rank, clock = target_at(), LagClock()
+    for second in range(20_000):
+        rank.head = second
+        clock.look([rank], float(second))
+
+    assert 20_000.0 == clock.seconds(rank, 20_000.0)
+    assert len(clock._observations["i0"]) <= MAX_OBSERVATIONS
+
+
+@settings(max_examples=examples(40))
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=100))
+def test_lag_differs_from_the_exact_one_only_by_dropped_observations(moves):
+    """Compared with a list of all observations."""
+    rank, clock, seen = target_at(), LagClock(), []
+    for now, (published, stored) in enumerate(moves):
+        rank.head += published
+        clock.look([rank], float(now))
+        seen.append((rank.head, float(now)))
+        rank.committed = min(rank.head, rank.committed + stored)
+        waiting = [at for head, at in seen if head > rank.committed]
+        assert clock.seconds(rank, now + 1.0) == (now + 1.0 - waiting[0] if waiting else 0.0)
+
+
+# Tags and notes: equal to the view `runs`, read on request and at most every few seconds.
+
+
+@pytest.fixture
+def root(tmp_path):
+    row = {"run": "r", "state": "running", "ordinal": 1}
+    table = pa.Table.from_pylist([row], schema=dataset_schema("runs"))
+    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
+        writer.append(Batch(tables={"runs": table}, watermarks={}))
+    return tmp_path / "store"
+
+
+async def test_tags_are_refreshed_and_kept_while_the_store_cannot_be_read(root, monkeypatch, caplog):
+    now = [0.0]
+    monkeypatch.setattr(collect, "TIMEOUT_SECONDS", 60.0)
+    reader = LabelReader(str(root), clock=lambda: now[0])
+    try:
+        assert {} == await reader.fresh()
+        edit_tags(root, "r", set_tags({"a": "1", "b": "2"}), sync_to_disk)
+        edit_tags(root, "r", set_note("n"), sync_to_disk)
+        edit_tags(root, "r", remove_tags(["b"]), sync_to_disk)
+        assert {} == await reader.fresh()
+        now[0] = REFRESH_SECONDS
+        assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
+
+        edit_tags(root, "r", set_note(""), sync_to_disk)
+        with monkeypatch.context() as broken:
+            broken.setattr(collect, "_LABELS", "no SQL")
+            now[0] *= 2
+            assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
+        assert "tags of runs cannot be read, retrying at the next request" in caplog.text
+        now[0] *= 2
+        assert {"r": Labels({"a": "1"}, None)} == await reader.fresh()
+    finally:
+        reader.close()

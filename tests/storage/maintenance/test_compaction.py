@@ -1,4 +1,4 @@
-"""Compaction changes no row, whatever other processes do; it makes few files with few rewrites of each row."""
+"""Compaction changes no row, whatever other processes do, and blocks none; it makes few files with few rewrites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.storage.rows import ask, data_files, files
+from tests.storage.rows import ask, data_files, files, put
 
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import ShardLostError
@@ -21,6 +21,7 @@ from rankscope_storage.files.sorting import shared_part
 from rankscope_storage.log.delta import MUTEX, Change, Log
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.maintenance import compaction, retention
+from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import (
     SILENCE,
     Merge,
@@ -30,6 +31,8 @@ from rankscope_storage.maintenance.compaction import (
     split_by_part,
     split_by_step,
 )
+from rankscope_storage.maintenance.retention import Retention, retain
+from rankscope_storage.maintenance.vacuum import maintain
 
 NOW = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 STORED = "SELECT count(*), count(DISTINCT seq) FROM scalars"
@@ -370,3 +373,66 @@ def test_thirty_days_of_a_run_leave_few_files_with_three_writes_per_row():
     assert total == sum(file["rows"] for file in files)
     assert len(files) <= 9
     assert written <= 3 * total
+
+
+# Maintenance blocks neither appends nor reads, at whatever fsync it is delayed.
+
+LONG_SECONDS = 60
+
+
+class Held:
+    """A sync function that blocks at its `moment`-th call until it is released."""
+
+    def __init__(self, moment: int) -> None:
+        self._left = moment
+        self.stopped = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, path) -> None:
+        self._left -= 1
+        if not self._left:
+            self.stopped.set()
+            assert self.go_on.wait(LONG_SECONDS)
+        sync_to_disk(path)
+
+
+def age(root, sync) -> None:
+    """Retention that removes all rows of these tests, which have times in 1970."""
+    retain(root, Retention(raw_days=1, scalars_days=1, samples_days=1), sync, now=dt.datetime.now(dt.UTC))
+
+
+def append(writer, batch, seq: int) -> int:
+    """Append a scalar and a row of statistics; return the number of each then."""
+    writer.append(batch([seq]))
+    row = {"run": "r", "incarnation": "i-s", "seq": seq, "step": seq, "ts": seq * 1_000_000, "kind": "k", "tensor": "t"}
+    put(writer, "tensor_stats", [row], {"i-s": seq})
+    return seq + 1
+
+
+COUNTED = 'SELECT (SELECT sum("rows")::BIGINT FROM tensor_timeline), (SELECT sum("rows")::BIGINT FROM scalar_timeline)'
+
+
+@pytest.mark.usual(1)
+@pytest.mark.parametrize("work", [age, compact, maintain])
+def test_appends_and_reads_work_while_maintenance_is_blocked(store, writer, connection, batch, monkeypatch, work):
+    monkeypatch.setattr(compaction, "SMALL_FILES", 1)
+    rows = 0
+    for moment in range(1, 60, 5):
+        for _ in range(2):
+            rows = append(writer, batch, rows)
+        held = Held(moment)
+        upkeep = threading.Thread(target=work, args=(store.root, held))
+        upkeep.start()
+        while upkeep.is_alive() and not held.stopped.wait(0.01):
+            pass
+        rows = append(writer, batch, rows)
+
+        assert [(rows, rows)] == ask(connection, COUNTED)
+        held.go_on.set()
+        upkeep.join(LONG_SECONDS)
+        assert not upkeep.is_alive()
+        assert [(rows, rows)] == ask(connection, COUNTED)
+        if not held.stopped.is_set():
+            break
+    assert moment > 3
+    assert check(store.root, deep=True).is_intact

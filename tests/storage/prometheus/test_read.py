@@ -1,20 +1,25 @@
-"""History as Prometheus asks for it: the names and labels of live data, and exactly the series that match."""
+"""History as Prometheus asks for it: names and labels of live data, exactly the series that match, and limits."""
+
+from __future__ import annotations
 
 import math
 import re
 import shutil
 import struct
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
-from tests.storage.prometheus.conftest import JULY, MARCH, History, row, stored
+from tests.storage.prometheus.conftest import ALWAYS, JULY, MARCH, History, row, stored
 from tests.storage.rows import table
 
+from rankscope_contract.model.events import RunState
 from rankscope_storage.base.errors import LimitError, QueryError
 from rankscope_storage.connection import connect
-from rankscope_storage.prometheus.query import Matcher, MatchType
+from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
+from rankscope_storage.prometheus.read import MATCH_BATCH_ROWS, CancelToken, read
 
 SPRING = (("instance", "spring/0"), ("job", "rankscope"), ("rank", "0"), ("run", "spring"))
 
@@ -224,3 +229,315 @@ def test_missing_label_is_not_zero(history):
 
     assert [{"0"}, set()] == ranks
     assert {"rankscope_run_loss", "rankscope_scalar", "rankscope_step"} == without
+
+
+# A query ends when it is cancelled or exceeds the memory limit, and the next query runs.
+
+SETTINGS = "SELECT current_setting('memory_limit') AS memory, current_setting('temp_directory') AS folder"
+LIMITS = {"max_series": 1000, "max_samples": 10_000}
+
+
+class Endless(SeriesQuery):
+    """A question that no time is enough for."""
+
+    def within(self):
+        return "(SELECT sum(hash(many.range)) FROM range(1_000_000_000_000) AS many) > 0"
+
+
+@pytest.mark.timeout(60)
+def test_query_is_cancelled_by_another_thread_and_the_next_one_runs(history):
+    patience, refused = CancelToken(), threading.Event()
+
+    def impatient():
+        while not refused.wait(0.02):
+            patience.end("it took longer than 1 s")
+
+    threading.Thread(target=impatient, daemon=True).start()
+    with pytest.raises(LimitError, match="because it took longer than 1 s: ask for fewer series or a shorter time"):
+        read(history.connection, [Endless((), *ALWAYS)], **LIMITS, patience=patience)
+    refused.set()
+
+    assert history.ask(("run", "=", "spring"))
+
+
+def test_cancelled_query_does_not_start(history):
+    patience = CancelToken()
+    patience.end("the client has disconnected")
+
+    with pytest.raises(LimitError, match="has disconnected"):
+        read(history.connection, [Endless((), *ALWAYS)], **LIMITS, patience=patience)
+
+
+def test_cancel_after_the_result_affects_no_other_query(history):
+    patience = CancelToken()
+    read(history.connection, [SeriesQuery((), 0, 1)], **LIMITS, patience=patience)
+    rows = history.connection.stream("SELECT range FROM range(1_000_000)", batch_rows=1000)
+    next(rows)
+    patience.end("it took too long")
+
+    assert 999_000 <= sum(batch.num_rows for batch in rows)
+
+
+def test_query_beyond_the_memory_limit_names_the_remedy(history, monkeypatch):
+    monkeypatch.setattr("rankscope_storage.prometheus.read.MEMORY_BYTES", 1 << 20)
+    monkeypatch.setattr("rankscope_storage.prometheus.read.SAMPLE_BYTES", 0)
+
+    with pytest.raises(LimitError, match="more than 1 MiB of memory: ask for fewer series or a shorter time"):
+        history.ask()
+
+
+def test_memory_limit_applies_only_during_a_query(history):
+    """Other connections use the same DuckDB instance without this limit."""
+    before = history.connection.query(SETTINGS).to_pylist()
+    seen = []
+
+    class Asking(SeriesQuery):
+        def within(self):
+            seen.extend(history.connection.query(SETTINGS).to_pylist())
+            return super().within()
+
+    for max_samples in (10_000, 1 << 24):
+        History(history.connection).ask(samples=max_samples)
+        read(history.connection, [Asking((), 0, 1)], max_series=1, max_samples=max_samples)
+
+    assert {("1.0 GiB", ""), ("4.0 GiB", "")} == {(row["memory"], row["folder"]) for row in seen}
+    assert before == history.connection.query(SETTINGS).to_pylist()
+
+
+# State, progress, end and incidents of runs.
+
+MINUTE = 60_000
+SECOND_ATTEMPT = MARCH + 5 * MINUTE
+
+
+def version(run, attempt, ms, state, step, ended_ms=None):
+    numbers = {"planned_steps": 10, "last_step": step, "world_size": 2, "source_kind": "live"}
+    started = {0: MARCH, 1: SECOND_ATTEMPT}[attempt]
+    times = {"started_at": started * 1000, "ended_at": None if ended_ms is None else ended_ms * 1000}
+    return {**row(run, None, None, ms), "attempt": attempt, "state": state, **numbers, **times}
+
+
+def incident(run, ms, state):
+    labels = {"rule": "AnomalyNan", "severity": "critical", "kind": "grad_reduced", "tensor": "head", "op": "norm"}
+    return row(run, 1, 7, ms, type="incident", message="", details=f'{{"state":"{state}"}}', **labels)
+
+
+@pytest.fixture(scope="module")
+def run_history(tmp_path_factory):
+    versions = [
+        version("spring", 0, MARCH, "running", 1),
+        version("spring", 0, MARCH + MINUTE, "failed", 4, MARCH + MINUTE),
+        version("spring", 1, SECOND_ATTEMPT, "running", 5),
+        version("spring", 0, SECOND_ATTEMPT + 1, "failed", 4, MARCH + MINUTE),
+        version("spring", 1, SECOND_ATTEMPT + MINUTE, "completed", 10, SECOND_ATTEMPT + MINUTE),
+        version("other", 0, MARCH, "running", 2),
+    ]
+    events = [incident("spring", MARCH + MINUTE, "opened"), incident("spring", MARCH + 2 * MINUTE, "resolved")]
+    events.append(incident("spring", MARCH + 2 * MINUTE + 500, "resolved"))
+    events.append(row("spring", 0, 1, MARCH, type="note", severity="info", message="", details="{}"))
+    losses = [
+        row("spring", rank, step, MARCH + 9 * step + 10 * rank, name="loss", value=value, unit=None, labels=None)
+        for rank, step, value in ((0, 1, 3.0), (1, 1, 4.0), (0, 2, 2.0), (1, 2, 5.0), (0, 3, 1.0))
+    ]
+    losses += [
+        {**row("spring", rank, step, ms, name="grad_norm", value=float(step)), "attempt": attempt}
+        for rank in (0, 1)
+        for attempt, step, ms in ((0, 4, MARCH + 1), (1, 10, SECOND_ATTEMPT + MINUTE))
+    ]
+    rows = {"attempts": versions, "events": events, "scalars": losses}
+    tables = {name: table(name, listed) for name, listed in rows.items()}
+    with stored(tmp_path_factory.mktemp("runs") / "store", tables) as connection:
+        yield History(connection)
+
+
+SPRING_RUN = (("job", "=", "rankscope"), ("run", "=", "spring"))
+
+
+def of_spring(metric, *labels):
+    return tuple(sorted((("__name__", metric), ("job", "rankscope"), ("run", "spring"), *labels)))
+
+
+def test_run_has_the_values_of_its_latest_attempt_at_each_time(run_history):
+    times = [MARCH, MARCH + MINUTE, SECOND_ATTEMPT, SECOND_ATTEMPT + MINUTE]
+    expected = {
+        "rankscope_run_step": [1.0, 4.0, 5.0, 10.0],
+        "rankscope_run_progress_ratio": [0.1, 0.4, 0.5, 1.0],
+        "rankscope_run_attempt": [0.0, 0.0, 1.0, 1.0],
+        "rankscope_run_steps_planned": [10.0] * 4,
+        "rankscope_run_ranks_expected": [2.0] * 4,
+        "rankscope_run_start_timestamp_seconds": [MARCH / 1000] * 2 + [SECOND_ATTEMPT / 1000] * 2,
+    }
+
+    for metric, values in expected.items():
+        found = run_history.ask(*SPRING_RUN, ("__name__", "=", metric))
+        assert {of_spring(metric): list(zip(times, values, strict=True))} == found
+    metric, ends = "rankscope_run_end_timestamp_seconds", (MARCH + MINUTE, SECOND_ATTEMPT + MINUTE)
+    assert {of_spring(metric): [(ms, ms / 1000) for ms in ends]} == run_history.ask(
+        *SPRING_RUN, ("__name__", "=", metric)
+    )
+
+
+def test_loss_of_a_run_is_the_mean_of_the_ranks_that_logged_it_at_each_step(run_history):
+    """As a curve, the loss ends with each attempt."""
+    means = [(MARCH + 9, 3.5), (MARCH + 18, 3.5), (MARCH + 27, 1.0)]  # rank 1 logs step 2 after rank 0 logs step 3
+    ends = [(MARCH + MINUTE + 1, "stale"), (SECOND_ATTEMPT + MINUTE + 1, "stale")]
+
+    found = run_history.ask(*SPRING_RUN, ("__name__", "=", "rankscope_run_loss"))[of_spring("rankscope_run_loss")]
+
+    assert [*means, *ends] == [(ms, "stale" if math.isnan(value) else value) for ms, value in found]
+
+
+def test_each_state_is_one_series_that_is_1_while_it_lasts(run_history):
+    found = run_history.ask(*SPRING_RUN, ("__name__", "=", "rankscope_run_state"))
+    values = {dict(labels)["state"]: [value for _, value in samples] for labels, samples in found.items()}
+
+    assert set(RunState) == values.keys()
+    assert {"running": [1.0, 0.0, 1.0, 0.0], "failed": [0.0, 1.0, 0.0, 0.0], "completed": [0.0, 0.0, 0.0, 1.0]} == {
+        state: numbers for state, numbers in values.items() if 1.0 in numbers
+    }
+    one = run_history.ask(*SPRING_RUN, ("__name__", "=", "rankscope_run_state"), ("state", "=", "failed"), alone=True)
+    assert [[(SECOND_ATTEMPT + MINUTE, 0.0)]] == list(one.values())
+
+
+def test_incident_has_the_labels_of_the_service_and_the_age_0(run_history):
+    found = run_history.ask(*SPRING_RUN, ("__name__", "=", "rankscope_ingest_incident_age_seconds"))
+    labels = {"rank": "1", "rule": "AnomalyNan", "severity": "critical", "kind": "grad_reduced", "tensor": "head"}
+
+    key = of_spring("rankscope_ingest_incident_age_seconds", *labels.items(), ("op", "norm"), ("step", "7"))
+    assert {key: [(MARCH + MINUTE, 0.0)]} == found
+
+
+def test_latest_events_have_a_sample_for_each_minute_with_the_time_as_value(run_history):
+    found = run_history.ask(*SPRING_RUN, ("__name__", "=", "rankscope_event_last_timestamp_seconds"))
+    times = [MARCH + MINUTE, MARCH + 2 * MINUTE + 500]
+
+    name = "rankscope_event_last_timestamp_seconds"
+    expected = {"incident": times, "note": [MARCH]}
+    assert {
+        of_spring(name, ("type", kind)): [(ms, ms / 1000) for ms in moments] for kind, moments in expected.items()
+    } == found
+
+
+def test_runs_are_selected_by_job_run_time_and_labels(run_history):
+    step = ("__name__", "=", "rankscope_run_step")
+
+    assert {} == run_history.ask(step, ("job", "=", "rankscope-service"))
+    assert {} == run_history.ask(step, ("job", "=", "rankscope"), ("rank", "=", "0"))
+    assert {} == run_history.ask(*SPRING_RUN, step, start=JULY)
+    assert {"spring", "other"} == {
+        dict(labels)["run"] for labels in run_history.ask(step, ("run", "=~", "spring|other"))
+    }
+
+
+def test_curve_ends_with_each_attempt(run_history):
+    """Prometheus does not repeat the last value after a staleness marker."""
+    (found,) = run_history.ask(("__name__", "=", "rankscope_grad_norm"), ("rank", "=", "1"), *SPRING_RUN).values()
+    before_end, end = SECOND_ATTEMPT + MINUTE, SECOND_ATTEMPT + MINUTE + 1
+
+    assert [(MARCH + 1, 4), (MARCH + MINUTE + 1, "stale"), (before_end, 10), (end, "stale")] == [
+        (ms, "stale" if math.isnan(value) else value) for ms, value in found
+    ]
+    (live,) = run_history.ask(
+        ("__name__", "=", "rankscope_grad_norm"), ("rank", "=", "1"), *SPRING_RUN, end=MARCH + 2
+    ).values()
+    assert [(MARCH + 1, 4)] == live
+
+
+# Other exporters with many series: a too large query is rejected early, and each matching series is returned.
+
+MANY = 3 * MATCH_BATCH_ROWS
+
+
+class Counted:
+    """A connection that knows how many rows it handed over."""
+
+    def __init__(self, connection):
+        self._connection = connection
+        self.rows = 0
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+    def query(self, *args):
+        found = self._connection.query(*args)
+        self.rows += found.num_rows
+        return found
+
+    def stream(self, *args, **more):
+        for batch in self._connection.stream(*args, **more):
+            self.rows += batch.num_rows
+            yield batch
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Yield a store with an exporter that distinguishes its series by one label."""
+    ids = ({"labels": f'{{"id":"{place}","mode":"idle"}}'} for place in range(MANY))
+    common = {"run": "", "ts": MARCH * 1000, "ts_origin": "ingest", "target": "node-1", "metric": "many", "value": 1.0}
+    samples = table("samples", ids, **common)
+    with stored(tmp_path_factory.mktemp("many") / "store", {"samples": samples}) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("matcher", [("mode", "=~", "i.*"), ("mode", "=", "idle"), ("id", "!=", ""), ("x", "=", "")])
+def test_too_large_query_is_rejected_before_reading_most_series(many, matcher):
+    counted = Counted(many)
+    with pytest.raises(LimitError, match="more than 5 series"):
+        History(counted).ask(("__name__", "=~", "man."), matcher, series=5)
+
+    assert 5 < counted.rows <= MATCH_BATCH_ROWS
+
+
+def test_only_matching_series_count_for_the_limit(many):
+    few = ("id", "=~", f"7|{MANY // 2}|{MANY - 1}")
+
+    assert {"7", str(MANY // 2), str(MANY - 1)} == {dict(labels)["id"] for labels in History(many).ask(few, series=3)}
+    with pytest.raises(LimitError, match="more than 2 series"):
+        History(many).ask(few, series=2)
+
+
+@pytest.mark.thorough
+def test_series_up_to_the_limit_are_returned_with_their_labels(many):
+    found = History(many).ask(("mode", "=~", "idle|user"), series=MANY, samples=MANY)
+
+    every = [(("__name__", "many"), ("id", str(n)), ("instance", "node-1"), ("mode", "idle")) for n in range(MANY)]
+    assert set(every) == found.keys()
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """Yield a store with one metric for each of several unusual labels."""
+    texts = {"none": None, "empty": "{}", "void": '{"a":""}', "own": '{"a":"x","instance":"i","__name__":"n"}'}
+    texts |= {"list": "[]", "number": '{"a":1}', "torn": '{"a":', "last": '{"a":"y","a":"x"}', "lines": '{"a":"x\\ny"}'}
+    rows = [{"metric": name, "labels": text, "target": "" if name == "own" else "t"} for name, text in texts.items()]
+    samples = table("samples", rows, run="", ts=MARCH * 1000, ts_origin="file", value=1.0)
+    with stored(tmp_path_factory.mktemp("odd") / "store", {"samples": samples}) as connection:
+        yield History(connection)
+
+
+@pytest.mark.usual(4)
+@pytest.mark.parametrize(
+    ("matcher", "expected"),
+    [
+        (("a", "=~", ".*"), {"none", "empty", "void", "own", "last"}),  # a point is no end of a line
+        (("a", "=~", "(?s).*"), {"none", "empty", "void", "own", "last", "lines"}),
+        (("a", "=", ""), {"none", "empty", "void"}),
+        (("a", "!~", ".+"), {"none", "empty", "void", "lines"}),
+        (("a", "!=", ""), {"own", "last", "lines"}),
+        (("a", "=", "x"), {"own", "last"}),
+        (("a", "=~", "x|"), {"none", "empty", "void", "own", "last"}),
+        (("instance", "=~", "i"), {"own"}),
+        (("instance", "!=", "i"), {"none", "empty", "void", "last", "lines"}),
+        (("__name__", "=~", "n|own|list|number|torn"), {"own"}),
+    ],
+)
+def test_absent_labels_are_empty_and_invalid_labels_are_skipped(odd, matcher, expected):
+    assert expected == {dict(labels)["__name__"] for labels in odd.ask(matcher)}
+
+
+def test_external_label_replaces_only_an_absent_label(odd):
+    def found(*matcher):
+        return {dict(labels)["__name__"] for labels in odd.ask(matcher, external_labels={"a": "x"})}
+
+    assert {"none", "empty", "own", "last"} == found("a", "=", "x")
+    assert {"void", "lines"} == found("a", "!~", "x")
