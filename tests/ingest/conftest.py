@@ -27,7 +27,6 @@ from rankscope_ingest.reporting.progress import Progress
 from rankscope_ingest.service.main import run
 from rankscope_storage.connection import connect
 
-Encode = Callable[..., bytes]
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
 
 
@@ -43,11 +42,6 @@ def encode_records(
     with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_table(pa.Table.from_pylist(list(records), schema=schema), max_chunksize=max_chunksize)
     return sink.getvalue().to_pybytes()
-
-
-@pytest.fixture
-def encode() -> Encode:
-    return encode_records
 
 
 class FakeRank:

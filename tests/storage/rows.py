@@ -1,8 +1,8 @@
-"""Rows given as dictionaries, questions to stores, and the files of stores."""
+"""Rows given as dictionaries, questions to stores, the files of stores, and a kill at an fsync."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +49,20 @@ def data_files(root: Path) -> list[Path]:
 def entries(root: Path) -> list[Path]:
     """Return the entries of the log, oldest first."""
     return sorted((root / LOG_FOLDER).glob("*.json"))
+
+
+class Killed(BaseException):
+    """Simulates a kill: the package does not catch it."""
+
+
+def dying(after: int) -> Callable[[Path], None]:
+    """Return a sync function that raises Killed at its `after`-th call."""
+    left = [after]
+
+    def sync(path: Path) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        sync_to_disk(path)
+
+    return sync

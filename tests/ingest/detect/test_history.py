@@ -264,6 +264,7 @@ def announcer(*notifiers, **changes):
 
 
 SENT = ["count attempts sent", "count notifications sent", "notified", "commit"]
+MUTED = dataclasses.replace(some_incident(), is_muted=True)
 
 
 @pytest.mark.parametrize(
@@ -271,12 +272,7 @@ SENT = ["count attempts sent", "count notifications sent", "notified", "commit"]
     [
         (some_incident(), False, ["opened", "commit", *SENT], 1),
         (some_incident(), True, SENT, 1),
-        (
-            dataclasses.replace(some_incident(), is_muted=True),
-            False,
-            ["muted", "commit", "count notifications muted"],
-            0,
-        ),
+        (MUTED, False, ["muted", "commit", "count notifications muted"], 0),
     ],
     ids=["first", "repeated", "muted"],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from tests.ingest.builders import registration
+from tests.ingest.conftest import encode_records
 
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
@@ -18,24 +19,11 @@ from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor, StragglerTracker
 from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.validate import RowContext, ValidBody, check
+from rankscope_ingest.record_channel.validate import RowContext, check
 from rankscope_ingest.reporting.rows import Stamp
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.service.pipeline import make_batcher
-
-BODY_UP_TO_9 = ValidBody(
-    context=RowContext(run="r", attempt=0, rank=0, incarnation="first"),
-    first_ordinal=1,
-    seqs=np.arange(4, 10),
-    columns={},
-    statistics=(),
-    nested={},
-    rows=6,
-    missing=(),
-    last_step=9,
-    last_ts=9,
-)
 
 
 def run_monitor(wall, last_ordinal=0, clock=lambda: 0.0, poll_now=lambda run, rank: None):
@@ -195,7 +183,7 @@ def test_spool_found_hours_later_keeps_attempt_and_undoes_lost_records():
     dropped = monitor.registry.get("first")
     successor = monitor.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
     successor.cursor = 3  # the watermark of the store
-    found = monitor.losses.of_body(successor, BODY_UP_TO_9)
+    found = monitor.losses.of_body(successor, body_of(successor, dict.fromkeys(range(4, 10), 0)))
 
     assert None is dropped
     assert (0, 1) == (successor.attempt, second.attempt)
@@ -277,7 +265,7 @@ def test_attempt_is_stored_each_minute_on_a_clock_set_back():
     assert ["pending"] * 3 == monitor.batcher.take().tables()["attempts"].column("state").to_pylist()
 
 
-def body_of(encode, target, seconds, *, clock=(), offset=0, event=None):
+def body_of(target, seconds, *, clock=(), offset=0, event=None):
     """Return the body with a record per entry of `seconds`, by seq. The records in `clock` have an event of a jump."""
     jump = {"type": "clock", "severity": "warning", "value": offset / 1e6, "message": ""}
     event = event or jump | {"details": json.dumps({"offset_us": offset})}
@@ -288,20 +276,20 @@ def body_of(encode, target, seconds, *, clock=(), offset=0, event=None):
     ]
     who = target.registration
     context = RowContext(run="r", attempt=0, rank=who.rank, incarnation=who.incarnation)
-    return check(open_stream(encode(records)), {}, context, first_ordinal=1, after=target.cursor)
+    return check(open_stream(encode_records(records)), {}, context, first_ordinal=1, after=target.cursor)
 
 
 def take_body(monitor, target, body):
     RecordSink(monitor).on_body(target, body, {}, size=1, inflated=1)
 
 
-def test_ranks_that_have_not_delivered_the_step_of_an_incident_are_polled(encode):
+def test_ranks_that_have_not_delivered_the_step_of_an_incident_are_polled():
     polled = []
     monitor = run_monitor(lambda: 10**15, poll_now=lambda run, rank: polled.append((run, rank)))
     zero, one = (monitor.accept(process(f"i{rank}", rank, world_size=2), ()).target for rank in range(2))
-    take_body(monitor, one, body_of(encode, one, {2: 0}))
+    take_body(monitor, one, body_of(one, {2: 0}))
     nan = {"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}
-    take_body(monitor, zero, body_of(encode, zero, {5: 0}, clock={5}, event=nan))
+    take_body(monitor, zero, body_of(zero, {5: 0}, clock={5}, event=nan))
     polled.clear()
 
     assert [] == monitor.due_incidents()
@@ -309,13 +297,13 @@ def test_ranks_that_have_not_delivered_the_step_of_an_incident_are_polled(encode
 
 
 @pytest.mark.parametrize("offset", [-3_600_000_000, 40 * 86_400_000_000])
-def test_jump_whose_event_was_lost_is_named_by_the_next_record(offset, encode):
+def test_jump_whose_event_was_lost_is_named_by_the_next_record(offset):
     host = Host()
     monitor = host.monitor()
     target = monitor.accept(process("i"), ()).target
-    take_body(monitor, target, body_of(encode, target, {0: 0, 1: 10}))
-    take_body(monitor, target, body_of(encode, target, {5: 50, 6: 60}, offset=offset))
-    take_body(monitor, target, body_of(encode, target, {9: 90}, offset=offset))
+    take_body(monitor, target, body_of(target, {0: 0, 1: 10}))
+    take_body(monitor, target, body_of(target, {5: 50, 6: 60}, offset=offset))
+    take_body(monitor, target, body_of(target, {9: 90}, offset=offset))
     (named,) = events_of(monitor, "clock")
     expected = {"seq": 5, "step": 5, "value": offset / 1e6, "ts_origin": "rank", "incarnation": "i"}
 
@@ -324,11 +312,11 @@ def test_jump_whose_event_was_lost_is_named_by_the_next_record(offset, encode):
     assert 10**9 + 50 + offset / 1e6 == named["ts"].timestamp()
 
 
-def test_jump_is_named_once_although_records_before_its_event_were_lost(encode):
+def test_jump_is_named_once_although_records_before_its_event_were_lost():
     host, offset = Host(), 3_600_000_000
     monitor = host.monitor()
     target = monitor.accept(process("i"), ()).target
-    take_body(monitor, target, body_of(encode, target, {5: 50, 6: 60}, clock={5}, offset=offset))
-    take_body(monitor, target, body_of(encode, target, {9: 90}, offset=offset))
+    take_body(monitor, target, body_of(target, {5: 50, 6: 60}, clock={5}, offset=offset))
+    take_body(monitor, target, body_of(target, {9: 90}, offset=offset))
 
     assert [5] == [row["seq"] for row in events_of(monitor, "clock")]

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from rankscope_ingest.importers import ImportReport, find_importer, import_records, importers
+from rankscope_ingest.importers.common.importer import Detection
 from rankscope_ingest.importers.common.log_identity import known_imports
 from rankscope_storage.api.store import Store
+from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
 
 SHARED = Path(os.environ.get("RANKSCOPE_SHARED") or Path(__file__).resolve().parents[3].parent / "shared")
@@ -25,6 +27,39 @@ def data() -> Path:
     if not DATA.is_dir():
         pytest.skip(f"the recorded logs are not here ({DATA})")
     return DATA
+
+
+class Counting:
+    """A writer that counts appends and refreshes, and fails from the append with the number `fails_at` on."""
+
+    def __init__(self, writer: Any, fails_at: int | None = None) -> None:
+        self.writer, self.fails_at, self.appends = writer, fails_at, 0
+        self.refreshes = 0
+
+    def append(self, batch: Any) -> Any:
+        self.appends += 1
+        if self.fails_at is not None and self.appends >= self.fails_at:
+            raise StoreError("disk full")
+        return self.writer.append(batch)
+
+    def watermark(self, incarnation: str, *, refresh: bool = True) -> int:
+        self.refreshes += refresh
+        return self.writer.watermark(incarnation, refresh=refresh)
+
+
+class Made:
+    """An importer that yields the given items."""
+
+    name = "made"
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def detect(self, path: Path, head: bytes) -> Detection:
+        return Detection(1.0, "made")
+
+    def read(self, path: Path, faults: Any) -> Iterator[Any]:
+        yield from self.items
 
 
 class Logs:

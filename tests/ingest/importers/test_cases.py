@@ -18,6 +18,7 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import importers
 
 CASES = cases()
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +37,13 @@ def test_log_becomes_the_rows_of_its_case(imported, case):
     assert case.expected == imported(case.kind)[case.name]
 
 
-def test_names_of_cases_are_unique():
+def test_names_of_cases_and_tools_are_unique():
     assert len(CASES) == len({case.name for case in CASES})
-
-
-ROOT = Path(__file__).resolve().parents[3]
-PAGE = ROOT / "docs" / "importing-training-logs.md"
+    assert len(TOOLS) == len({tool["name"] for tool in TOOLS})
 
 
 def test_page_uses_existing_names_and_formats():
-    text = PAGE.read_text(encoding="utf-8")
+    text = (DOCS / "importing-training-logs.md").read_text(encoding="utf-8")
     formats, names = text.split("## Names and units")[0], text.split("## Names and units")[1].split("Any other")[0]
     shown = [cell for line in names.splitlines() if line.startswith("| `") for cell in line.split("|")[1:2]]
 
@@ -57,7 +55,7 @@ def test_page_uses_existing_names_and_formats():
 
 # Each tool of the table in the documentation is read as its entry states.
 
-TOOLS = tomllib.loads((Path(__file__).parents[3] / "docs/tools.toml").read_text(encoding="utf-8"))["tool"]
+TOOLS = tomllib.loads((DOCS / "tools.toml").read_text(encoding="utf-8"))["tool"]
 TOOLS_WITHOUT_ALL = {"fastai", "DeepSpeed", "icefall", "BigDL"}
 """Tools that print numbers without a name, or durations as the time."""
 
@@ -78,10 +76,6 @@ def test_example_of_a_tool_is_read(tmp_path, tool):
     assert (axis == "number of the record") == (not steps)
     assert axis != "step within the epoch" or any(row["name"] == "epoch" for row in rows)
     assert (tool["name"] in TOOLS_WITHOUT_ALL) == bool(faults.unkept)
-
-
-def test_names_of_the_tools_are_unique():
-    assert len(TOOLS) == len({tool["name"] for tool in TOOLS})
 
 
 # Logs of many tools, imported without options: the right axis, the right numbers, and nothing lost.

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ingest.importers.conftest import Counting, Made
 
 from rankscope_contract.rules.curve import SeriesEvaluator, evaluate
 from rankscope_contract.rules.nan import AnomalyNan
@@ -30,7 +31,6 @@ from rankscope_ingest.importers import (
     replaceable,
     run_name,
 )
-from rankscope_ingest.importers.common.importer import Detection
 from rankscope_ingest.importers.common.log_identity import End, KnownImport
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.rules import RuleEvaluator
@@ -45,29 +45,13 @@ def lines(*steps):
     return "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in steps)
 
 
-class Failing:
-    """A writer whose disk is full after two batches."""
-
-    def __init__(self, writer):
-        self.writer, self.left = writer, 2
-
-    def append(self, batch):
-        if not self.left:
-            raise StoreError("disk full")
-        self.left -= 1
-        return self.writer.append(batch)
-
-    def watermark(self, incarnation):
-        return self.writer.watermark(incarnation)
-
-
 def test_interrupted_import_is_continued(logs, monkeypatch):
     """The store fails after the first batch. The next import stores the rest, and no row twice."""
     log = logs.write("train.log", rows(1, 500))
     monkeypatch.setattr("rankscope_ingest.importers.common.runner.BATCH_ROWS", 200)
     monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 10_000)
     with pytest.raises(StoreError):
-        import_records(log, Failing(logs.writer), find_importer(log), run="r", known=[])
+        import_records(log, Counting(logs.writer, fails_at=3), find_importer(log), run="r", known=[])
     report = import_records(log, logs.writer, find_importer(log), run="r", known=[])
 
     assert 0 < report.rows_stored < 1000
@@ -82,21 +66,6 @@ def test_progress_rises_to_the_size_of_the_log(logs, monkeypatch):
     assert told == sorted(told)
     assert len(told) > 5
     assert log.stat().st_size == told[-1]
-
-
-class Made:
-    """An importer that yields the given items."""
-
-    name = "made"
-
-    def __init__(self, *items):
-        self.items = items
-
-    def detect(self, path, head):
-        return Detection(1.0, "made")
-
-    def read(self, path, faults):
-        yield from self.items
 
 
 def test_records_are_numbered_within_their_source(logs):

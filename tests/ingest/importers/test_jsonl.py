@@ -245,7 +245,8 @@ def test_grown_dump_adds_only_new_rows(logs):
 def test_dump_of_a_real_prometheus_is_imported(logs, require_server):
     promtool = require_server("promtool", "prometheus")
     values = [1.5, math.nan, math.inf, -math.inf, 1e-300, 0.1]
-    lines = [f'm{{a="q\\"u\\\\o\\nte",b="学"}} {_om(value)} {1700000000 + 15 * i}' for i, value in enumerate(values)]
+    texts = [{"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value)) for value in values]
+    lines = [f'm{{a="q\\"u\\\\o\\nte",b="学"}} {value} {1700000000 + 15 * i}' for i, value in enumerate(texts)]
     source = logs.write("in.txt", "# TYPE m gauge\n" + "\n".join(lines) + "\n# EOF\n")
     folder = logs.folder / "tsdb"
     subprocess.run([promtool, "tsdb", "create-blocks-from", "openmetrics", source, folder], check=True, stdout=-3)
@@ -259,10 +260,6 @@ def test_dump_of_a_real_prometheus_is_imported(logs, require_server):
 
     assert logs.query(told, run="direct") == logs.query(told, run="dumped")
     assert 6 == len(logs.query(told, run="dumped"))
-
-
-def _om(value):
-    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(repr(value), repr(value))
 
 
 @pytest.mark.parametrize(

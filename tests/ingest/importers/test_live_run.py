@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ingest.importers.conftest import Made
 from tests.properties import few
 
 from rankscope_ingest.base.tables import rows_table
@@ -23,7 +24,6 @@ from rankscope_ingest.importers import (
     known_imports,
     replaceable,
 )
-from rankscope_ingest.importers.common.importer import Detection
 from rankscope_ingest.targets.registry import AttemptNumbers
 from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch, Store
@@ -136,18 +136,10 @@ def test_grown_and_moved_log_of_a_live_run_keeps_its_label(store: LiveStore) -> 
 
 
 def test_tensor_statistics_of_a_log_do_not_enter_a_live_run(store: LiveStore) -> None:
-    class Statistics:
-        name = "statistics"
-
-        def detect(self, path: Path, head: bytes) -> Detection:
-            return Detection(1.0, "made")
-
-        def read(self, path: Path, faults: Any) -> Iterator[ImportedRecord]:
-            rows = {"tensor_stats": [{"kind": "grad_reduced", "tensor": "w", "norm": 1.0}]}
-            yield ImportedRecord(rows=rows | {"scalars": [{"name": "x", "value": 1.0}]}, step=1)
-
+    rows = {"tensor_stats": [{"kind": "grad_reduced", "tensor": "w", "norm": 1.0}]}
+    rows |= {"scalars": [{"name": "x", "value": 1.0}]}
     store.report()
-    report = store.import_log(store.log(1, 1), Statistics())
+    report = store.import_log(store.log(1, 1), Made(ImportedRecord(rows=rows, step=1)))
 
     assert (1, 1) == (report.left_out, report.rows_stored)
     assert [] == store.query("FROM tensor_stats")

@@ -8,6 +8,7 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ingest.importers.conftest import Counting
 from tests.ingest.importers.field_logs import read
 from tests.ingest.importers.test_msprobe import SINGLE
 from tests.properties import examples
@@ -208,24 +209,6 @@ SELECT run, attempt, name, step, count(*) AS n, min(value) AS value FROM scalars
 WHERE run IN ('text', 'state', 'lines') GROUP BY ALL ORDER BY ALL"""
 
 
-class Counting:
-    """A writer that counts appends and refreshes, and fails from the append with the number `fails_at` on."""
-
-    def __init__(self, writer, fails_at=None):
-        self.writer, self.fails_at, self.appends = writer, fails_at, 0
-        self.refreshes = 0
-
-    def append(self, batch):
-        self.appends += 1
-        if self.fails_at is not None and self.appends >= self.fails_at:
-            raise StoreError("disk full")
-        return self.writer.append(batch)
-
-    def watermark(self, incarnation, *, refresh=True):
-        self.refreshes += refresh
-        return self.writer.watermark(incarnation, refresh=refresh)
-
-
 @pytest.fixture
 def store(tmp_path):
     with (
@@ -247,18 +230,10 @@ def state(*losses):
 def import_all(group, logs):
     """Import pairs of a path and a run as one group, and return the reports."""
     group.begin({run for _, run in logs})
-    reports = [
-        import_records(
-            path,
-            group,
-            find_importer(path),
-            run=run,
-            known=group.known(run),
-            is_live=group.is_live(run),
-            stored=group.stored(run),
-        )
-        for path, run in logs
-    ]
+    reports = []
+    for path, run in logs:
+        facts = {"known": group.known(run), "is_live": group.is_live(run), "stored": group.stored(run)}
+        reports.append(import_records(path, group, find_importer(path), run=run, **facts))
     group.flush()
     return reports
 

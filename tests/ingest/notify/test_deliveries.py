@@ -9,14 +9,17 @@ import itertools
 import json
 import logging
 import socket
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
-from tests.ingest.notify.web_server import PROXIES
 
 from rankscope.base.http_client import get
 from rankscope_dashboards.grafana.server import GrafanaError, Server
@@ -26,6 +29,69 @@ from rankscope_ingest.network.http_client import HttpClient
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Message, NotifyError, make_notifiers, receiver_names
 from rankscope_ingest.notify.notifiers.apprise_notifier import MAX_CHARACTERS, Secrets
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@dataclass
+class Web:
+    """An HTTP server on loopback: its answer, and the requests that it got."""
+
+    status: int = 200
+    text: bytes = b""
+    location: str = ""
+    port: int = 0
+    requests: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+
+    def start(self) -> ThreadingHTTPServer:
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                web.requests.append((self.path, dict(self.headers)))
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(web.status)
+                if web.location:
+                    self.send_header("Location", web.location)
+                self.send_header("Content-Length", str(len(web.text)))
+                self.end_headers()
+                self.wfile.write(web.text)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = server.server_port
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return server
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Web]]:
+    servers = []
+
+    def start(**changes: Any) -> Web:
+        web = Web(**changes)
+        servers.append(web.start())
+        return web
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Remove the proxies of the environment, and give every host a login in ~/.netrc."""
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    (tmp_path / "netrc").write_text("default login stranger password stolen\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
 def at_times(*seconds):

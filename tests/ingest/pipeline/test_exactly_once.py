@@ -135,10 +135,6 @@ def nan_event(tensor, kind="grad_unreduced"):
     return Event(type="anomaly", severity="critical", rule="AnomalyNan", kind=kind, tensor=tensor, op="nans", value=1.0)
 
 
-def exit_event(step):
-    return Event(type="exit", details=f'{{"reason": "completed", "last_step": {step}}}')
-
-
 def wait_until(condition, seconds=30.0):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
@@ -148,8 +144,9 @@ def wait_until(condition, seconds=30.0):
 
 
 def finish(channels, step):
+    ended = Event(type="exit", details=f'{{"reason": "completed", "last_step": {step}}}')
     for channel in channels:
-        channel.publish(step_record(step, exit_event(step)))
+        channel.publish(step_record(step, ended))
     with contextlib.ExitStack() as stack:
         for channel in channels:
             stack.callback(channel.close)

@@ -51,9 +51,7 @@ entries = st.builds(
     PlanEntry,
     kind=TEXT,
     tensor=TEXT,
-    index=SMALL,
-    vpp_stage=SMALL,
-    micro_step=SMALL,
+    **dict.fromkeys(("index", "vpp_stage", "micro_step"), SMALL),
     call_seq=st.none() | st.integers(0, 1 << 40),
     placement=st.sampled_from(["full", "shard"]),
     shard_group=st.none() | TEXT,
@@ -148,10 +146,10 @@ def checked(body: bytes, known: list[Plan], *, after: int = -1, first_ordinal: i
 
 @settings(max_examples=examples(60), deadline=None)
 @given(bodies())
-def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
+def test_rows_equal_those_of_a_plain_decoder(body):
     """Every seq is either delivered or reported missing."""
     records, known = body
-    result = checked(encode_all(records), known)
+    result = checked(encode_records(records, max_chunksize=2), known)
     expected, tables = slow_rows(records, known, 100), decode([result])
     missing = {seq for first, last in result.missing for seq in range(first, last + 1)}
     delivered = {record["seq"] for record in records}
@@ -163,36 +161,33 @@ def test_rows_equal_those_of_a_plain_decoder(encode_all, body):
     assert (set(range(result.last + 1)), set()) == (missing | delivered, missing & delivered)
 
 
-@pytest.fixture(scope="module")
-def encode_all():
-    return lambda records: encode_records(records, max_chunksize=2)
-
-
-def test_nan_infinity_null_and_zero_remain_distinct(encode):
+def test_nan_infinity_null_and_zero_remain_distinct():
     plan = Plan((PlanEntry(kind="grad_reduced", tensor="w"),))
     values, scalar_values = [0.0, None, math.inf, -0.0, None, 1.5], [math.nan, math.inf, -math.inf, 0.0, None]
     named = [{"name": str(n), "value": value} for n, value in enumerate(scalar_values)]
     record = {"seq": 0, "ts": 0, "plan": plan.hash, "values": values, "counts": [0, 0, 1, 1], "scalars": named}
-    tables = decode([checked(encode([record]), [plan])])
+    tables = decode([checked(encode_records([record]), [plan])])
     row = tables["tensor_stats"].to_pylist()[0]
 
     assert values == [row[op] for op in WIRE_VALUE_OPS]
     assert list(map(repr, scalar_values)) == [repr(value) for value in tables["scalars"]["value"].to_pylist()]
 
 
-def test_body_of_an_older_or_newer_sender_is_accepted(encode):
+def test_body_of_an_older_or_newer_sender_is_accepted():
     """The older one lacks nullable columns, the newer one has another column."""
     older = arrow_schema(pa, tuple(field for field in WIRE_FIELDS if field.name not in {"micro_step", "features"}))
     newer = arrow_schema(pa, WIRE_FIELDS).append(pa.field("colour", pa.string()))
-    result = checked(encode([{"seq": 0, "ts": 0, "scalars": [{"name": "loss", "value": 1.0}]}], schema=older), [])
+    result = checked(
+        encode_records([{"seq": 0, "ts": 0, "scalars": [{"name": "loss", "value": 1.0}]}], schema=older), []
+    )
 
     assert [None] == decode([result])["scalars"]["micro_step"].to_pylist()
-    assert 1 == checked(encode([{"seq": 0, "ts": 0, "colour": "red"}], schema=newer), []).records
+    assert 1 == checked(encode_records([{"seq": 0, "ts": 0, "colour": "red"}], schema=newer), []).records
 
 
-def test_newest_time_of_a_body_is_that_without_jumps_of_the_clock(encode):
+def test_newest_time_of_a_body_is_that_without_jumps_of_the_clock():
     records = [{"seq": 0, "ts": 7_200_000_000}, {"seq": 1, "ts": 3_700_000_000, "clock_offset": -3_600_000_000}]
-    right, jumped = checked(encode(records[:1]), []), checked(encode(records), [])
+    right, jumped = checked(encode_records(records[:1]), []), checked(encode_records(records), [])
 
     assert (7_200_000_000, 0) == (right.last_ts, right.clock_offset)
     assert (7_300_000_000, -3_600_000_000) == (jumped.last_ts, jumped.clock_offset)
@@ -212,9 +207,9 @@ ENTRY = Plan((PlanEntry(kind="k", tensor="t"),))
         ([{}], NARROW, "column seq has type int32"),
     ],
 )
-def test_record_that_violates_the_protocol_is_rejected(encode, records, schema, complaint):
+def test_record_that_violates_the_protocol_is_rejected(records, schema, complaint):
     with pytest.raises(DecodeError, match=complaint):
-        checked(encode([{"seq": 5, "ts": 0} | record for record in records], schema=schema), [ENTRY], after=4)
+        checked(encode_records([{"seq": 5, "ts": 0} | record for record in records], schema=schema), [ENTRY], after=4)
 
 
 @pytest.mark.parametrize("name", ["plan", "seq", "events", "colour"])
@@ -230,9 +225,9 @@ def test_duplicate_column_name_is_rejected(name):
         open_stream(sink.getvalue().to_pybytes())
 
 
-def test_no_prefix_of_a_body_is_accepted(encode):
+def test_no_prefix_of_a_body_is_accepted():
     """This includes a prefix that ends between two messages, which Arrow accepts as a shorter stream."""
-    body = encode([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(3)])
+    body = encode_records([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(3)])
     for length in range(len(body)):
         with pytest.raises(DecodeError):
             open_stream(body[:length])
@@ -250,8 +245,9 @@ def test_random_bytes_raise_only_decode_error(noise):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
-def test_flipped_bytes_are_decoded_or_raise_decode_error(encode_all, data):
-    body = bytearray(encode_all([{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(4)]))
+def test_flipped_bytes_are_decoded_or_raise_decode_error(data):
+    records = [{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(4)]
+    body = bytearray(encode_records(records, max_chunksize=2))
     for _ in range(data.draw(st.integers(1, 8))):
         body[data.draw(st.integers(0, len(body) - 9))] = data.draw(st.integers(0, 255))
     try:
@@ -260,9 +256,9 @@ def test_flipped_bytes_are_decoded_or_raise_decode_error(encode_all, data):
         return
 
 
-def test_uncompressed_size_of_a_body_is_limited(encode):
-    body = encode([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}])
-    plain = encode([{"seq": 0, "ts": 0, "values": [0.0] * 1000}], compression=None)
+def test_uncompressed_size_of_a_body_is_limited():
+    body = encode_records([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}])
+    plain = encode_records([{"seq": 0, "ts": 0, "values": [0.0] * 1000}], compression=None)
 
     assert len(body) < 40_000
     assert 400_000 <= inflated_bytes(body) < 410_000
@@ -271,8 +267,8 @@ def test_uncompressed_size_of_a_body_is_limited(encode):
         open_stream(body, max_inflated_bytes=100_000)
 
 
-def test_stream_with_a_wrong_declared_size_is_rejected(encode):
-    body = bytearray(encode([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}]))
+def test_stream_with_a_wrong_declared_size_is_rejected():
+    body = bytearray(encode_records([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}]))
     claim = struct.pack("<q", 400_000)
     at = bytes(body).index(claim)
     body[at : at + 8] = struct.pack("<q", 1 << 45)

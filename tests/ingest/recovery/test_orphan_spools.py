@@ -82,14 +82,10 @@ async def _state(service: Any, wanted: str) -> Any:
     return state if state["state"] == wanted else None
 
 
-async def _silent(_request: Any) -> Any:
-    await asyncio.sleep(60)
-
-
 async def _die(rank: Any, service: Any, steps: int) -> None:
     """Let a rank publish and report `steps` records that the service does not receive, and die."""
     rank.publish_steps(steps)
-    rank.behave = _silent
+    rank.behave = lambda _: asyncio.sleep(60)
     await rank.register(service.url)
     await rank.die()
 

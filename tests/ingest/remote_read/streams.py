@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 from tests.ingest.remote_write.messages import message_classes
 
 INT64, DOUBLE, STRING, BYTES, INT32 = 3, 1, 9, 12, 5
@@ -58,24 +57,6 @@ def frames_of(stream: bytes) -> list[bytes]:
         found.append(message)
         place += 4 + size
     return found
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for octet in data:
-        crc = (crc >> 8) ^ _castagnoli()[(crc ^ octet) & 0xFF]
-    return crc ^ 0xFFFFFFFF
-
-
-@functools.cache
-def _castagnoli() -> list[int]:
-    table = []
-    for octet in range(256):
-        crc = octet
-        for _ in range(8):
-            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
-        table.append(crc)
-    return table
 
 
 class _Bits:

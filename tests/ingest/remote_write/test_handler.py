@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,33 @@ from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WR
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
+from rankscope_ingest.pipeline.flusher import Quarantine
+from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.remote_write.handler import RemoteWrite, Version
-from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.errors import BatchError, StoreError
 from rankscope_storage.writer.writer import Commit
 
 NOW = 1_770_000_000_000
+
+
+@pytest.fixture
+def rejecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Quarantine]:
+    """Return a function that makes tables of samples fail whose values `is_bad`, and returns a quarantine for them."""
+
+    def reject(is_bad: Callable[[list[float]], bool], count: Callable[[int], None] = lambda _: None) -> Quarantine:
+        genuine = handler.samples_table
+
+        def table(requests):
+            rows = genuine(requests)
+            if is_bad(rows["value"].to_pylist()):
+                raise BatchError("rows cannot be written as Parquet: a fault of ours")
+            return rows
+
+        monkeypatch.setattr(handler, "samples_table", table)
+        return Quarantine(tmp_path, stamp=None, count=count)
+
+    return reject
 
 
 def body(value, *, ms=NOW, **labels):

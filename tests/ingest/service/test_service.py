@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -148,60 +149,45 @@ async def test_overwritten_records_become_a_gap_event(shared_service, fake_rank)
     assert 'rankscope_ingest_lost_records_total{run="gap"} 6.0' in page
 
 
-def cut_in_the_middle(rank):
-    async def behave(request):
-        chosen = rank.window(int(request.query["after"]))
-        if not chosen:
-            return None
-        response = web.StreamResponse(headers=rank.body_headers(chosen, -1) | {"Content-Length": "100000"})
-        await response.prepare(request)
-        await response.write(b"x" * 50)
-        request.transport.close()
-        return response
-
-    return behave
+async def cut_in_the_middle(rank, request):
+    chosen = rank.window(int(request.query["after"]))
+    if not chosen:
+        return None
+    response = web.StreamResponse(headers=rank.body_headers(chosen, -1) | {"Content-Length": "100000"})
+    await response.prepare(request)
+    await response.write(b"x" * 50)
+    request.transport.close()
+    return response
 
 
 def answer_with(status=200, body=b"", **headers):
-    def make(rank):
-        async def behave(request):
-            named = {name.replace("_", "-"): value for name, value in headers.items()}
-            return web.Response(status=status, body=body, headers=rank.headers() | named)
+    async def behave(rank, _):
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return web.Response(status=status, body=body, headers=rank.headers() | named)
 
-        return behave
-
-    return make
+    return behave
 
 
 def contradict(header, value):
     """Return a behaviour that sends the records with a wrong value of one header."""
 
-    def make(rank):
-        async def behave(request):
-            chosen = rank.window(-1)
-            return web.Response(body=encode_records(chosen), headers=rank.body_headers(chosen, -1) | {header: value})
-
-        return behave
-
-    return make
-
-
-def chunked(rank):
-    async def behave(request):
-        response = web.StreamResponse(headers=rank.body_headers(rank.window(-1), -1))
-        response.enable_chunked_encoding()
-        await response.prepare(request)
-        await response.write(b"\xff\xff\xff\xff\0\0\0\0")
-        return response
+    async def behave(rank, _):
+        chosen = rank.window(-1)
+        return web.Response(body=encode_records(chosen), headers=rank.body_headers(chosen, -1) | {header: value})
 
     return behave
 
 
-def silent(rank):
-    async def behave(request):
-        await asyncio.sleep(60)
+async def chunked(rank, request):
+    response = web.StreamResponse(headers=rank.body_headers(rank.window(-1), -1))
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    await response.write(b"\xff\xff\xff\xff\0\0\0\0")
+    return response
 
-    return behave
+
+async def silent(*_):
+    await asyncio.sleep(60)
 
 
 BAD_ANSWERS = {
@@ -239,7 +225,7 @@ async def test_invalid_response_is_reported_and_stores_nothing(start_service, fa
         for number, (words, (misbehaviour, _)) in enumerate(BAD_ANSWERS.items()):
             ranks[words] = rank = await stack.enter_async_context(fake_rank(run=f"r{number}"))
             rank.publish_steps(5)
-            rank.behave = misbehaviour(rank)
+            rank.behave = functools.partial(misbehaviour, rank)
             await rank.register(service.url)
 
         async def failing():
@@ -454,7 +440,7 @@ async def test_pokes_cause_at_most_four_extra_polls_per_second(start_service, fa
     changes = {"ingest.poll_seconds": 60.0, "ingest.max_backoff_seconds": 60.0}
     async with fake_rank() as rank, start_service(**changes) as service:
         if is_failing:
-            rank.behave = answer_with(500)(rank)
+            rank.behave = functools.partial(answer_with(500), rank)
         await rank.register(service.url)
 
         async def poked():
@@ -481,16 +467,12 @@ async def test_compressed_body_is_a_bad_request(shared_service, path, encoding):
     assert "Content-Encoding" in text
 
 
-async def out_of_reach(request):
-    await asyncio.sleep(60)
-
-
 async def test_dead_process_is_no_longer_polled_and_its_lost_records_are_counted(start_service, fake_rank, eventually):
     """Its last heartbeat reported records that were not polled."""
     async with fake_rank() as rank, fake_rank(run="other") as other, start_service() as service:
         for one in (rank, other):
             await one.deliver(service, 5)
-        rank.behave = out_of_reach
+        rank.behave = silent
         await eventually(lambda: rank.requests[-1].query["after"] == "4")
         rank.publish_steps(10)
         await rank.register(service.url)
@@ -518,7 +500,7 @@ async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_se
         await rank.register(service.url)
         rank.publish_steps(1)
         await eventually(lambda: rank.requests and rank.requests[-1].query["after"] == "0")
-        rank.behave = out_of_reach
+        rank.behave = silent
 
         async def gone():
             return (await service.targets())[0]["health"] == "gone"
@@ -535,7 +517,7 @@ async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_se
         await rank.register(service.url)
         rank.publish_steps(5)
         await eventually(lambda: read_up_to("5"))
-        rank.behave = out_of_reach
+        rank.behave = silent
         await eventually(gone)
         rank.behave = None
         seen, before = len(rank.requests), last_stored()
@@ -548,16 +530,10 @@ async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_se
     assert list(range(6)) == [row["seq"] for row in service.rows(LOSSES)]
 
 
-async def runs_on(service):
-    """Return whether the run is running and has lost no record."""
-    state = await service.run_state()
-    return ("running", 0) == (state["state"], state["records_lost"])
-
-
 async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
         await rank.deliver(service, 5)
-        rank.behave = out_of_reach
+        rank.behave = silent
         await eventually(lambda: rank.requests[-1].query["after"] == "4")
         rank.publish_steps(5)
         await rank.register(service.url)
@@ -565,10 +541,14 @@ async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank
         async def failed():
             return (await service.run_state())["records_lost"] == 5
 
+        async def runs_without_loss():
+            state = await service.run_state()
+            return ("running", 0) == (state["state"], state["records_lost"])
+
         await eventually(failed)
         rank.behave = None
         await rank.deliver(service)
-        await eventually(lambda: runs_on(service))
+        await eventually(runs_without_loss)
     gaps = service.rows("SELECT value FROM events WHERE type = 'gap' ORDER BY ordinal")
 
     assert list(range(10)) == [row["seq"] for row in service.rows(LOSSES)]

@@ -21,13 +21,9 @@ from rankscope_view.site import Site
 STALLING = {"runs.stalled_after_seconds": 2.0, "runs.stalled_in_phase_after_seconds": 30.0}
 
 
-def exit_record(reason, error=None):
-    return {"events": [{"type": "exit", "details": json.dumps({"reason": reason, "error": error})}]}
-
-
 async def end(rank, service, eventually, reason="completed", error=None):
     """Send an exit report of `rank`, drain it and close its port."""
-    rank.publish(**exit_record(reason, error))
+    rank.publish(events=[{"type": "exit", "details": json.dumps({"reason": reason, "error": error})}])
     rank.state = "draining"
     await rank.deliver(service)
     await rank.die()

@@ -8,7 +8,6 @@ import getpass
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rankscope_ingest.base.watch_config import WatchSection
@@ -79,9 +79,10 @@ class Sshd:
         self.process = None
 
     def cut_connections(self) -> None:
-        for child in children(self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
     def restart(self, config: str = "") -> None:
         self.stop()
@@ -95,18 +96,6 @@ class Sshd:
 
     def address(self, path: Path) -> str:
         return f"ssh://127.0.0.1:{self.port}{path}"
-
-
-def children(pid: int) -> list[int]:
-    """Return all descendants of a process."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = entry.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == pid:
-                child = int(entry.parent.name)
-                found += [*children(child), child]
-    return found
 
 
 def keygen(path: Path) -> None:

@@ -308,6 +308,9 @@ async def test_failing_reads_are_retried_with_growing_pauses(watch, replay):
 
 
 async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lines, tmp_path, monkeypatch):
+    def failing(*_: object) -> None:
+        raise StoreError("no space left on device")
+
     async with watch.session() as session:
         await watch.follow(session, slow_lines[:30], step=30)
         with monkeypatch.context() as patch:
@@ -320,10 +323,6 @@ async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lin
         assert session.statuses[0].unreadable is None
     assert "the store: no space left on device" == during
     assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
-
-
-def failing(*_: object) -> None:
-    raise StoreError("no space left on device")
 
 
 async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):

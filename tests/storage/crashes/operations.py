@@ -68,70 +68,34 @@ def append(root: Path, acknowledge: Acknowledge, records: int = RECORDS, per_com
             acknowledge(seq)
 
 
-def create(root: Path, acknowledge: Acknowledge) -> None:
-    """Run a first start: create the store, and append all records in one commit."""
-    append(root, acknowledge, per_commit=RECORDS)
-
-
 def silent(_: int) -> None:
     """Ignore the acknowledged records."""
 
 
-def merge(root: Path, acknowledge: Acknowledge) -> None:
+def merge(root: Path, *_: Any) -> None:
     """Compact all small files."""
     compaction.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
 
-def rewrite(root: Path, acknowledge: Acknowledge) -> None:
-    """Rewrite all files with an older encoding."""
-    compact(root, sync_to_disk, rewrite=True)
-
-
-def clean(root: Path, acknowledge: Acknowledge) -> None:
+def clean(root: Path, *_: Any) -> None:
     """Run maintenance on old files: replaced files, orphan files, log entries."""
     vacuum.REMOVED_FILES_HOURS = 0  # type: ignore[misc]
     maintain(root, sync_to_disk)
 
 
-def roll_up(root: Path, acknowledge: Acknowledge) -> None:
-    """Run retention: rows become rollups."""
-    retain(root, Retention(raw_days=1, scalars_days=1), sync_to_disk, now=_LATER)
+def roll_up(root: Path, days: float = 1, now: dt.datetime = _LATER, **more: float) -> None:
+    """Run retention: rows of more than `days` become rollups."""
+    retain(root, Retention(raw_days=days, scalars_days=days, **more), sync_to_disk, now=now)
 
 
-def roll_up_in_part(root: Path, acknowledge: Acknowledge) -> None:
-    """Run retention: the older bucket of each file becomes a rollup, and the other rows are written again."""
-    kept = Retention(raw_days=1 / 86_400, scalars_days=1 / 86_400)
-    retain(root, kept, sync_to_disk, now=_BEGAN + dt.timedelta(seconds=1 + 12))
-
-
-def expire(root: Path, acknowledge: Acknowledge) -> None:
-    """Run retention: rollups are removed."""
-    retain(root, Retention(raw_days=1, scalars_days=1, rollup_days=2), sync_to_disk, now=_LATER)
-
-
-def rename_run(root: Path, acknowledge: Acknowledge) -> None:
+def rename_run(root: Path, _: Acknowledge) -> None:
     """Rename a run, unless it has the new name already."""
     if any(row["run"] == "r" for row in content(root)["scalars"]):
         rename(root, "r", "s", sync_to_disk)
 
 
-def remove_run(root: Path, acknowledge: Acknowledge) -> None:
-    """Remove a run that shares its files with another."""
-    remove(root, "other", sync_to_disk)
-
-
-def join_runs(root: Path, acknowledge: Acknowledge) -> None:
-    """Merge a run into another."""
-    join(root, "other", "r", sync_to_disk)
-
-
-def repair_store(root: Path, acknowledge: Acknowledge) -> None:
-    """Repair a torn newest entry and a missing file."""
-    repair(root, sync_to_disk)
-
-
-def import_small_logs(root: Path, acknowledge: Acknowledge) -> None:
+def import_small_logs(root: Path, _: Acknowledge) -> None:
     """Import five small logs with three commits. Their folder is next to the store. The time is constant."""
     from rankscope.base.log_import import import_logs, plan_logs
     from rankscope_ingest import importers
@@ -147,19 +111,20 @@ def import_small_logs(root: Path, acknowledge: Acknowledge) -> None:
         import_logs(plan, root, "0/1", rules=(), shown=None, options=importers.Options(), out=None)
 
 
-OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], None]]] = {
-    "create": create,
+OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], object]]] = {
+    "create": lambda root, acknowledge: append(root, acknowledge, per_commit=RECORDS),
     "append": append,
     "compact": merge,
-    "rewrite": rewrite,
+    "rewrite": lambda root, _: compact(root, sync_to_disk, rewrite=True),  # of an older encoding
     "maintain": clean,
-    "roll up": roll_up,
-    "roll up in part": roll_up_in_part,
-    "expire": expire,
+    "roll up": lambda root, _: roll_up(root),
+    # The older bucket of each file becomes a rollup, and the other rows are written again.
+    "roll up in part": lambda root, _: roll_up(root, 1 / 86_400, _BEGAN + dt.timedelta(seconds=1 + 12)),
+    "expire": lambda root, _: roll_up(root, rollup_days=2),
     "rename": rename_run,
-    "remove": remove_run,
-    "join": join_runs,
-    "repair": repair_store,
+    "remove": lambda root, _: remove(root, "other", sync_to_disk),  # a run that shares its files with another
+    "join": lambda root, _: join(root, "other", "r", sync_to_disk),
+    "repair": lambda root, _: repair(root, sync_to_disk),  # a torn newest entry and a missing file
     "import": import_small_logs,
 }
 
@@ -185,7 +150,7 @@ def prepare(operation: str, root: Path) -> None:
             orphan.write_bytes(b"x")
         age(root)
     if operation == "expire":
-        roll_up(root, silent)
+        roll_up(root)
     if operation == "roll up in part":
         merge(root, silent)
     if operation in ("remove", "join"):

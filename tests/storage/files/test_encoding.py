@@ -20,11 +20,63 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
-from tests.storage.files.page_headers import page_rows
 
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, STAGING, discard, statistics, write_file, write_sorted
+
+
+def page_rows(path: Path, group: int, column: str) -> list[int]:
+    """Return the number of values of each data page of the column `column` in the row group number `group`."""
+    file = pq.ParquetFile(path)
+    chunk = file.metadata.row_group(group).column(file.schema_arrow.get_field_index(column))
+    return list(_page_rows(path.read_bytes(), chunk.data_page_offset, chunk.num_values))
+
+
+def _page_rows(content: bytes, offset: int, values: int) -> Iterator[int]:
+    while values:
+        header, offset = _struct(content, offset)
+        offset += header[3]  # compressed_page_size
+        rows = header[5][1]  # data_page_header.num_values
+        yield rows
+        values -= rows
+
+
+def _struct(content: bytes, at: int) -> tuple[dict[int, Any], int]:
+    """Return the fields by number of the Thrift structure at `at`, in the compact protocol, and its end."""
+    fields: dict[int, Any] = {}
+    number = 0
+    while kind := content[at]:
+        number, at = number + (kind >> 4), at + 1  # Parquet has no structure with a gap of more than 15 numbers
+        fields[number], at = _value(content, at, kind & 15)
+    return fields, at + 1
+
+
+def _value(content: bytes, at: int, kind: int) -> tuple[Any, int]:
+    match kind:
+        case 1 | 2:
+            return kind == 1, at
+        case 4 | 5 | 6:
+            number, at = _varint(content, at)
+            return (number >> 1) ^ -(number & 1), at
+        case 8:
+            size, at = _varint(content, at)
+            return content[at : at + size], at + size
+        case 12:
+            return _struct(content, at)
+        case _:
+            raise ValueError(f"a page header has no field of the type {kind}")
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = content[at]
+        number |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return number, at
+
 
 INTEGER = st.one_of(st.none(), st.sampled_from([0, 7, -(1 << 62)]))
 TEXT = st.one_of(st.none(), st.sampled_from(["", "full", "学"]))

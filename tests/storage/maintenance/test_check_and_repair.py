@@ -25,6 +25,8 @@ from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.repair import DAMAGED, repair
 from rankscope_storage.maintenance.stats import store_stats
 
+TENSOR = {"run": "r", "incarnation": "i", "kind": "k", "tensor": "t"}
+
 
 def kinds(root, **options) -> list[FindingKind]:
     return [finding.kind for finding in check(root, **options).findings]
@@ -245,12 +247,7 @@ def test_rollups_that_are_no_sum_of_rows_are_damage(store, writer):
 
 def test_missing_records_are_found(store, writer):
     for seq in (0, 1, 5):
-        put(
-            writer,
-            "tensor_stats",
-            [{"run": "r", "incarnation": "i", "kind": "k", "tensor": "t", "seq": seq}],
-            {"i": seq},
-        )
+        put(writer, "tensor_stats", [TENSOR | {"seq": seq}], {"i": seq})
     (gap,) = check(store.root, deep=True).findings
 
     assert FindingKind.GAP == gap.kind
@@ -325,16 +322,7 @@ def test_stats_are_grouped_by_tier_and_count_seven_statistics_per_row(store, wri
     writer.append(batch(range(3)))
     put(writer, "scalar_rollups", [{"run": "r", "name": "loss", "rows": 100}])
     put(writer, "runs", [{"run": "r", "state": "running"}])
-    put(
-        writer,
-        "tensor_stats",
-        [{"seq": n} for n in range(10)],
-        {"i": 9},
-        run="r",
-        kind="k",
-        tensor="t",
-        incarnation="i",
-    )
+    put(writer, "tensor_stats", [TENSOR | {"seq": n} for n in range(10)], {"i": 9})
     log = Log.open(store.root, sync_to_disk)
     tiers = {row["tier"]: row["rows"] for row in store_stats(log, by="tier").groups.to_pylist()}
     (figures,) = (row for row in store_stats(log, by="dataset").groups.to_pylist() if row["dataset"] == "tensor_stats")

@@ -117,11 +117,6 @@ def overtaken(monkeypatch, action, times=1):
     monkeypatch.setattr(compaction, "_rewrite", rewrite)
 
 
-def commit_without_files(root):
-    """Commit a rewrite of another process, which changes none of the files."""
-    Log.open(root, sync_to_disk).replace_files(Change)
-
-
 def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatch):
     """Another process merges all files while the command writes the first one. No row is lost or doubled."""
 
@@ -139,8 +134,9 @@ def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatc
 
 
 def test_rewrite_plans_refused_files_again(older, monkeypatch):
+    """Another process commits rewrites that change none of the files."""
     before, progress = content(older), []
-    overtaken(monkeypatch, lambda: commit_without_files(older), times=8)
+    overtaken(monkeypatch, lambda: Log.open(older, sync_to_disk).replace_files(Change), times=8)
     report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
 
     assert (6, 8, 0) == (report.rewritten, report.refused, report.left)

@@ -142,22 +142,8 @@ def test_time_range_is_closed_to_the_millisecond(history):
 
 
 NAMES = ["__name__", "run", "rank", "instance", "job", "kind", "tensor", "op", "vpp_stage", "unit", "name", "gpu", "x"]
-VALUES = [
-    "",
-    "spring",
-    "summer/1",
-    "0",
-    "1",
-    "01",
-    "spring/0",
-    "/",
-    "rankscope",
-    "grad_reduced",
-    "head",
-    "norm",
-    "nans",
-]
-VALUES += ["attn[3]", "1", "accuracy", "node-1", "up", "rankscope_loss", "rankscope_tensor_value", "DCGM_TEMP"]
+VALUES = ["", "spring", "summer/1", "0", "1", "01", "spring/0", "/", "rankscope", "grad_reduced", "head", "norm"]
+VALUES += ["nans", "attn[3]", "1", "accuracy", "node-1", "up", "rankscope_loss", "rankscope_tensor_value", "DCGM_TEMP"]
 PATTERNS = ["", ".*", ".+", "spring|summer/1", "s.*", "[01]", "0|1", "|0", "grad_.*", "norm|nans", "spring/.*", "1|"]
 PATTERNS += ["(?i)SPRING", r"node-\d", "a|b", "rankscope_(loss|scalar)", "rankscope_.*", "spring/0|summer/1/1"]
 PATTERNS += [r"attn\[3\]|head", r"head|layers\.0\.weight"]

@@ -92,17 +92,9 @@ def paths(tmp_path):
     """Return two files of two row groups each: names a, b and c, d; the last group has NaN counts and no rank."""
     found = []
     for number, names in enumerate((["a", "a", "b", "b"], ["c", "c", "d", "d"])):
-        table = pa.table(
-            {
-                "run": ["r"] * 4,
-                "tensor": names,
-                "kind": ["k"] * 4,
-                "rank": pa.array([0, 0, 0, None if number else 0], pa.int32()),
-                "step": list(range(4)),
-                "nans": [0, 0, 0, 3 if number else 0],
-                "infs": pa.nulls(4, pa.int64()),
-            }
-        )
+        same = {"run": ["r"] * 4, "kind": ["k"] * 4, "step": list(range(4)), "infs": pa.nulls(4, pa.int64())}
+        last = {"rank": pa.array([0, 0, 0, None if number else 0], pa.int32()), "nans": [0, 0, 0, 3 if number else 0]}
+        table = pa.table({"tensor": names, **same, **last})
         found.append(str(tmp_path / f"{number}.parquet"))
         pq.write_table(table, found[-1], row_group_size=2)
     return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from tests.storage.rows import ask, data_files, files, put, table
+from tests.storage.rows import Killed, ask, data_files, dying, files, put, table
 
 from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch, Store
@@ -235,15 +235,9 @@ def test_removed_import_can_be_repeated_but_ranks_do_not_send_again(store, batch
 
 @pytest.mark.usual(1)
 def test_removal_killed_before_its_commit_changes_nothing(root):
-    class Killed(BaseException):
-        pass
-
-    def sync(path) -> None:
-        raise Killed
-
     before = told(root)
     with pytest.raises(Killed):
-        edit.rename(root, "b", "z", sync)
+        edit.rename(root, "b", "z", dying(1))
 
     assert before == told(root)
     edit.rename(root, "b", "z", sync_to_disk)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
-from tests.storage.rows import ask, files, put, table
-from tests.storage.sql.rollup_reference import Row, rollups
+from tests.storage.rows import Killed, ask, dying, files, put, table
 
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.schema import ROLLUPS
 from rankscope_storage.api.store import Store, Writer
 from rankscope_storage.base.fsync import sync_to_disk
@@ -30,6 +32,84 @@ from rankscope_storage.maintenance.retention import Retention, RetentionReport, 
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import read
 from rankscope_storage.sql.rollups import SERIES, facts_query, rollup_query, row_facts
+
+# An independent reference for rollups, computed row by row.
+
+Row = Mapping[str, Any]
+
+IDENTITY_COLUMNS = ("run", "attempt", "rank", "micro_step", "vpp_stage")
+SERIES_OF = {
+    "tensor_stats": (*IDENTITY_COLUMNS, "kind", "tensor", "index", "placement", "shard_group", "call_seq"),
+    "scalars": (*IDENTITY_COLUMNS, "name", "unit", "labels"),
+}
+
+
+def rollups(dataset: str, rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Return the rollups of all `rows`, one per series and bucket; means are exact fractions, or None."""
+    buckets: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        series = tuple(row.get(name) for name in SERIES_OF[dataset])
+        buckets[*series, *_bucket(row)].append(row)
+    return [_rolled(dataset, key, members) for key, members in buckets.items()]
+
+
+def _bucket(row: Row) -> tuple[int | None, int | None]:
+    if row.get("step") is not None:
+        return row["step"] // 100 * 100, None
+    return None, None if row["ts"] is None else int(row["ts"].timestamp()) // 600
+
+
+def _rolled(dataset: str, key: tuple[Any, ...], rows: list[Row]) -> dict[str, Any]:
+    steps = [row["step"] for row in rows if row.get("step") is not None]
+    moments: list[dt.datetime] = [row["ts"] for row in rows if row["ts"] is not None]
+    odd = [row for row in rows if _is_odd(dataset, row)]
+    odd_steps = [row["step"] for row in odd if row.get("step") is not None]
+    return {
+        **dict(zip(SERIES_OF[dataset], key, strict=False)),
+        "step": key[-2],
+        "first_step": min(steps, default=None),
+        "last_step": max(steps, default=None),
+        "first_ts": min(moments, default=None),
+        "ts": max(moments, default=None),
+        "rows": len(rows),
+        "nonfinite_rows": len(odd),
+        "first_nonfinite_step": min(odd_steps, default=None),
+        **_numbers(VALUE_OPS if dataset == "tensor_stats" else ("value",), rows),
+        **_totals(COUNT_OPS if dataset == "tensor_stats" else (), rows),
+    }
+
+
+def _numbers(names: Iterable[str], rows: list[Row]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name in names:
+        known = [row[name] for row in rows if row.get(name) is not None]
+        finite = [Fraction(value) for value in known if math.isfinite(value)]
+        told |= {
+            f"{name}_min": float(min(finite)) if finite else None,
+            f"{name}_max": float(max(finite)) if finite else None,
+            f"{name}_avg": float(sum(finite) / len(finite)) if finite else None,
+            f"{name}_count": len(finite),
+            f"{name}_nans": sum(math.isnan(value) for value in known),
+            f"{name}_infs": sum(math.isinf(value) for value in known),
+        }
+    return told
+
+
+def _totals(names: Iterable[str], rows: list[Row]) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name in names:
+        known = [row[name] for row in rows if row.get(name) is not None]
+        told |= {name: sum(known) if known else None, f"{name}_rows": len(known)}
+    return told
+
+
+def _is_odd(dataset: str, row: Row) -> bool:
+    names = VALUE_OPS if dataset == "tensor_stats" else ("value",)
+    elements = dataset == "tensor_stats" and any((row.get(name) or 0) > 0 for name in ("nans", "infs"))
+    return elements or any(row.get(name) is not None and not math.isfinite(row[name]) for name in names)
+
+
+# Tests.
 
 ROLLED_UP = 'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
@@ -128,23 +208,6 @@ def test_rollups_are_equal_with_and_without_facts(dataset, data):
     assert absent <= facts.absent
     assert plain.schema == sooner.schema
     assert comparable(plain.to_pylist()) == comparable(sooner.to_pylist())
-
-
-class Killed(BaseException):
-    """Simulates a kill: the package does not catch it."""
-
-
-def dying(after: int):
-    """Return a sync function that raises Killed at its `after`-th call."""
-    left = [after]
-
-    def sync(path) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise Killed
-        sync_to_disk(path)
-
-    return sync
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
