@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.dashboards.grafana.conftest import PROMETHEUS, Grafana, complete
 from tests.dashboards.grafana.contract_server import ALERTS_FOLDER, ContractServer, recorded_server
-from tests.ingest.notify.web_server import Web
+from tests.ingest.notify.test_deliveries import Web
 from tests.programs import run_command
 
 from rankscope_dashboards.grafana.contact_points import contact_uid
