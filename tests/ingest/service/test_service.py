@@ -186,6 +186,14 @@ async def chunked(rank, request):
     return response
 
 
+async def until_closed(rank, request):
+    """Send a body that ends with the connection."""
+    head = "".join(f"{name}: {value}\r\n" for name, value in rank.body_headers(rank.window(-1), -1).items())
+    request.transport.write(f"HTTP/1.1 200 OK\r\n{head}\r\n".encode() + b"\xff\xff\xff\xff\0\0\0\0")
+    request.transport.close()
+    return web.Response()
+
+
 async def silent(*_):
     await asyncio.sleep(60)
 
@@ -200,6 +208,7 @@ BAD_ANSWERS = {
         "garbage",
     ),
     "no Content-Length": (chunked, "garbage"),
+    "so that a truncated body cannot be detected": (until_closed, "garbage"),
     "has schema version 7": (answer_with(status=406, Rankscope_Schema="7"), "schema"),
     "token": (answer_with(status=401), "unauthorized"),
     "not followed": (answer_with(status=302, Location="http://127.0.0.1:1/"), "redirect"),
