@@ -1,7 +1,5 @@
 """Answers of the commands to a person: an unknown name, a figure without data, wide rows, a damaged file, a log."""
 
-from __future__ import annotations
-
 import fcntl
 import html
 import json

@@ -1,7 +1,5 @@
 """`rankscope dashboards provision` writes the tree with the given addresses, and prints what to do next."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 import yaml

@@ -1,7 +1,5 @@
 """The parts of the demo: alert receiver, child processes, progress display, and the final checks."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """`rankscope diff`: text output, JSON output and exit codes."""
 
-from __future__ import annotations
-
 import json
 import math
 

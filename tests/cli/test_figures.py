@@ -1,7 +1,5 @@
 """`rankscope plot`, `compare` and `events`: files, tables, formats and errors, for runs and logs."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -9,11 +7,6 @@ import pytest
 from tests.cli.conftest import NAN_STEP, table
 
 from rankscope_storage.api.store import Batch, Store
-
-
-def size_of_png(path):
-    head = path.read_bytes()[:24]
-    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
 @pytest.fixture
@@ -26,7 +19,8 @@ def test_plot_writes_a_png_of_300_dpi_named_after_the_run(in_process, logs, fold
     done = in_process("plot", "--checkpoint", logs / "outputs" / "checkpoint-60", "--kind", "speed")
 
     assert (0, "", "wrote outputs-speed.png\n") == (done.returncode, done.stdout, done.stderr)
-    width, height = size_of_png(folder / "outputs-speed.png")
+    head = (folder / "outputs-speed.png").read_bytes()[:24]
+    width, height = int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
     assert 8 * 300 == pytest.approx(width, rel=0.03)
     assert 3.6 * 300 == pytest.approx(height, rel=0.1)  # without a throughput, only the loss
 
@@ -173,13 +167,9 @@ def own_store(tmp_path_factory):
     scalars, histograms = [], []
     for step in range(20):
         common = source | {"step": step, "seq": step, "ordinal": step}
-        names = {"loss": (4 - step / 10, None), "val/accuracy": (step / 20, None)}
-        scalars += [
-            common | {"name": name, "value": value, "labels": labels} for name, (value, labels) in names.items()
-        ]
-        scalars.append(common | {"name": "acc", "value": 0.5, "labels": '{"key":"top1"}'})
-        scalars.append(common | {"name": "acc", "value": 0.75, "labels": '{"key":"top5"}'})
-        scalars.append(common | {"name": "eval_loss", "value": 2.0, "labels": '{"source_name":"val/loss"}'})
+        values = [("loss", 4 - step / 10, None), ("val/accuracy", step / 20, None), ("acc", 0.5, '{"key":"top1"}')]
+        values += [("acc", 0.75, '{"key":"top5"}'), ("eval_loss", 2.0, '{"source_name":"val/loss"}')]
+        scalars += [common | {"name": name, "value": value, "labels": labels} for name, value, labels in values]
         histograms += [common | bins | {"tensor": name, "nonfinite": 0} for name in ("0.weight", "1.weight")]
     ended = {"run": "own", "state": "completed", "last_step": 19, "ordinal": 1, "ts_origin": "ingest"}
     tables = {"scalars": table("scalars", scalars), "histograms": table("histograms", histograms)}

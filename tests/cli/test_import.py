@@ -1,7 +1,5 @@
 """`rankscope import`: repeated imports, detection of formats, and error messages."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -1,7 +1,5 @@
 """`rankscope import` of many small logs: few files and commits, and a short summary."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

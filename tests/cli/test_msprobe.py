@@ -1,7 +1,5 @@
 """`rankscope msprobe`: the converters and the anomaly processor with the arguments of msprobe's manual."""
 
-from __future__ import annotations
-
 import pytest
 from tests.cli.msprobe.conftest import SINGLE, TWO_RANKS
 

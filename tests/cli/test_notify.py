@@ -1,7 +1,5 @@
 """`rankscope notify test` sends a notification to a real HTTP receiver."""
 
-from __future__ import annotations
-
 import pytest
 
 from rankscope.demo.receiver import AlertReceiver

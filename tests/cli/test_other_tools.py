@@ -1,7 +1,5 @@
 """Commands on a store whose files delta-rs rewrote: the same output as before."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Every output format distinguishes NaN, Inf, null, the empty string and 0."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import datetime as dt
@@ -71,8 +69,8 @@ def test_table_in_a_file_has_whole_values_without_control_characters():
 
 def test_parquet_preserves_rows_and_types(tmp_path):
     write_rows(ROWS, Format.PARQUET, tmp_path / "rows.parquet")
-
     read = pq.read_table(tmp_path / "rows.parquet")
+
     assert ROWS.schema == read.schema
     assert repr(ROWS.to_pylist()) == repr(read.to_pylist())
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+from tests.end_to_end.lives import until
 from tests.view.test_site import Reader
 
 from rankscope.base.errors import CommandError
@@ -59,22 +60,13 @@ def prometheus(require_server, tmp_path_factory):
     options = ["--storage.tsdb.path=data", "--storage.tsdb.retention.time=100y", "--web.listen-address=127.0.0.1:0"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([program, *options], cwd=folder, stdout=log, stderr=log)
+    text = partial((folder / "log").read_text, errors="replace")
     try:
-        yield address(folder / "log")
+        until(lambda: "Server is ready to receive web requests" in text(), 30, text)
+        yield "http://" + re.search(r'msg="Listening on" address=(\S+)', text())[1]
     finally:
         process.kill()
         process.wait(20)
-
-
-def address(log):
-    deadline = time.monotonic() + 30
-    while True:
-        text = log.read_text(errors="replace")
-        listening = re.search(r'msg="Listening on" address=(\S+)', text)
-        if listening and "Server is ready to receive web requests" in text:
-            return f"http://{listening[1]}"
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`rankscope report`, and the calls of the package for scripts and notebooks."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -3,8 +3,6 @@
 The commands run in this process, because each start of a process takes a second.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

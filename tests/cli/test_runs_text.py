@@ -1,7 +1,5 @@
 """The list of runs is one line per run at the usual widths of a terminal."""
 
-from __future__ import annotations
-
 import datetime as dt
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """`rankscope serve`: printed address, clean stop, and error messages."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

@@ -1,7 +1,5 @@
 """SQL of the optional Grafana board, executed by DuckDB on plain Parquet files that were exported from a real store."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

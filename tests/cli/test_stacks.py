@@ -1,7 +1,5 @@
 """`rankscope stacks`: printed stack groups, selection of the run, and one-line error messages."""
 
-from __future__ import annotations
-
 import copy
 import http.server
 import json

@@ -1,7 +1,5 @@
 """`-` as the output of a command is standard output. A command whose output is a folder refuses it."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

@@ -1,7 +1,5 @@
 """`rankscope store`: check, stats, compact, retain and repair of intact and damaged stores."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`rankscope summary`: runs of a store, logs and checkpoints, formats and exit codes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

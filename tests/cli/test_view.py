@@ -1,7 +1,5 @@
 """`rankscope view`: pages of a store without a service."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`rankscope watch`: output, exit codes and errors of a log on this machine."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -168,14 +168,10 @@ def _ranks(stack: ExitStack, folder: Path, service_url: str) -> Callable[..., Ra
     def start(*runs: str) -> Ranks:
         environment = {"RANKSCOPE_INGEST_URL": service_url, "OMP_NUM_THREADS": "1"}
         log = stack.enter_context((folder / "ranks.log").open("wb"))
+        command = [sys.executable, str(Path(__file__).with_name("faulty_rank.py")), *runs]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("faulty_rank.py")), *runs],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, **environment},
-            start_new_session=True,
+            command, **pipes, text=True, env={**os.environ, **environment}, start_new_session=True
         )
         stack.callback(_end, process)
         return Ranks(process, {run: [] for run in runs})

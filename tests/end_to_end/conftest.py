@@ -111,6 +111,24 @@ scan_seconds = 0.3
         return (self.folder / "service.log").read_text(errors="replace")
 
 
+def write_locked_config(folder, certificates, port, more=""):
+    """Write the configuration of a service on ::1 with mutual TLS and a token, and the files that it names."""
+    (folder / "token").write_text("open-sesame\n")
+    asks = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": str(certificates.ca)}
+    certificates.web_config(folder / "web.json", **asks, min_version="TLS13")
+    (folder / "service.toml").write_text(f"""
+[service]
+listen = "[::1]:{port}"
+token_file = "token"
+web_config = "web.json"
+ca_file = "{certificates.ca}"
+cert_file = "{certificates.cert("client")}"
+key_file = "{certificates.key("client")}"
+[store]
+path = "history"
+{more}""")
+
+
 @pytest.fixture
 def service(tmp_path, free_port):
     """Yield a service that is not started. At the end of the test its process is stopped."""

@@ -36,9 +36,7 @@ def train(run: str, commands: TextIO) -> None:
     net.weight.register_hook(lambda gradient: gradient * factor)
     lines: list[str] = []
     threading.Thread(target=lambda: lines.extend(line.strip() for line in commands), daemon=True).start()
-    with rankscope.Monitor(rankscope.MonitorConfig(console=False, statistics="torch")).attach(
-        net, optimizer
-    ) as monitor:
+    with rankscope.Monitor({"console": False, "statistics": "torch"}).attach(net, optimizer) as monitor:
         step, left, command = 0, -1, ""
         while left != 0:
             step, left = step + 1, left - 1

@@ -57,23 +57,11 @@ class Host:
         self.lives: list[Life] = []
         self.parent = parent
 
-    def start(
-        self,
-        service: Any,
-        rank: int,
-        life: str,
-        *,
-        steps: int,
-        pause: float = 0.0,
-        end: str,
-        spool: bool = True,
-        ring: int = 1024,
-        is_held: bool = False,
-    ) -> Life:
+    def start(self, service: Any, rank: int, life: str, *, spool: bool = True, **order: Any) -> Life:
+        """Start a rank; `order` has its `steps` and its `end`, and further fields of an order of spool_ranks.py."""
         out = self.folder / f"{life}-{rank}.out"
         environment = {"RANKSCOPE_INGEST_URL": service.url, "RANKSCOPE_SPOOL_DIR": str(self.spool) if spool else "off"}
-        order = {"rank": rank, "life": life, "steps": steps, "pause": pause, "end": end, "out": str(out), "ring": ring}
-        order["is_held"] = is_held
+        order = {"pause": 0.0, "ring": 1024, "is_held": False} | order | {"rank": rank, "life": life, "out": str(out)}
         assert self.parent.stdin is not None
         assert self.parent.stdout is not None
         self.parent.stdin.write(json.dumps(order | {"environment": environment}).encode() + b"\n")

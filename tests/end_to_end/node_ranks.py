@@ -24,9 +24,7 @@ def train() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     net = nn.Linear(16, 4)
     optimizer = torch.optim.Adam(net.parameters())
-    with rankscope.Monitor(rankscope.MonitorConfig(console=False, statistics="torch")).attach(
-        net, optimizer
-    ) as monitor:
+    with rankscope.Monitor({"console": False, "statistics": "torch"}).attach(net, optimizer) as monitor:
         while not ended:
             loss = net(torch.ones(2, 16)).square().mean()
             loss.backward()

@@ -37,23 +37,13 @@ BOARDS = {
     for name, text in generated_files().items()
     if name.startswith("dashboards/") and ".json" in name
 }
-VARIABLES = {
-    "$__rate_interval": "1m",
-    "$__interval": "30s",
-    "$__range": "10m",
-    "$smooth": "1m",
-    "$run": RUN,
-    "$rank": ".+",
-    "$kind": "grad_reduced",
-    "$tensor": ".+",
-}
+VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$__range": "10m", "$smooth": "1m", "$run": RUN}
+VARIABLES |= {"$rank": ".+", "$kind": "grad_reduced", "$tensor": ".+"}
 
 
 def put(folder: Path, then: int) -> None:
     """Store steps of two ranks from `then` (seconds) on. All values equal the step, those of rank 1 twice the step."""
-    rows = [
-        row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _rows(spec, rank, step, then)
-    ]
+    rows = [_scalar(spec, rank, step, then) for rank in (0, 1) for step in range(STEPS) for spec in SCALARS]
     tensors = [_tensor(kind, rank, step, then) for kind in KINDS for rank in (0, 1) for step in range(STEPS)]
     tables = {
         name: pa.Table.from_pylist(made, schema=dataset_schema(name))
@@ -93,29 +83,14 @@ def _feature(rank: int, step: int, then: int) -> dict[str, Any]:
 
 def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
     value = float(step * (rank + 1))
-    numbers = {
-        "norm": value,
-        "norm_baseline": 1.0,
-        "mean": value,
-        "mean_baseline": 1.0,
-        "nans": step,
-        "placement": "full",
-    }
-    return {**_when(rank, step, then), "kind": kind, "tensor": "weight", **numbers}
+    numbers = {"norm": value, "norm_baseline": 1.0, "mean": value, "mean_baseline": 1.0, "nans": step}
+    return {**_when(rank, step, then), "kind": kind, "tensor": "weight", "placement": "full", **numbers}
 
 
-def _rows(spec: MetricSpec, rank: int, step: int, then: int) -> list[dict[str, Any]]:
-    name = (spec.stored_as or "").removeprefix("scalars:")
+def _scalar(spec: MetricSpec, rank: int, step: int, then: int) -> dict[str, Any]:
     labels = canonical_labels({label: CHOSEN.get(label, "x") for label in spec.labels})
-    return [
-        {
-            **_when(rank, step, then),
-            "name": name,
-            "unit": spec.unit,
-            "labels": labels,
-            "value": float(step * (rank + 1)),
-        }
-    ]
+    named = {"name": (spec.stored_as or "").removeprefix("scalars:"), "unit": spec.unit, "labels": labels}
+    return {**_when(rank, step, then), **named, "value": float(step * (rank + 1))}
 
 
 def panels_of_the_past() -> dict[str, str]:

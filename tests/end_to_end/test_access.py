@@ -1,7 +1,5 @@
 """Access control of all programs: IPv6, mutual TLS, a token on every connection, a port range, one page per node."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -18,24 +16,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.end_to_end.conftest import write_locked_config
 from tests.end_to_end.lives import until
 
 from rankscope_contract.security.tls import client_context
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, prometheus_config
 from rankscope_storage.connection import connect
 
-RANKS = Path(__file__).with_name("node_ranks.py")
-SERVICE = """
-[service]
-listen = "[::1]:{port}"
-token_file = "token"
-web_config = "web.json"
-ca_file = "{ca}"
-cert_file = "{cert}"
-key_file = "{key}"
-[store]
-path = "history"
-[ingest]
+INGEST = """[ingest]
 poll_seconds = 0.3
 flush_after_seconds = 1.0
 [runs]
@@ -45,6 +33,7 @@ failed_after_seconds = 8.0
 [notify]
 mode = "off"
 """
+RANKS = Path(__file__).with_name("node_ranks.py")
 
 
 class Node:
@@ -52,19 +41,12 @@ class Node:
 
     def __init__(self, folder, certificates, port):
         self.folder, self.port = folder, port
-        self.ca, self.cert, self.key = map(
-            str, (certificates.ca, certificates.cert("client"), certificates.key("client"))
-        )
+        files = certificates.ca, certificates.cert("client"), certificates.key("client")
+        self.ca, self.cert, self.key = map(str, files)
         self.processes = []
         self.temporary = tempfile.mkdtemp(prefix="rs-")  # a socket path must be shorter than the path of pytest
-        (folder / "token").write_text("open-sesame\n")
-        certificates.web_config(
-            folder / "web.json",
-            client_auth_type="RequireAndVerifyClientCert",
-            client_ca_file=str(certificates.ca),
-            min_version="TLS13",
-        )
-        self.context = client_context(Path(self.ca), Path(self.cert), Path(self.key))
+        write_locked_config(folder, certificates, port, INGEST)
+        self.context = client_context(*files)
         self.context.check_hostname = True
 
     def start(self, name, command, **environment):
@@ -81,7 +63,6 @@ class Node:
 
     def start_service(self):
         config = self.folder / "service.toml"
-        config.write_text(SERVICE.format(port=self.port, ca=self.ca, cert=self.cert, key=self.key))
         self.start("service", [sys.executable, "-m", "rankscope", "serve", config, "--quiet"])
         self.wait_for(lambda: self.get(f"https://[::1]:{self.port}/healthz"))
 

@@ -5,8 +5,6 @@ wait. `benchmarks/alert_latency.py` measures both on an idle machine. These test
 check that a notification takes less than a minute.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Real jobs with fewer sources than usual: the message names the right rank with its evidence, or no rank."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

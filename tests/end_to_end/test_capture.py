@@ -1,7 +1,5 @@
 """A loss that becomes NaN, from the training to SQL: captured steps, their samples, and the overhead of the monitor."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """`make demo` as a user runs it: one complete run, and one interrupted run."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

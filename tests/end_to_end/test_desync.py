@@ -1,7 +1,5 @@
 """Two real ranks under DDP with one changed bit: the notification contains step, tensor and ranks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Two real trainings compared in the store; the expected result is computed from the tensors at each step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

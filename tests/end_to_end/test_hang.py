@@ -1,7 +1,5 @@
 """A real job that hangs: notification with the place of each rank, `rankscope stacks`, and the end of the stall."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

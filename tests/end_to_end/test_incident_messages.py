@@ -23,16 +23,8 @@ from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, alert
 from rankscope_dashboards.deploy.prometheus import as_yaml
 
 MAX_BYTES = 4096
-FIRST = {
-    "run": "pretrain",
-    "rank": "1",
-    "rule": "AnomalyNan",
-    "severity": "critical",
-    "kind": "grad_unreduced",
-    "tensor": "model.layers.11.mlp.down_proj.weight",
-    "op": "nans",
-    "step": "150",
-}
+FIRST = {"run": "pretrain", "rank": "1", "rule": "AnomalyNan", "severity": "critical", "kind": "grad_unreduced"}
+FIRST |= {"tensor": "model.layers.11.mlp.down_proj.weight", "op": "nans", "step": "150"}
 SUMMARY = "AnomalyNan in grad_unreduced of model.layers.11.mlp.down_proj.weight (nans), rank 1, step 150, run pretrain"
 ALERTS = {alert.name: alert for group in alert_groups() for alert in group.alerts}
 
@@ -97,12 +89,11 @@ def post(tmp_path, require_server):
         )
         (tmp_path / "alertmanager.yml").write_text(as_yaml(alertmanager_config(settings)))
         url = f"127.0.0.1:{free_port()}"
+        options = [f"--storage.path={tmp_path}", f"--web.listen-address={url}", "--cluster.listen-address="]
         command = [
             require_server("prometheus-alertmanager"),
             f"--config.file={tmp_path / 'alertmanager.yml'}",
-            f"--storage.path={tmp_path}",
-            f"--web.listen-address={url}",
-            "--cluster.listen-address=",
+            *options,
         ]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         stack.callback(process.wait, 10)

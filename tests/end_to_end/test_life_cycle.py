@@ -1,7 +1,5 @@
 """Life cycles of runs with real processes: restarts by the agent of torchrun, requeued jobs, and each kind of end."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from functools import partial

@@ -1,7 +1,5 @@
 """Real runs with usual schedules: a drawn spike, jump or NaN reaches a webhook, and a healthy run gives no event."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Ranks that a service does not know from their start: a second process of one rank, and a service that starts late."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.end_to_end.lives import until

@@ -1,7 +1,5 @@
 """From tensor to DuckDB with real processes: each step, rank and tensor is stored once, with exact values."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

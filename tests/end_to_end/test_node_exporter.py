@@ -1,7 +1,5 @@
 """A real node_exporter: the service scrapes it, and the store contains the values of its page."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import urllib.request

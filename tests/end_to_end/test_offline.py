@@ -1,7 +1,5 @@
 """A training without a service: its records are in a local folder, which commands read and import."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -57,8 +55,7 @@ def command(*arguments):
 
 
 def rows(store, query):
-    answer = command("sql", query, "--store", store, "--format", "json")
-    return json.loads(answer.stdout)
+    return json.loads(command("sql", query, "--store", store, "--format", "json").stdout)
 
 
 def content(root):
@@ -98,8 +95,7 @@ def test_training_without_service_is_read_from_its_folder_and_imported(tmp_path)
 
 
 def test_failure_is_resolved_if_a_later_launch_of_the_folder_completes(tmp_path):
-    failing = program("model(torch.ones(4, 8)); raise ValueError('disk full')")
-    failed = run_program(failing, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="")
+    failed = trained(tmp_path, "model(torch.ones(4, 8)); raise ValueError('disk full')")
     assert (1, 0) == (failed.returncode, trained(tmp_path).returncode)
 
     records = tmp_path / "rankscope-records"
@@ -122,12 +118,15 @@ def test_killed_training_leaves_its_published_records(tmp_path):
     assert STEPS - 1 <= len(steps)
 
 
-def test_switch_turns_files_off(tmp_path):
-    done = trained(tmp_path, spool_dir="off")
+def test_switch_turns_files_off_and_replaced_default_rules_are_named(tmp_path):
+    done = trained(tmp_path, spool_dir="off", rules=[{"rule_name": "AnomalyNan"}])
 
     assert 0 == done.returncode, done.stderr
     assert [] == list(tmp_path.iterdir())
     assert "no file has the records" in done.stderr
+    assert (
+        'rules replaces the default rules AnomalyTurbulence, LearningRateJump, LossSpike: add "default"' in done.stderr
+    )
 
 
 def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_path):
@@ -140,12 +139,10 @@ def test_folder_that_cannot_be_created_is_reported_and_training_continues(tmp_pa
 
 
 def test_running_training_can_be_read_but_is_not_imported(tmp_path):
-    records, store = tmp_path / "rankscope-records", tmp_path / "history"
-    environment = {"RANKSCOPE_SPOOL_DIR": str(records), "RANKSCOPE_INGEST_URL": ""}
-    waiting = program("monitor.current(); print('ready', flush=True); time.sleep(600)")
-    script, log = tmp_path / "waiting.py", tmp_path / "log"
-    script.write_text(waiting)
-    training = start_script(script, log=log, **environment)
+    records, store, log = tmp_path / "rankscope-records", tmp_path / "history", tmp_path / "log"
+    script = tmp_path / "waiting.py"
+    script.write_text(program("monitor.current(); print('ready', flush=True); time.sleep(600)"))
+    training = start_script(script, log=log, RANKSCOPE_SPOOL_DIR=str(records), RANKSCOPE_INGEST_URL="")
     try:
         wait_until(lambda: "ready\n" in log.read_text())
         read = command("sql", LOSSES, "--store", records)
@@ -234,42 +231,29 @@ def test_unreachable_service_is_reported_and_the_records_are_kept(tmp_path, free
     assert STEPS == len(rows(tmp_path / "rankscope-records", LOSSES))
 
 
-def test_rules_that_replace_default_rules_are_named(tmp_path):
-    done = trained(tmp_path, spool_dir=str(tmp_path / "records"), rules=[{"rule_name": "AnomalyNan"}])
-
-    assert (
-        'rules replaces the default rules AnomalyTurbulence, LearningRateJump, LossSpike: add "default"' in done.stderr
-    )
-
-
 def test_rule_for_one_scalar_is_one_line_next_to_the_default_rules(tmp_path):
+    """The end of training also prints where the time went."""
     rule = {"rule_name": "CurveRule", "args": {"name": "High", "names": ["loss"], "ratio": 1.2, "fewest": 3}}
     rule["args"] |= {"deviations": 0.0, "in_a_row": 3}
-    done = trained(tmp_path, spool_dir=str(tmp_path / "records"), rules=["default", rule])
-    (anomaly,) = [
-        line for line in command("anomalies", "--store", tmp_path / "records").stdout.splitlines() if "High" in line
-    ]
+    records = tmp_path / "records"
+    done = trained(tmp_path, spool_dir=str(records), rules=["default", rule])
+    (anomaly,) = [line for line in command("anomalies", "--store", records).stdout.splitlines() if "High" in line]
+    (spent,) = [text for text in done.stderr.splitlines() if "step time of rank 0: " in text]
+    found = json.loads(command("summary", "--store", records, "--format", "json").stdout)
 
     assert "replaces" not in done.stderr
     assert "step 6, rank 0: High: loss is 6, a median before it is 3" in done.stderr
     assert "6 0 High null null loss 6 3 1.2 1" == " ".join(anomaly.split())
-
-
-def test_training_prints_at_its_end_where_the_time_went(tmp_path):
-    done = trained(tmp_path, after="pass", spool_dir=str(tmp_path / "records"))
-    (line,) = [text for text in done.stderr.splitlines() if "step time of rank 0: " in text]
-    found = json.loads(command("summary", "--store", tmp_path / "records", "--format", "json").stdout)
-
-    assert found["speed"]["time_spent"] == line.partition("step time of rank 0: ")[2]
-    assert {"forward", "backward", "optimizer", "data"} <= set(line.replace(",", "").split())
+    assert found["speed"]["time_spent"] == spent.partition("step time of rank 0: ")[2]
+    assert {"forward", "backward", "optimizer", "data"} <= set(spent.replace(",", "").split())
 
 
 def test_incidents_of_an_ended_run_have_the_times_of_its_records(tmp_path):
     """A spike at step 30 is over at the end; NaN from step 40 remains, and is the sentence of the run."""
-    begin = (
-        TRAINING.replace("range(1, 13)", "range(1, 61)").replace("SETTINGS", "{'run': 'alone'}").replace("AFTER", "")
+    begin = program("")
+    faulty = begin.replace("range(1, 13)", "range(1, 61)").replace(
+        "loss.backward()", "(loss * (1 if step < 40 else float('nan'))).backward()"
     )
-    faulty = begin.replace("loss.backward()", "(loss * (1 if step < 40 else float('nan'))).backward()")
     faulty = faulty.replace("float(step)", "9.0 if step == 30 else 2.0 + step % 3 / 100")
     assert 0 == run_program(faulty, folder=tmp_path, RANKSCOPE_SPOOL_DIR="", RANKSCOPE_INGEST_URL="").returncode
     ended_at = time.time()

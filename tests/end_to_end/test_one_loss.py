@@ -1,7 +1,5 @@
 """A run has one loss on all pages, in all commands and in the service: the mean over the ranks that logged it."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

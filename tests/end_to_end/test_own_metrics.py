@@ -1,7 +1,5 @@
 """A script that logs its own metrics, from its steps to the open page of the run, the store and the commands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -4,8 +4,6 @@ The queries are those of the files that a Grafana server reads, sent to the same
 so that its display of the responses is not tested.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -38,20 +36,8 @@ WHAT_A_STEP_WAITS_FOR = {
     31: {("AnomalyTurbulence", "0"), ("AnomalyTurbulence", "1")},
     40: {("RunStalled", None)},
 }
-ALL = ".+"
-VARIABLES = {
-    "$__rate_interval": "10s",
-    "$__interval": "10s",
-    "$__range": "10m",
-    "$smooth": "1m",
-    "$run": RUN,
-    "$rank": ALL,
-    "$host": ALL,
-    "$kind": "grad_reduced",
-    "$tensor": ALL,
-    "$lines": ALL,
-    "$rows": ALL,
-}
+VARIABLES = {"$__rate_interval": "10s", "$__interval": "10s", "$__range": "10m", "$smooth": "1m", "$run": RUN}
+VARIABLES |= dict.fromkeys(("$rank", "$host", "$tensor", "$lines", "$rows"), ".+") | {"$kind": "grad_reduced"}
 BOARDS = [json.loads(text) for name, text in FILES.items() if name.endswith(".json")]
 ALERTS = {" ".join((alert.name, *alert.labels.values())): alert for group in alert_groups() for alert in group.alerts}
 

@@ -1,7 +1,5 @@
 """After a training without a service, each command that reads a store finds the records in the working directory."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Pages and commands about a training that became NaN state the same facts as its script."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A clock that is set back in the middle of a run changes none of its figures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

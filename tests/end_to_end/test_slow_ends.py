@@ -1,7 +1,5 @@
 """Ends of a training whose publisher is behind: every step is stored or counted as lost, and the exit code is kept."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

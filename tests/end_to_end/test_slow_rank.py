@@ -1,7 +1,5 @@
 """Two real ranks: the page, an event and a message name the rank that makes the other wait, with share and phase."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

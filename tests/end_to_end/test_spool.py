@@ -3,8 +3,6 @@
 Without a spool, lost records are counted; stored and lost records add up to the published ones.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

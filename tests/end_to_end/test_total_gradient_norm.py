@@ -1,7 +1,5 @@
 """The total gradient norm of sharded trainings that log none is the one by which torch clips."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

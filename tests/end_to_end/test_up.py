@@ -1,7 +1,5 @@
 """`rankscope up` with the real programs: start, restart, orderly stop, and no process left behind."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -14,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.end_to_end import past
+from tests.end_to_end.conftest import write_locked_config
 from tests.end_to_end.lives import until
 from tests.programs import run_command
 
@@ -68,19 +67,6 @@ def fetch(url):
         return json.load(answer)
 
 
-LOCKED = """
-[service]
-listen = "[::1]:{port}"
-token_file = "secret"
-web_config = "web.json"
-ca_file = "{ca}"
-cert_file = "{cert}"
-key_file = "{key}"
-[store]
-path = "history"
-"""
-
-
 @pytest.mark.thorough
 def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certificates, free_port):
     """IPv6, mutual TLS and a token: Prometheus scrapes the service, and `rankscope doctor` can access it.
@@ -90,12 +76,7 @@ def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certif
     """
     then = int(time.time()) // 60 * 60 - 60 * 86_400
     past.put(tmp_path / "history", then)
-    (tmp_path / "secret").write_text("open-sesame\n")
-    certificates.web_config(
-        tmp_path / "web.json", client_auth_type="RequireAndVerifyClientCert", client_ca_file=str(certificates.ca)
-    )
-    files = {"ca": certificates.ca, "cert": certificates.cert("client"), "key": certificates.key("client")}
-    (tmp_path / "service.toml").write_text(LOCKED.format(port=free_port, **files))
+    write_locked_config(tmp_path, certificates, free_port)
     up = start_up("service.toml")
     urls = up.ready()
     line = "scrapes the service: 1 of 1 up"

@@ -1,7 +1,5 @@
 """The tests write nothing into the checkout, in which they run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

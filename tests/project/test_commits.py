@@ -1,7 +1,5 @@
 """The check of commit subjects accepts `area: imperative` and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 

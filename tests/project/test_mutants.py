@@ -1,7 +1,5 @@
 """The changes of `make test-mutants`: each is one valid change of the code, and is found again in an edited file."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

@@ -59,22 +59,14 @@ def link_distributions(names: set[str], folder: Path) -> None:
                 target.symlink_to(source)
 
 
-def test_wheel_contains_all_packages_and_their_type_markers(wheel):
+def test_wheel_contains_all_packages_and_the_assets_of_the_pages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+    packages = ("contract", "exporter", "ingest", "storage", "view", "dashboards")
+    assets = ("style.css", "theme.js", "app.js", "heat.js", "icon.svg")
 
-    packages = {"rankscope_contract", "rankscope_exporter", "rankscope_ingest", "rankscope_storage"}
-    packages |= {"rankscope_view", "rankscope_dashboards", "rankscope"}
-    assert {f"{package}/py.typed" for package in packages} <= names
-
-
-def test_wheel_contains_style_and_scripts_of_the_pages(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-
-    assert {
-        f"rankscope_view/assets/{name}" for name in ("style.css", "theme.js", "app.js", "heat.js", "icon.svg")
-    } <= names
+    assert {"rankscope/py.typed", *(f"rankscope_{package}/py.typed" for package in packages)} <= names
+    assert {f"rankscope_view/assets/{name}" for name in assets} <= names
 
 
 def test_wheel_contains_the_provisioning_tree_and_provision_writes_it(wheel, tmp_path):
@@ -100,20 +92,13 @@ assert "grafana_foundation_sdk" not in sys.modules
     assert files(committed) - {"dashboards/.lint"} == files(tmp_path / "into") - {".rankscope.json"}
 
 
-def test_base_requirements_are_those_of_a_rank(wheel):
+def test_base_requirements_are_those_of_a_rank_and_extra_all_has_pandas(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
         required = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
     names = [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in required if "extra ==" not in text]
 
     assert ["numpy", "prometheus-client", "pyarrow"] == sorted(names)
-
-
-def test_extra_all_contains_pandas_for_results_of_queries(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
-        required = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
-
     assert any(re.match(r"pandas\b.*extra == .all.", text) for text in required), required
 
 
@@ -167,7 +152,7 @@ def run_command_on(folder: Path, *arguments: object) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+@pytest.mark.parametrize("arguments", [[], ["-h"]])
 def test_help_on_a_rank_names_the_extras_of_each_command(rank_install, arguments):
     done = run_command_on(rank_install, *arguments)
 
@@ -178,10 +163,13 @@ def test_help_on_a_rank_names_the_extras_of_each_command(rank_install, arguments
     assert "pip install 'rankscope[cli,store,service,plot,boards]'" in " ".join(done.stdout.split())
 
 
-def test_version_on_a_rank(rank_install):
+def test_version_and_connect_on_a_rank(rank_install):
+    """`rankscope.connect` names the extra to install."""
     done = run_command_on(rank_install, "--version")
+    connect = run_on_rank(rank_install, "import rankscope; rankscope.connect")
 
     assert (0, f"rankscope {rankscope.__version__}\n", "") == (done.returncode, done.stdout, done.stderr)
+    assert "run pip install '.[store]'" in connect.stderr
 
 
 @pytest.mark.parametrize(
@@ -259,46 +247,31 @@ def test_modules_of_each_extra_are_of_its_requirements():
             assert any(name.lower() in own for name in providers[module]), (extra, module)
 
 
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_help_and_version_import_no_library(option):
+def imported_by(argument, *libraries):
+    """Return the modules that `rankscope ARGUMENT` imports and whose names begin with one of `libraries`."""
     script = f"""
 import sys
-sys.argv[:] = ["rankscope", {option!r}]
-from rankscope.__main__ import main
-main()
-print([name for name in ("typer", "rich", "numpy", "pyarrow", "duckdb", "pydantic") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
-
-    assert "[]" == done.stdout.splitlines()[-1], done.stderr
-
-
-def test_a_command_imports_no_other_command():
-    script = """
-import sys
-sys.argv[:] = ["rankscope", "version"]
+sys.argv[:] = ["rankscope", {argument!r}]
 from rankscope.__main__ import main
 try:
     main()
 finally:
-    print(sorted(name for name in sys.modules if name.startswith("rankscope.commands.")))
+    print(sorted(name for name in sys.modules if name.startswith({libraries!r})))
 """
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=120)
+    return done.stdout.splitlines()[-1]
 
-    assert "['rankscope.commands.version']" == done.stdout.splitlines()[-1], done.stderr
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_help_and_version_import_no_library(option):
+    assert "[]" == imported_by(option, "typer", "rich", "numpy", "pyarrow", "duckdb", "pydantic")
 
 
-def test_connect_on_a_rank_names_the_extra_to_install(rank_install):
-    done = run_on_rank(rank_install, "import rankscope; rankscope.connect")
-
-    assert "run pip install '.[store]'" in done.stderr
+def test_a_command_imports_no_other_command():
+    assert "['rankscope.commands.version']" == imported_by("version", "rankscope.commands.")
 
 
 def test_paths_in_the_makefile_exist():
-    missing = [
-        path
-        for path in re.findall(r"(?:tests|docs|benchmarks)/[\w/.]+", (ROOT / "Makefile").read_text())
-        if not (ROOT / path).exists()
-    ]
+    paths = re.findall(r"(?:tests|docs|benchmarks)/[\w/.]+", (ROOT / "Makefile").read_text())
 
-    assert missing == []
+    assert [] == [path for path in paths if not (ROOT / path).exists()]

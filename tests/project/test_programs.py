@@ -1,7 +1,5 @@
 """Programs that are forked for tests end as those of a separate interpreter do."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -29,5 +29,5 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
     return {name: float(row[name]) for name in STATISTICS if name in row}
 
 
-def without_nan(values: dict[str, float]) -> dict[str, float | None]:
-    return {name: None if math.isnan(value) else value for name, value in values.items()}
+def without_nan(row: dict[str, str]) -> dict[str, float | None]:
+    return {name: None if math.isnan(value) else value for name, value in numbers(row).items()}

@@ -1,23 +1,12 @@
 """Conversion of msprobe's output to the database of msprobe 8.3.0, which was compared with that of msprobe itself."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sqlite3
 from dataclasses import fields
 
 import pytest
-from tests.cli.msprobe.conftest import (
-    OUTPUT,
-    SINGLE,
-    STATISTICS,
-    TENSOR_TYPES,
-    TWO_RANKS,
-    csv_rows,
-    numbers,
-    without_nan,
-)
+from tests.cli.msprobe.conftest import OUTPUT, SINGLE, STATISTICS, TENSOR_TYPES, TWO_RANKS, csv_rows, without_nan
 
 from rankscope.msprobe import CSV2DBConfig, csv2db
 from rankscope.msprobe.csv2db import csv2db as as_in_msprobe
@@ -48,10 +37,17 @@ def database_rows(database):
 def expected_rows(output, types=(*TENSOR_TYPES, "other")):
     return {
         (rank, data_type, int(row["step"]), row["name"], int(row["vpp_stage"]), int(row.get("micro_step", 0))): (
-            without_nan(numbers(row))
+            without_nan(row)
         )
         for rank, data_type, row in csv_rows(output, types)
     }
+
+
+def put(tmp_path, name, text, rank=0):
+    """Write a file of a rank into the output in `tmp_path`."""
+    folder = tmp_path / "out" / f"Dec03_21-34-40-rank{rank}-0123abcd"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
 
 
 def convert(tmp_path, **arguments):
@@ -67,8 +63,7 @@ def test_arguments_and_defaults_are_those_of_the_manual():
     assert CSV2DBConfig("out", **defaults, step_partition=500) == CSV2DBConfig("out")
 
 
-@pytest.mark.parametrize("output", [SINGLE, TWO_RANKS], ids=lambda path: path.name)
-@pytest.mark.parametrize("process_num", [1, 8])
+@pytest.mark.parametrize(("output", "process_num"), [(SINGLE, 8), (TWO_RANKS, 1), (TWO_RANKS, 8)])
 def test_every_row_of_msprobe_is_in_the_database(output, process_num, tmp_path):
     database = convert(tmp_path, monitor_path=str(output), process_num=process_num)
 
@@ -88,9 +83,7 @@ def test_tables_are_those_of_msprobe(tmp_path):
 
 
 def test_step_partition_divides_the_steps_among_tables(tmp_path):
-    folder = tmp_path / "out" / "Dec03_21-34-40-rank0-0123abcd"
-    folder.mkdir(parents=True)
-    (folder / "actv_0-29.csv").write_text("vpp_stage,name,step,micro_step,norm\n0,a.input,9,0,1\n0,a.input,10,1,inf\n")
+    put(tmp_path, "actv_0-29.csv", "vpp_stage,name,step,micro_step,norm\n0,a.input,9,0,1\n0,a.input,10,1,inf\n")
     database = convert(tmp_path, monitor_path=str(tmp_path / "out"), step_partition=10)
 
     assert [(0, 9, 1, 1.0)] == query(database, "SELECT * FROM metric_1_step_0_9")
@@ -100,9 +93,7 @@ def test_step_partition_divides_the_steps_among_tables(tmp_path):
 
 def test_ranks_with_different_statistics_share_a_table(tmp_path):
     for rank, columns in enumerate(("norm,mean", "mean,nans")):
-        folder = tmp_path / "out" / f"Dec03_21-34-40-rank{rank}-0123abcd"
-        folder.mkdir(parents=True)
-        (folder / "actv_0-0.csv").write_text(f"vpp_stage,name,step,{columns}\n0,a.input,0,1,2\n")
+        put(tmp_path, "actv_0-0.csv", f"vpp_stage,name,step,{columns}\n0,a.input,0,1,2\n", rank)
     database = convert(tmp_path, monitor_path=str(tmp_path / "out"))
 
     assert [(0, 1.0, None, 2.0), (1, None, 2.0, 1.0)] == query(
@@ -137,11 +128,9 @@ def test_file_that_is_no_such_database_is_not_replaced(tmp_path):
 
 @pytest.mark.parametrize("name", ["actv_0-999999999999999999.csv", "actv_0-9.csv"])
 def test_hostile_files_end_with_a_database(name, tmp_path, capsys):
-    folder = tmp_path / "out" / "Dec03_21-34-40-rank0-0123abcd"
-    folder.mkdir(parents=True)
-    (folder / name).write_text("vpp_stage,name,step,norm\n0,a.input,0,1\n")
-    (folder / "exp_avg_0-0.csv").write_text("")
-    (folder / "other_0-0.csv").write_bytes((OUTPUT / "cc_misaligned" / "other_0-0.csv").read_bytes())
+    put(tmp_path, name, "vpp_stage,name,step,norm\n0,a.input,0,1\n")
+    put(tmp_path, "exp_avg_0-0.csv", "")
+    put(tmp_path, "other_0-0.csv", (OUTPUT / "cc_misaligned" / "other_0-0.csv").read_text())
     database = convert(tmp_path, monitor_path=str(tmp_path / "out"))
 
     assert {(0, "actv", 0, "a.input", 0, 0): {"norm": 1.0}} == database_rows(database)

@@ -1,7 +1,5 @@
 """Conversion of msprobe's output to event files, read back with TensorBoard, and the arguments of both converters."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil
@@ -62,18 +60,11 @@ def test_arguments_are_those_of_the_manual():
     assert (1, None, None) == tuple(parameters[name].default for name in list(parameters)[3:])
 
 
-@pytest.mark.parametrize("output", [SINGLE, TWO_RANKS], ids=lambda path: path.name)
-@pytest.mark.parametrize("process_num", [1, 8])
+@pytest.mark.parametrize(("output", "process_num"), [(SINGLE, 8), (TWO_RANKS, 1), (TWO_RANKS, 8)])
 def test_every_value_of_msprobe_is_a_point(output, process_num, tmp_path):
     csv2tensorboard_by_step(str(output), process_num=process_num, output_dirpath=str(tmp_path))
 
     assert expected_points(output) == points(tmp_path)
-
-
-def test_data_type_list_selects_families(tmp_path):
-    csv2tensorboard_by_step(str(SINGLE), data_type_list=["param_origin"], output_dirpath=str(tmp_path))
-
-    assert expected_points(SINGLE, ("param_origin",)) == points(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +107,12 @@ def test_default_output_is_a_folder_in_the_monitor_output(tmp_path, monkeypatch,
     assert f"output has been saved to: {folder}" in capsys.readouterr().out
 
 
-def test_second_conversion_replaces_the_first(tmp_path):
+def test_second_conversion_of_chosen_families_replaces_the_first(tmp_path):
     for _ in range(2):
         csv2tensorboard_by_step(str(SINGLE), data_type_list=["actv"], output_dirpath=str(tmp_path))
 
     assert 1 == len(list(tmp_path.rglob("*tfevents*")))
+    assert expected_points(SINGLE, ("actv",)) == points(tmp_path)
 
 
 def test_event_files_of_another_program_are_not_touched(tmp_path):

@@ -1,7 +1,5 @@
 """The parts of `rankscope up` without starting programs: addresses, ports, restarts, files, state folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -99,7 +97,7 @@ def test_ports_are_the_defaults_the_previous_ones_or_free_ones():
     ) == chosen(PortChoice.FIXED, {}, taken=(9090,))
 
 
-def test_invalid_saved_ports_are_ignored_and_a_port_with_a_listener_is_not_free():
+def test_invalid_saved_ports_are_ignored_and_ports_in_use_are_not_free():
     saved = {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert not is_free(server.getsockname()[1])
