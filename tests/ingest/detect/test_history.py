@@ -385,6 +385,14 @@ DELIVERED = {
         ],
         [(1, "a", (1,)), (201, "b", (1,))],
     ),
+    "further ranks": (
+        [
+            rows(rank, step, "0-4", a=int(0 < rank <= wrong))
+            for step, wrong in ((1, 1), (2, 2), (3, 2))
+            for rank in range(5)
+        ],
+        [(1, "a", (1,)), (2, "a", (1, 2))],
+    ),
 }
 
 
