@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankscope_contract.model.schema import NESTED, Plan
 from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
@@ -109,3 +110,11 @@ def reader() -> Callable[[Monitor], Reader]:
 @pytest.fixture
 def eventually() -> Callable[..., Any]:
     return wait_until
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    """Return a process group that contains this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

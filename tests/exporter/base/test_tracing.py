@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import Training, Watched
+from tests.exporter.parts import CaptureRuntime, Training, Watched
 from tests.properties import few
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -420,18 +419,6 @@ def test_monitor_calls_in_compiled_code_have_no_effect_and_one_notice():
     assert 1 == sum("torch.compile" in note and "call it outside" in note for note in watched.messages("note"))
 
 
-class Runtime:
-    """A double of a device's runtime that stores the capture mode of a thread."""
-
-    def __init__(self) -> None:
-        self.mode = 0
-
-    def exchange(self, wanted: Any) -> int:
-        mode = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int)).contents
-        self.mode, mode.value = mode.value, self.mode
-        return 0
-
-
 def test_captured_step_is_not_a_step(monkeypatch):
     with Training() as training:
         training.train(loss=0.0)
@@ -446,7 +433,7 @@ def test_captured_step_is_not_a_step(monkeypatch):
 
 
 def test_publisher_thread_is_in_the_relaxed_capture_mode(monkeypatch):
-    runtime, modes = Runtime(), []
+    runtime, modes = CaptureRuntime(), []
     with Training() as training:
         monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
         monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)

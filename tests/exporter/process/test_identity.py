@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from tests.programs import warm_processes
+from tests.exporter.ranks import RANKS, outcomes_of
 
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
@@ -38,28 +38,17 @@ def test_run_name_has_the_documented_precedence(environment: dict[str, str], con
     assert run == resolve_identity(environment, configured).run
 
 
-def _in_group(rank: int, store: str, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _in_group(_rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
     same = [resolve_identity({}, None) for _ in range(2)]
     launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None).launch_id for count in "011"]
-    results.put((rank, same[0].run, same[0].incarnation, [one.launch_id for one in same], launches))
-    dist.barrier()
-    dist.destroy_process_group()
+    yield "", (same[0].run, same[0].incarnation, [one.launch_id for one in same], launches)
 
 
 def test_ranks_of_a_group_share_run_and_launch_until_a_restart(tmp_path: Path) -> None:
     """The agent of torchrun keeps its store when it restarts its workers. Values of the earlier launch are not used."""
-    context = warm_processes()
-    results = context.Queue()
-    workers = [context.Process(target=_in_group, args=(rank, str(tmp_path / "store"), results)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    found = sorted(results.get(timeout=150) for _ in workers)
-    for worker in workers:
-        worker.join(30)
-    ranks, runs, incarnations, launches, restarts = zip(*found, strict=True)
+    found = outcomes_of(_in_group, tmp_path)
+    runs, incarnations, launches, restarts = zip(*(found["", rank] for rank in RANKS), strict=True)
 
-    assert (0, 1) == ranks
     assert 1 == len(set(runs))
     assert 2 == len(set(incarnations))
     assert launches[0] == launches[1]

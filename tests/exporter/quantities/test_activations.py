@@ -15,10 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from tests.exporter.parts import hooks_of
+from tests.exporter.parts import config_of, hooks_of
 from tests.exporter.quantities.test_structure import Transformer
 from tests.exporter.quantities.trainings import Composed, Key, Notes, equal_bits, nothing, same, stack, train
-from tests.exporter.runs import config_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -642,15 +641,11 @@ def test_compiled_modules_are_reported_and_no_graph_is_compiled_twice(whole):
     assert [f"activations: {inside}: is part of compiled code, so it has no activations"] == run.notices
 
 
-def test_modules_inside_a_compiled_wrapper_are_reported_as_compiled():
+def test_modules_inside_a_compiled_wrapper_are_reported_as_compiled(group):
     """`torch.compile(DDP(model))`: hooks of the user's outermost module run, those of its modules are compiled."""
     torch._dynamo.reset()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 2)))
-        run = train(torch.compile(ddp, backend="eager"), plain_loss, 2, {})  # type: ignore[arg-type]  # a module
-    finally:
-        torch.distributed.destroy_process_group()
+    ddp = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(6, 2)))
+    run = train(torch.compile(ddp, backend="eager"), plain_loss, 2, {})  # type: ignore[arg-type]  # a module
 
     assert {""} == run.kinds_by_module().keys()
     assert ["activations: 0: is part of compiled code, so it has no activations"] == run.notices

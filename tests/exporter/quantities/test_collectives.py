@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.parts import small
-from tests.exporter.quantities.collective_cases import cases
-from tests.exporter.quantities.collective_runs import Run, given
-from tests.exporter.quantities.ranks import RANKS, outcomes_of
-from tests.exporter.runs import config_of, train
+from tests.exporter.parts import config_of, small, train
+from tests.exporter.quantities.collective_cases import Run, cases, given
+from tests.exporter.ranks import RANKS, outcomes_of
 
 from rankscope_exporter import Monitor
 from rankscope_exporter.quantities.collectives.interception import OPERATIONS
@@ -68,7 +66,7 @@ def test_every_function_supported_by_msprobe_is_supported(outcomes):
 def test_rows_are_named_by_function_and_call_site(outcomes):
     run, _, _ = outcomes["functions", 1]
 
-    place = r"\w+@tests/exporter/quantities/collective_runs\.py\[\d+\]"
+    place = r"\w+@tests/exporter/quantities/collective_cases\.py\[\d+\]"
     assert all(re.fullmatch(place, entry.tensor) for entry in run.entries)
     assert ((4,), "float32", None, "full") in {
         (entry.shape, entry.dtype, entry.micro_step, entry.placement) for entry in run.entries

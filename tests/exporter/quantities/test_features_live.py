@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import hooks_of
+from tests.exporter.parts import config_of, hooks_of
 from tests.exporter.quantities.trainings import Composed, Feature, Run, equal_bits, measure, nothing
-from tests.exporter.runs import config_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import session_of
-from tests.exporter.runs import config_of, published
+from tests.exporter.parts import config_of, published, session_of
 from torch import nn
 
 from rankscope_exporter import Monitor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.runs import Published, config_of, published
+from tests.exporter.parts import Published, config_of, published
 from torch import nn
 
 from rankscope_exporter import Monitor

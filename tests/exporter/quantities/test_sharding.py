@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.quantities.ranks import RANKS, WORLD, outcomes_of
 from tests.exporter.quantities.test_activations import batch
 from tests.exporter.quantities.trainings import Feature, Key, equal_bits, measure, train
+from tests.exporter.ranks import RANKS, WORLD, outcomes_of
 from tests.properties import THOROUGH, named
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.parts import config_of, published
 from tests.exporter.quantities.trainings import Composed
-from tests.exporter.runs import config_of, published
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

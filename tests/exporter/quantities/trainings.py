@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tests.exporter.runs import Published, config_of, published
+from tests.exporter.parts import Published, config_of, published
 from torch import nn
 
 from rankscope_exporter import Monitor

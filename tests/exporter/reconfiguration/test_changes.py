@@ -23,20 +23,14 @@ from rankscope_exporter.reconfiguration.change_sources import ChangeSources, Swi
 SETTINGS: dict[str, Any] = parts.QUIET | {"quantities": ["parameters"], "switch_poll_seconds": 0.01}
 
 
-class Training(parts.Watched):
+class Training(parts.Training):
     """A training whose configuration file is edited between steps."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         write(path, **settings)
         self.path = path
-        super().__init__(*parts.small(), monitor=Monitor(path, first_step=0))
+        super().__init__(monitor=Monitor(path, first_step=0))
         self.change_queue = self.session.change_queue
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            self.optimizer.zero_grad()
-            self.net(torch.ones(2, 3)).sum().backward()
-            self.optimizer.step()
 
     def edit(self, **settings: Any) -> None:
         """Edit the file, and wait until the edit was read."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.exporter.runs import config_of, published
+from tests.exporter.parts import config_of, published
 from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry

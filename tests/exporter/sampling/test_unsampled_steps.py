@@ -14,8 +14,7 @@ from typing import Any, Self
 
 import pytest
 import torch
-from tests.exporter.parts import hooks_of, session_of, small
-from tests.exporter.runs import Published, config_of, published, train
+from tests.exporter.parts import Published, config_of, hooks_of, published, session_of, small, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 

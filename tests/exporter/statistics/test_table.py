@@ -9,8 +9,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
-from tests.exporter.parts import hooks_of, small
-from tests.exporter.runs import Published, config_of, published, train
+from tests.exporter.parts import Published, config_of, hooks_of, published, small, train
 from tests.exporter.statistics.conftest import CPU
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS

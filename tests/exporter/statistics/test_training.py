@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.runs import config_of, published
+from tests.exporter.parts import config_of, published
 from tests.exporter.statistics.conftest import CPU, exact, truth
 from tests.programs import run_program
 from torch import nn
@@ -111,19 +111,15 @@ def test_table_created_in_inference_mode_works_in_training(compiled):
     assert 2.0 == float(finished.values[VALUE_OPS.index("max"), 0])
 
 
-def test_dtensor_is_measured_as_its_shard_without_a_collective(measured, check, monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, whole = init_device_mesh("cpu", (1,)), torch.randn(64, 8)
-        made = [distribute_tensor(whole, mesh, [placement]) for placement in (Shard(0), Replicate())]
-        made.append(torch.nn.Parameter(made[0]))
-        for name in ("all_reduce", "all_gather_into_tensor", "broadcast"):
-            monkeypatch.setattr(dist, name, lambda *_, **__: pytest.fail("a collective was started"))
-        finished = measured([*made, whole])
-        for entry in range(4):
-            check(finished, entry, whole)
-    finally:
-        dist.destroy_process_group()
+def test_dtensor_is_measured_as_its_shard_without_a_collective(measured, check, monkeypatch, group):
+    mesh, whole = init_device_mesh("cpu", (1,)), torch.randn(64, 8)
+    made = [distribute_tensor(whole, mesh, [placement]) for placement in (Shard(0), Replicate())]
+    made.append(torch.nn.Parameter(made[0]))
+    for name in ("all_reduce", "all_gather_into_tensor", "broadcast"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: pytest.fail("a collective was started"))
+    finished = measured([*made, whole])
+    for entry in range(4):
+        check(finished, entry, whole)
 
 
 def fixed(values: list[float], dtype: torch.dtype) -> nn.Parameter:
@@ -320,7 +316,7 @@ import sys
 import torch
 from rankscope_exporter import Monitor, MonitorConfig, statistics
 sys.path.insert(0, ".")
-from tests.exporter.runs import config_of, published
+from tests.exporter.parts import config_of, published
 
 def trained():
     torch.manual_seed(0)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.parts import Watched
-from torch import distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
@@ -391,35 +390,31 @@ def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_regis
     assert [] == loop.skipped()
 
 
-def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(tmp_path, monkeypatch):
+def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(group, monkeypatch):
     """A parameter of which another rank publishes the rows has no rows."""
     dedup = ReplicaDedup(frozenset([0]))
     monkeypatch.setattr("rankscope_exporter.api.session_factory.find_replica_dedup", lambda *_: dedup)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        loop = Loop()
-        fully_shard(loop.net, mesh=init_device_mesh("cpu", (1,)))
-        optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in loop.net.parameters()}
-        names = {parameter: name for name, parameter in loop.net.named_parameters()}
+    loop = Loop()
+    fully_shard(loop.net, mesh=init_device_mesh("cpu", (1,)))
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in loop.net.parameters()}
+    names = {parameter: name for name, parameter in loop.net.named_parameters()}
 
-        def note(kind: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-            own = None if names[parameter] == "0.weight" else tensor.to_local()
-            loop.note(step, kind, {names[parameter]: own})
+    def note(kind: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        own = None if names[parameter] == "0.weight" else tensor.to_local()
+        loop.note(step, kind, {names[parameter]: own})
 
-        def update(parameter: torch.Tensor) -> None:
-            note("grad_reduced", parameter, parameter.grad)
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-            note("param_after", parameter, parameter)
+    def update(parameter: torch.Tensor) -> None:
+        note("grad_reduced", parameter, parameter.grad)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+        note("param_after", parameter, parameter)
 
-        for parameter in loop.net.parameters():
-            parameter.register_post_accumulate_grad_hook(update)
-        loop.attach(*optimizers.values())
-        for step in range(1, STEPS + 1):  # noqa: B007 - read by the hook
-            loop.backward()
-        loop.end()
-    finally:
-        dist.destroy_process_group()
+    for parameter in loop.net.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    loop.attach(*optimizers.values())
+    for step in range(1, STEPS + 1):  # noqa: B007 - read by the hook
+        loop.backward()
+    loop.end()
 
     assert [] == loop.messages("note")
 

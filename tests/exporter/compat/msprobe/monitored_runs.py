@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.exporter.parts import session_of
+from tests.exporter.parts import ended
 from torch import nn
 
 from rankscope_exporter import Monitor
@@ -146,8 +146,4 @@ def train(
 
 def left(monitor: Monitor, net: nn.Module, folder: Path, faults: int = 0) -> Run:
     """Detach, and return the results of the run."""
-    session = session_of(monitor)
-    monitor.end_step()
-    assert session.publisher.catch_up(LONG_SECONDS)  # `detach` waits for a few seconds only
-    monitor.detach()
-    return Run(session.channel.ring.after(-1, 1 << 40).records, net, faults + monitor.faults, folder)
+    return Run(ended(monitor).records, net, faults + monitor.faults, folder)

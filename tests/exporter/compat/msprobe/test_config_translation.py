@@ -6,7 +6,8 @@ import csv
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.exporter.compat.msprobe.monitored_runs import (
-    LONG_SECONDS,
     QUIET,
     Run,
     adam,
@@ -26,7 +26,7 @@ from tests.exporter.compat.msprobe.monitored_runs import (
 )
 from tests.exporter.conftest import wait_until
 from tests.exporter.parts import session_of
-from tests.programs import warm_processes
+from tests.exporter.ranks import RANKS, WORLD, outcomes_of
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.rules.nan import AnomalyNan
@@ -415,7 +415,6 @@ def test_migration_page_is_linked(page):
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the training
 
-WORLD = 2
 DOCUMENT = {"wg_distribution": True, "targets": {"0:module.layers.1": {}, "module.head.bias": {}}, "format": "csv"}
 NAMES = {f"layers.1.{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")} | {"head.bias"}
 
@@ -457,13 +456,11 @@ def collectives(rank: int, folder: Path) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def work(rank: int, folder: str, results: Any) -> None:
-    torch.set_num_threads(1)
+def cases(rank: int, folder: Path) -> Iterator[tuple[str, tuple[Any, ...]]]:
     os.environ["MONITOR_OUTPUT_DIR"] = f"{folder}/out"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     ddp = DistributedDataParallel(model(), find_unused_parameters=False)
     optimizer = adam(ddp)
-    monitor = TrainerMon(write(Path(folder, f"config{rank}.json"), {**QUIET, **DOCUMENT}), dist.group.WORLD, False)
+    monitor = TrainerMon(write(folder / f"config{rank}.json", {**QUIET, **DOCUMENT}), dist.group.WORLD, False)
     monitor.set_monitor(ddp, 1, optimizer, dist.group.WORLD, None, 0)
     tags = set()
     for step in (1, 2):
@@ -472,25 +469,16 @@ def work(rank: int, folder: str, results: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert monitor.monitor is not None
-    run = left(monitor.monitor, ddp, Path(folder), monitor.faults)
-    calls = collectives(rank, Path(folder))
-    results.put((rank, run.names("grad_unreduced"), run.names("grad_reduced"), tags, run.faults, calls))
-    dist.barrier()
-    dist.destroy_process_group()
+    run = left(monitor.monitor, ddp, folder, monitor.faults)
+    calls = collectives(rank, folder)
+    yield "", (run.names("grad_unreduced"), run.names("grad_reduced"), tags, run.faults, calls)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: Any) -> tuple[Path, dict[int, tuple[Any, ...]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    context = warm_processes()
-    results = context.Queue()
-    processes = [context.Process(target=work, args=(rank, str(folder), results), daemon=True) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    found = {rank: told for rank, *told in (results.get(timeout=2 * LONG_SECONDS) for _ in processes)}
-    for process in processes:
-        process.join(LONG_SECONDS)
-    return folder, {rank: tuple(told) for rank, told in found.items()}
+    found = outcomes_of(partial(cases, folder=folder), folder)
+    return folder, {rank: found["", rank] for rank in RANKS}
 
 
 def test_targets_with_a_ddp_prefix_match_and_one_rank_reduces_gradients(ranks):

@@ -6,14 +6,12 @@ import json
 import math
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.exporter.compat.msprobe.monitored_runs import (
     LONG_SECONDS,
     QUIET,
@@ -38,15 +36,6 @@ from rankscope_exporter.compat.msprobe.trainer_mon import Attachment, Constructi
 
 NET = model()
 EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", "nans"]}
-
-
-@pytest.fixture
-def group() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def attached(folder: Path, *arguments: Any, net: nn.Module, construction: tuple[Any, ...] = (), **document: Any) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import pickle
 import sys
@@ -12,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tests.exporter.parts import CaptureRuntime
 from tests.programs import run_program
 
 from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES
@@ -125,19 +125,6 @@ def test_function_is_called_if_the_handler_returns_no_json(functions, failures):
 # Captures of graphs.
 
 
-class Runtime:
-    """A double of a device runtime that stores the capture mode of a thread."""
-
-    def __init__(self) -> None:
-        self.mode, self.modes = 0, []
-
-    def exchange(self, wanted: Any) -> int:
-        mode = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int)).contents
-        self.mode, mode.value = mode.value, self.mode
-        self.modes.append(self.mode)
-        return 0
-
-
 NAMES = {"name": "device", "with_stacks": "_test_device", "plain": "_test_device", "handler": "test_none"}
 DEVICE = Recorder(**NAMES, asks_device=True)
 
@@ -149,7 +136,7 @@ def on_a_device(monkeypatch):
 
 def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, monkeypatch):
     """The previous mode of the thread is restored."""
-    runtime, seen = Runtime(), []
+    runtime, seen = CaptureRuntime(), []
     monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
     monkeypatch.setattr(C10D, DEVICE.plain, lambda *_: seen.append(runtime.mode) or "{}", raising=False)
     read_without_stacks(failures.report, recorders=[DEVICE])

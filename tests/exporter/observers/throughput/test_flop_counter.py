@@ -8,7 +8,7 @@ import math
 import pickle
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -51,13 +51,6 @@ class Mlp(nn.Module):
 
 def rows(**options: Any) -> torch.Tensor:
     return torch.ones(BATCH, 8, **options)
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Last(nn.LSTM):
