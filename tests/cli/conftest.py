@@ -30,17 +30,9 @@ def table(dataset, rows):
 
 
 def common(rank, step, seq, run="my-run"):
-    return {
-        "run": run,
-        "attempt": 0,
-        "rank": rank,
-        "incarnation": None if rank is None else f"{run}-{rank}",
-        "seq": None if rank is None else seq,
-        "ordinal": 1000 * step + seq,
-        "step": step,
-        "ts": START + dt.timedelta(seconds=step),
-        "ts_origin": "rank",
-    }
+    process = {"incarnation": None if rank is None else f"{run}-{rank}", "seq": None if rank is None else seq}
+    time = {"ordinal": 1000 * step + seq, "step": step, "ts": START + dt.timedelta(seconds=step), "ts_origin": "rank"}
+    return {"run": run, "attempt": 0, "rank": rank} | process | time
 
 
 def tensor_rows(rank):
@@ -50,21 +42,11 @@ def tensor_rows(rank):
         for kind in kinds:
             for number, tensor in enumerate(TENSORS):
                 bad = step == NAN_STEP and number == 0 and (rank == 1 or kind == "grad_reduced")
-                yield common(rank, step, step - 1) | {
-                    "kind": kind,
-                    "tensor": tensor,
-                    "placement": "full",
-                    "norm": 1.0 / step + (0.001 if kind == "param_after" else 0.0),
-                    "min": -0.5,
-                    "max": 0.5,
-                    "mean": 0.01,
-                    "nans": 4 if bad else 0,
-                    "infs": 0,
-                    "zeros": 60 if number else 0,
-                    "numel": 64,
-                    "norm_baseline": 0.9 / step if step % 9 else 0.1 / step,
-                    "mean_baseline": 0.01,
-                }
+                norm = 1.0 / step + (0.001 if kind == "param_after" else 0.0)
+                baselines = {"norm_baseline": 0.9 / step if step % 9 else 0.1 / step, "mean_baseline": 0.01}
+                counts = {"nans": 4 if bad else 0, "infs": 0, "zeros": 60 if number else 0, "numel": 64}
+                values = {"norm": norm, "min": -0.5, "max": 0.5, "mean": 0.01} | counts | baselines
+                yield common(rank, step, step - 1) | {"kind": kind, "tensor": tensor, "placement": "full"} | values
 
 
 def scalar_rows(rank):
@@ -81,16 +63,8 @@ def scalar_rows(rank):
 
 
 def event_rows():
-    anomaly = {
-        "type": "anomaly",
-        "severity": "critical",
-        "rule": "AnomalyNan",
-        "tensor": TENSORS[0],
-        "op": "nans",
-        "value": 4.0,
-        "call_id": 0,
-        "message": "4 NaN in blocks.0.weight",
-    }
+    anomaly = {"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": TENSORS[0], "op": "nans"}
+    anomaly |= {"value": 4.0, "call_id": 0, "message": "4 NaN in blocks.0.weight"}
     return [
         common(0, NAN_STEP, NAN_STEP - 1) | anomaly | {"kind": "grad_reduced"},
         common(1, NAN_STEP, NAN_STEP - 1) | anomaly | {"kind": "grad_reduced"},
@@ -101,9 +75,8 @@ def event_rows():
 
 def run_rows():
     whole = {"started_at": START, "planned_steps": STEPS, "world_size": 2, "source_kind": "live", "ts_origin": "ingest"}
-    code = {
-        "config": json.dumps({"git_commit": "0123456789abcdef" * 2 + "01234567", "argv": ["train.py", "--lr", "3"]})
-    }
+    launch = {"git_commit": "0123456789abcdef" * 2 + "01234567", "argv": ["train.py", "--lr", "3"]}
+    code = {"config": json.dumps(launch)}
     end = {"ended_at": START + dt.timedelta(seconds=STEPS), "last_step": STEPS}
     other = {"state": "failed", "reason": "rank 0 vanished", "started_at": START - dt.timedelta(days=1)}
     return [
