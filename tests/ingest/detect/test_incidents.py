@@ -185,10 +185,11 @@ def test_anomalies_of_a_step_are_one_incident_named_by_the_first_cause():
     incidents.observe(symptom(rank=0, kind="grad_reduced"), 0.0)
     incidents.observe(symptom(rank=0, kind="exp_avg"), 0.0)
     incidents.observe(symptom(rank=1, kind="grad_unreduced", tensor="blocks.3"), 0.1)
+    incidents.observe(symptom(rank=1, kind="exp_avg", severity="warning"), 0.1)
     settled = incidents.settle(0.1, live(r0=60, r1=60))
 
     assert [("grad_unreduced", "blocks.3", 1)] == [(i.first.kind, i.first.tensor, i.first.rank) for i in settled]
-    assert {0, 1} == settled[0].ranks
+    assert ({0, 1}, "critical") == (settled[0].ranks, settled[0].severity)
     assert [] == incidents.settle(9.0, {})
 
 
