@@ -23,17 +23,8 @@ from tests.view.served import served
 from rankscope.commands import build
 from rankscope_view.site import Site
 
-RUN_OF = {
-    "anomalies": ["gone"],
-    "compare": ["gone", "my-run", "--no-figure"],
-    "diff": ["gone", "my-run"],
-    "events": ["gone"],
-    "export": ["gone"],
-    "plot": ["gone"],
-    "report": ["gone"],
-    "runs": ["show", "gone"],
-    "summary": ["gone"],
-}
+RUN_OF = {name: ["gone"] for name in ("anomalies", "events", "export", "plot", "report", "summary")}
+RUN_OF |= {"compare": ["gone", "my-run", "--no-figure"], "diff": ["gone", "my-run"], "runs": ["show", "gone"]}
 OF_STORES = {**RUN_OF, "sql": ["select 1"], "store": ["check"], "view": []}
 
 
