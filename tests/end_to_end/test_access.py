@@ -84,16 +84,13 @@ class Node:
 
     def start_prometheus(self, program):
         tls = Tls(ca_file=self.ca, cert_file=self.cert, key_file=self.key)
-        settings = PrometheusSettings(
-            service=f"[::1]:{self.port}",
-            token_file=str(self.folder / "token"),
-            tls=tls,
-            ranks_tls=tls,
-            per_node=True,
-            rule_files=(),
-            scrape_seconds=1.0,
-            discovery_seconds=1.0,
-        )
+        places = {
+            "service": f"[::1]:{self.port}",
+            "token_file": str(self.folder / "token"),
+            "tls": tls,
+            "ranks_tls": tls,
+        }
+        settings = PrometheusSettings(**places, per_node=True, rule_files=(), scrape_seconds=1.0, discovery_seconds=1.0)
         config = self.folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(prometheus_config(settings)))
         listen = f"127.0.0.1:{self.port + 1}"

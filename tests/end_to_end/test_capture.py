@@ -49,12 +49,8 @@ def test_sql_finds_samples_and_captured_steps_of_a_bad_loss(service):
                 assert session.publisher.catch_up(60)
     with connect(service.store) as connection:
         rows = connection.execute(SAMPLES).fetchall()
-        kinds = connection.execute(
-            "select step, kind from tensor_stats where run = 'captured' group by all order by all"
-        ).fetchall()
-        spent = connection.execute(
-            "select labels, value from scalars where run = 'captured' and name = 'overhead_seconds'"
-        ).fetchall()
+        kinds = connection.execute("select distinct step, kind from tensor_stats order by all").fetchall()
+        spent = connection.execute("select labels, value from scalars where name = 'overhead_seconds'").fetchall()
 
     named = {state: (rule, json.loads(samples or "{}")) for _, state, rule, _, samples in rows}
     assert ("AnomalyNan", {str(BAD): [[f"shard-{BAD}", f"shard-{BAD + 100}"]]}) == named["asked"]
