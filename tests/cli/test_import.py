@@ -58,7 +58,8 @@ def test_error_and_checkpoint_without_a_time_have_that_of_the_row_before(on_stor
     assert ["checkpoint,10:00:39", "error,10:00:39"] == rows(asked)
 
 
-def test_log_with_times_only_at_its_start_has_no_duration(on_store, put):
+def test_log_with_times_only_at_its_start_has_no_duration(on_store, put, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     head = "2026-11-28 10:00:00 step 0/62 loss 3.0\n2026-11-28 10:00:01 step 1/62 loss 2.9\n"
     on_store("import", put("train.log", head + "".join(f"step {n}/62 loss {3 - n / 100:.2f}\n" for n in range(2, 63))))
     listed = on_store("runs").stdout.splitlines()

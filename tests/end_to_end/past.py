@@ -5,10 +5,12 @@ Each metric of a rank has a series here, also those of GPUs, so that all panels 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from rankscope_storage.base.schema import dataset_schema
 
 RUN = "before"
 STEPS, SECONDS_PER_STEP = 40, 15
-CHOSEN = {"clock": "sm", "type": "uncorrected", "phase": "data_wait"}
+CHOSEN = {"clock": ["sm"], "type": ["uncorrected"], "phase": ["data_wait", "checkpoint"]}
 """Label values that panels use."""
 
 KINDS = (Kind.PARAM_AFTER, Kind.GRAD_REDUCED, Kind.ACT_OUT, Kind.EXP_AVG, Kind.COMM_OUT)
@@ -38,12 +40,14 @@ BOARDS = {
     if name.startswith("dashboards/") and ".json" in name
 }
 VARIABLES = {"$__rate_interval": "1m", "$__interval": "30s", "$__range": "10m", "$smooth": "1m", "$run": RUN}
-VARIABLES |= {"$rank": ".+", "$kind": "grad_reduced", "$tensor": ".+"}
+VARIABLES |= {"$rank": ".+", "$kind": "grad_reduced", "$tensor": ".+", "$rows": ".+", "$lines": ".+"}
 
 
 def put(folder: Path, then: int) -> None:
     """Store steps of two ranks from `then` (seconds) on. All values equal the step, those of rank 1 twice the step."""
-    rows = [_scalar(spec, rank, step, then) for rank in (0, 1) for step in range(STEPS) for spec in SCALARS]
+    rows = [
+        row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _scalars(spec, rank, step, then)
+    ]
     tensors = [_tensor(kind, rank, step, then) for kind in KINDS for rank in (0, 1) for step in range(STEPS)]
     tables = {
         name: pa.Table.from_pylist(made, schema=dataset_schema(name))
@@ -87,10 +91,11 @@ def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
     return {**_when(rank, step, then), "kind": kind, "tensor": "weight", "placement": "full", **numbers}
 
 
-def _scalar(spec: MetricSpec, rank: int, step: int, then: int) -> dict[str, Any]:
-    labels = canonical_labels({label: CHOSEN.get(label, "x") for label in spec.labels})
-    named = {"name": (spec.stored_as or "").removeprefix("scalars:"), "unit": spec.unit, "labels": labels}
-    return {**_when(rank, step, then), **named, "value": float(step * (rank + 1))}
+def _scalars(spec: MetricSpec, rank: int, step: int, then: int) -> Iterator[dict[str, Any]]:
+    named = {"name": (spec.stored_as or "").removeprefix("scalars:"), "unit": spec.unit}
+    for values in itertools.product(*(CHOSEN.get(label, ["x"]) for label in spec.labels)):
+        labels = canonical_labels(dict(zip(spec.labels, values, strict=True)))
+        yield {**_when(rank, step, then), **named, "labels": labels, "value": float(step * (rank + 1))}
 
 
 def panels_of_the_past() -> dict[str, str]:
