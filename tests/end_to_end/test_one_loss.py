@@ -55,8 +55,11 @@ def test_loss_of_a_run_is_one_number_everywhere(service, judge):  # noqa: F811 -
         found = {run["run"]: run for run in service.runs()}
         return found if len(found) == len(EXPECTED) and all(run["ended_at"] for run in found.values()) else None
 
-    live = service.wait_for(ended)
-    listed, status = (_words(service.get(path)) for path in ("/", "/service"))
+    def stored_ends():
+        text = _words(service.get("/"))
+        return text if all(f" {run} Completed" in text for run in EXPECTED) else None
+
+    live, listed, status = service.wait_for(ended), service.wait_for(stored_ends), _words(service.get("/service"))
     for run, expected in EXPECTED.items():
         page, report = (_words(service.get(f"/runs/{run}{path}")) for path in ("", "/report"))
         words = run_command("summary", run, "--store", service.store).stdout
