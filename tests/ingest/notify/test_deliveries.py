@@ -231,6 +231,7 @@ def test_a_secret_is_masked_in_every_form(secret):
 
 def test_short_secrets_are_masked_only_as_words():
     assert "… in abcd" == Secrets(["json://a@host/"]).removed_from("a in abcd")
+    assert "… in …" == Secrets(["json://abc:abc.def@host/"]).removed_from("abc.def in abc")
 
 
 def test_urls_are_shown_without_user_path_and_query():
