@@ -131,22 +131,23 @@ def convert(training: Training) -> None:
     training.model.to(torch.float64)
 
 
-def convert_to_others(training: Training) -> None:
-    """Convert the parameters to other objects."""
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+def convert_with(choose: Callable[[bool], None], training: Training) -> None:
+    """Convert the parameters while the setting of torch that `choose` sets is on."""
+    choose(True)
     try:
         convert(training)
     finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+        choose(False)
+
+
+def convert_to_others(training: Training) -> None:
+    """Convert the parameters to other objects."""
+    convert_with(torch.__future__.set_overwrite_module_params_on_conversion, training)
 
 
 def swap(training: Training) -> None:
     """Convert the parameters by torch.utils.swap_tensors."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        convert(training)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
+    convert_with(torch.__future__.set_swap_module_params_on_conversion, training)
 
 
 def delete(training: Training) -> None:
