@@ -251,7 +251,7 @@ def start_service(tmp_path: Path) -> Callable[..., contextlib.AbstractAsyncConte
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningService]:
-    """Return the service of all tests of a module that need no settings. Each of them has runs of its own."""
+    """Return the service of all tests of a module that need no settings. Each of these tests has other runs."""
     async with running_service(tmp_path_factory.mktemp("shared") / "store") as service:
         yield service
 

@@ -1,4 +1,4 @@
-"""Read Parquet files, or the views of DuckDB, with one foreign reader, in whose environment this program runs.
+"""Read Parquet files, or the views of DuckDB, with one foreign reader. Runs in the environment of this reader.
 
     python read_files.py READER < files.json > found.json
     python read_files.py views SCRIPT < queries.json > rows.json

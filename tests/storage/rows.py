@@ -19,7 +19,7 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 def table(dataset: str, rows: Rows, /, **common: Any) -> pa.Table:
-    """Return `rows` with the columns of `dataset`; each has the values `common`, unless it has values of its own."""
+    """Return `rows` with the columns of `dataset`; `common` has the values of the columns that a row does not name."""
     return pa.Table.from_pylist([common | dict(row) for row in rows], schema=dataset_schema(dataset))
 
 

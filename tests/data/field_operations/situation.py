@@ -144,7 +144,7 @@ def sql(store, query):
 
 
 class Receiver:
-    """A web server on loopback that notes what is posted to it."""
+    """A web server on loopback that keeps the requests which it receives."""
 
     def __init__(self, status=200, text=b""):
         self.got = got = []

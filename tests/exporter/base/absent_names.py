@@ -240,7 +240,7 @@ INSTALLATIONS: dict[str, Callable[[], object]] = {
     "no distributed": without_distributed,
     "import": lambda: (hide(), absent.update(AT_IMPORT)),
 }
-"""Changes of the installation, each in a process of its own, before the exporter is imported."""
+"""Changes of the installation, each in a separate process, before the exporter is imported."""
 done: set[str] = set()
 
 

@@ -257,7 +257,7 @@ def names_of(made: Any) -> set[str]:
 
 @pytest.mark.parametrize("kind", LIVE, ids=live_id)
 def test_copy_has_all_attributes_and_is_inactive(kind, request):
-    """Also within a model, whose file does not contain the token."""
+    """Also within a model. The file of the model does not contain the token."""
     made = LIVE[kind](request)
     model = Holding(made)
     threads = set(threading.enumerate())

@@ -32,7 +32,7 @@ NOW = 1_770_000_000_000
 
 @pytest.fixture
 def rejecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Quarantine]:
-    """Return a function that makes tables of samples fail whose values `is_bad`, and returns a quarantine for them."""
+    """Return a function that returns a quarantine, and lets tables of samples fail of which the values are `is_bad`."""
 
     def reject(is_bad: Callable[[list[float]], bool], count: Callable[[int], None] = lambda _: None) -> Quarantine:
         genuine = handler.samples_table
