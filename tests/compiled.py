@@ -4,8 +4,6 @@ Run in a new environment, before several test processes start at the same time. 
 modules of torch, and the kernel for statistics, because no other process has finished and written the results.
 """
 
-from __future__ import annotations
-
 import os
 
 from tests.programs import IMPORTED, OF_COMMANDS, OF_TRAINING, server_of

@@ -1,7 +1,5 @@
 """Fixtures for the tests of all packages: real servers or a skip, a folder for a store, a free port, certificates."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

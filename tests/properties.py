@@ -3,8 +3,6 @@
 A usual run has the same examples each time; a thorough run has random ones, so that repeated runs try further ones.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from typing import Any

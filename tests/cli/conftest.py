@@ -1,7 +1,5 @@
 """A small deterministic store with two runs, and the `rankscope` command as a user starts it."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import math

@@ -1,7 +1,5 @@
 """`rankscope doctor`: reports of a healthy, a broken and an empty installation."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

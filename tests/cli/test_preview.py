@@ -1,7 +1,5 @@
 """`rankscope dashboards preview` on a real Prometheus with the series of one run."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

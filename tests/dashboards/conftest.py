@@ -1,7 +1,5 @@
 """Fixtures that evaluate alert rules and queries with promtool, and the generated files of dashboards and rules."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Shared parts of the alert tests: service, Prometheus and Alertmanager of `rankscope up`, and the receivers."""
 
-from __future__ import annotations
-
 import email
 import email.message
 import email.policy

@@ -3,8 +3,6 @@
 blamed_training.py FOLDER sleeps|barrier|dies, for each rank with its environment
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

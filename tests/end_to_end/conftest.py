@@ -1,7 +1,5 @@
 """Fixtures with real processes: the service, ranks under torchrun, and the store, which is read by DuckDB."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ STEP SECONDS`, and `exit RUN CODE` at the end of a rank. All ranks are forked fr
 to load.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

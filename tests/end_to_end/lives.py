@@ -1,7 +1,5 @@
 """Rank processes that publish records without a training, and queries for these records in the store."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 They are forked from one process, because torch takes long to load. They train until SIGTERM or SIGKILL.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 Each metric of a rank has a series here, also those of GPUs, so that all panels of ranks are queried.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -9,8 +9,6 @@ only when the file FOLDER/finish exists, and ends by an ENDING only when FOLDER/
 ends the other ranks immediately, and with them records that were not polled.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Simulated readings of a GPU and of PyTorch's allocator for a rank that trains on a CPU."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A DDP training whose last rank is slow: slow_rank_training.py STEPS INPUT COMPUTE PAUSE. Times are in seconds."""
 
-from __future__ import annotations
-
 import sys
 import time
 

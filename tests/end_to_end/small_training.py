@@ -4,8 +4,6 @@ It prints each step. If STEPS is 0, it trains until the file FOLDER/stop exists.
 further metric. Its wall clock is set by JUMP seconds before step 20.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

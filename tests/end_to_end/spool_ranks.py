@@ -7,8 +7,6 @@ A rank writes each published seq to `out`, so that a test knows after a kill whi
 it ends when the test has written the file with the suffix "released".
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

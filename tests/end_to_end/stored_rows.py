@@ -1,7 +1,5 @@
 """Rows that the decoder of the service creates from the records of a rank in this process."""
 
-from __future__ import annotations
-
 import itertools
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """Features of a training, through the service and the store, into files in the layout of msprobe."""
 
-from __future__ import annotations
-
 import csv
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages of a real Alertmanager about one NaN that spread to all tensors of two ranks: number, size, first line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

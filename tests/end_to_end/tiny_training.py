@@ -6,8 +6,6 @@ With STEPS = 0 it trains until the file `FOLDER/stop` exists. Each rank writes `
 expected values of all stored rows, computed without Rankscope.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -8,8 +8,6 @@ until FOLDER contains the file `seen-<step>`, because a step is published during
 continues until it is killed. Readings of GPUs and of CUDA's allocator are simulated.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

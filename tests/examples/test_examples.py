@@ -1,7 +1,5 @@
 """Each example runs for a few steps with the command of its docstring. Part of `make test-examples`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

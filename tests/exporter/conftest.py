@@ -1,7 +1,5 @@
 """Fixtures that read a rank by HTTP and decode the published stream."""
 
-from __future__ import annotations
-
 import os
 import time
 import urllib.request

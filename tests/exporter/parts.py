@@ -1,7 +1,5 @@
 """Trainings with a monitor and their records, and the only access of tests to the private session of a monitor."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

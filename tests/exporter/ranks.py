@@ -1,7 +1,5 @@
 """Cases that run on two ranks, in one pair of processes: starting torch takes longer than all of their trainings."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path

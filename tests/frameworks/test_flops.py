@@ -1,7 +1,5 @@
 """FLOPs of models of Hugging Face against torch's FlopCounterMode on its own, and the tokens that Trainer counts."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -3,8 +3,6 @@
 They come with the tests' extra. Where they are missing the tests are skipped, and fail where nothing may be missing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Trainings of one small model by each trainer, with and without the monitor; tests check the results."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `trainings_run.py FOLDER` writes FOLDER/<process>.pickle for two ranks, one process without ranks, and those that fail.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

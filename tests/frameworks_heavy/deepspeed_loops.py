@@ -1,7 +1,5 @@
 """DeepSpeed: its engine trains the model of the other frameworks, in every stage of ZeRO."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Runs every loop of one package on two ranks, which alone import it, and has the formulas of clipping."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

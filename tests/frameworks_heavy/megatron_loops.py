@@ -1,7 +1,5 @@
 """Megatron-Core: its DDP, optimizers, parallel layers and schedules train the model of the other frameworks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

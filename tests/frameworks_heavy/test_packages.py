@@ -4,8 +4,6 @@ All expected rows exist on every rank and equal a float64 training without a wra
 the packages; without them the tests are skipped.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """Seeded mutations of the bytes that a reader gets from outside of its process."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Final

@@ -1,7 +1,5 @@
 """The readers of bytes from outside, each with valid inputs and the only errors that it may raise."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

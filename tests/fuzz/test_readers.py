@@ -3,8 +3,6 @@
 `make test-fuzz` runs for two minutes a reader. The line of a failure has the seed with which it can be repeated.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Fixtures of the tests on a GPU. `make test-gpu` runs them; a missing GPU is an error there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

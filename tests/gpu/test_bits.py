@@ -1,7 +1,5 @@
 """A training has the same bits with and without a monitor, and never waits for the device because of it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

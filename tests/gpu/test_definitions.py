@@ -1,7 +1,5 @@
 """Definitions of statistics, hashes, features and histograms: the device and the CPU compute the same."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

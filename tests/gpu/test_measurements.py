@@ -1,7 +1,5 @@
 """Phases, throughput, hardware, memory, collectives and hangs on a GPU."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import threading

@@ -4,8 +4,6 @@ With RANKSCOPE_GPU_STAND_IN=cpu, tests that need no CUDA run on the CPU, where w
 that the tests run; it shows nothing about a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -4,8 +4,6 @@
 and after it was read. What must be true of a look is in `test_hour.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

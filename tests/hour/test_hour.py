@@ -3,8 +3,6 @@
 A look may be older than the training by `LAG_SECONDS` and one step. Numbers are compared with the digits shown.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

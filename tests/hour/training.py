@@ -8,8 +8,6 @@ loss), `loader` (`[rank, seconds]` of waiting for data in each step). `own` is t
 Each rank appends one line per step to `FOLDER/truth-<rank>.jsonl`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The trainings of the person's hour, read from the files that they wrote without Rankscope."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Registrations, targets, ranks and attempts for tests without a service."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

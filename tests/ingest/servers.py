@@ -1,7 +1,5 @@
 """Servers on loopback: any routes, a receiver of messages, and an exporter."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self

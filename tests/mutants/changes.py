@@ -1,7 +1,5 @@
 """Small changes of source code that a test must notice. They are found again after the file was edited."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ A change is tried on the tests that execute its line, those of its own folder fi
 fails. It is killed if this test passes without the change, or if the tests do not end in four times their time.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import functools

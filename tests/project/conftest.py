@@ -1,7 +1,5 @@
 """Fixture that loads a script of `docs/`, which is not a package."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The import rules hold, and the training side loads no package of the services."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

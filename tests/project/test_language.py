@@ -1,7 +1,5 @@
 """Tests of the check of plain English, and of the sample of texts for grading."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

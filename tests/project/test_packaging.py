@@ -1,7 +1,5 @@
 """The wheel contains all seven packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
 
-from __future__ import annotations
-
 import email
 import importlib.metadata
 import json

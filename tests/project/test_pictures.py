@@ -1,7 +1,5 @@
 """The pictures of the documentation: all are made by `make pictures`, small, and shown in a page."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

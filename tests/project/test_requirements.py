@@ -1,7 +1,5 @@
 """Each number of the checklist has one row in `docs/requirements.md`, and each test that a page names exists."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cache

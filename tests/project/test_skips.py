@@ -1,7 +1,5 @@
 """Skipped tests are counted by reason. In CI, a skip is a failure unless another command runs the test."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The systemd units are valid, their command runs the service, and the service notifies systemd when it is ready."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

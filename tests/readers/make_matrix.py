@@ -5,8 +5,6 @@ RANKSCOPE_READERS_CACHE (default: ~/.cache/rankscope-readers). It is created onc
 must read the store does not, or if it reads other values.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import math

@@ -9,8 +9,6 @@ number of rows, and for each column the number of its values and their sum. NaN 
 distinguish them.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import io
 import json

@@ -3,8 +3,6 @@
 `RANKSCOPE_SOAK_SECONDS` is the duration of each fault: 60 by default, 600 for the complete guarantee.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

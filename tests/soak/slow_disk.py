@@ -1,7 +1,5 @@
 """The `rankscope` command with a slow disk: the environment sets the duration of each fsync."""
 
-from __future__ import annotations
-
 import os
 import time
 

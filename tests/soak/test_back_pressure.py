@@ -4,8 +4,6 @@ Only records that ring and spool could not hold are lost. They are counted on th
 service and in the store. The memory of the service remains limited.
 """
 
-from __future__ import annotations
-
 import re
 import time
 import urllib.request

@@ -3,8 +3,6 @@
 Usage: python appending.py STORE N
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

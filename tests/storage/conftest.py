@@ -1,7 +1,5 @@
 """A store in a temporary folder, and rows for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 

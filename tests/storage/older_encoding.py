@@ -1,7 +1,5 @@
 """Write files as earlier releases did, with integers that some readers cannot read."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

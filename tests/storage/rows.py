@@ -1,7 +1,5 @@
 """Rows given as dictionaries, questions to stores, the files of stores, and a kill at an fsync."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any

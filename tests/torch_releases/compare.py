@@ -4,8 +4,6 @@
 differs or is missing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

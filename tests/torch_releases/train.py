@@ -6,8 +6,6 @@ FSDP2 on two if torch can run it without a device. The last two have two micro-b
 monitor changes a bit or has a fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

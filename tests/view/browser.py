@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages, driven over a pipe by the Chrome DevTools Protocol; no port is opened."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """One store with runs of all states and shapes, for all tests of pages and their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages of a store, served on loopback by a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -3,8 +3,6 @@
 All tests share one browser and one server. After each test, the browser must have reported no message.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Open pages of a real service in a real browser: complete curves, one progress, new runs, and streams that fail."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from functools import partial

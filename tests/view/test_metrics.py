@@ -1,7 +1,5 @@
 """Charts and numbers of all metrics of a run, histograms of Adam, and the pure functions of the scripts."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

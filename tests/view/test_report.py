@@ -1,7 +1,5 @@
 """The report of a run: one HTML file for runs of any shape, offline, within its size, with zoomable charts."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """Pages of runs of any shape: a page for each, numbers as in SQL, hostile names as text, and no request elsewhere."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

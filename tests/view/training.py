@@ -3,8 +3,6 @@
 The main run restarts twice, its gradient becomes NaN on rank 1, and one rank becomes slow. All numbers are seeded.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial

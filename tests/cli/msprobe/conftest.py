@@ -1,7 +1,5 @@
 """Output that msprobe 26.2.0 wrote, and its rows as Python's csv module reads them."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

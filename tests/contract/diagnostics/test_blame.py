@@ -1,7 +1,5 @@
 """Tests of the search for the blocking rank: only sufficient evidence names a rank; missing data is no evidence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Message sizes and calls of collectives, and stacks and flight records as JSON and text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

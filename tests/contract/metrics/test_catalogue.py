@@ -1,7 +1,5 @@
 """Tests of the metric catalogue: names follow the rules of Prometheus, and stored metrics have a column."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run names, events, the schemas of records, and the removal of secrets from texts."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

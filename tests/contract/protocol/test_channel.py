@@ -1,7 +1,5 @@
 """Tests of the JSON form of messages between rank and service, also with unknown keys of newer releases."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The child process that makes a report: whatever happens to it, its parent continues and states the command."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tests of the rules: vectors recorded with msprobe, boundaries, and float32 and float64 arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

@@ -1,7 +1,5 @@
 """Names in paths, SQL, HTML and file names, the proxy of a request, TLS contexts and the web configuration."""
 
-from __future__ import annotations
-
 import html
 import json
 import logging

@@ -1,7 +1,5 @@
 """Scenarios for each alert: input series as ranks and service export them, and the alerts that must be active when."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

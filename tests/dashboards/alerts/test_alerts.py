@@ -1,7 +1,5 @@
 """The rule file is valid and complete, and promtool runs the scenarios of each alert and its annotations."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Boards use only metrics and labels of the catalog, in expressions that Prometheus parses. Runs without Grafana."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

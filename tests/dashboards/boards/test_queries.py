@@ -1,7 +1,5 @@
 """Queries of the boards: ended runs, dead and slow ranks, a service that is down, and processes that are read twice."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

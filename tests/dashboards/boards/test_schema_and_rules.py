@@ -1,7 +1,5 @@
 """Boards have the types of the package `@grafana/schema` and follow the rules of Grafana's dashboard-linter."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The configurations of Prometheus and Alertmanager are valid for promtool and amtool."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

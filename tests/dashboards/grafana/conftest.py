@@ -1,7 +1,5 @@
 """A Grafana server for the tests: the contract server, or the server at RANKSCOPE_GRAFANA_URL."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Alert rules, contact points, notification policies and mute timings of the contract server."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Folders, data sources and boards of the contract server, and its requests, callers and answers."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import itertools

@@ -4,8 +4,6 @@ Folders, data sources, boards and alerting are models in memory, for the request
 `tests/data/grafana_api/README.md` describes the recording.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """A page with a board, as a real Grafana draws it in Chromium: its panels, marks and queries."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """A training on one rank: drawn_training.py STEPS CHECKPOINT NAN. The loss is NaN from the step NAN on."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """The contract server answers each recorded request of a deployment as Grafana did, in the order of the recording."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

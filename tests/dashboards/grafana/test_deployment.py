@@ -1,7 +1,5 @@
 """Deployment to a Grafana server, or to that at RANKSCOPE_GRAFANA_URL, its content, commands, errors and removal."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import socket

@@ -3,8 +3,6 @@
 With RANKSCOPE_GRAFANA_PICTURES, pictures of all boards and the measured times are written to this folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Messages of a real Grafana server about faults of real ranks: how soon, how many, and about what."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

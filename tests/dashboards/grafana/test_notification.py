@@ -1,7 +1,5 @@
 """Receivers of our rules: on the rules, by one added route, and contact points from a file."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A complete deployment on a real Grafana server: service, Prometheus, ranks, our boards and rules, and a receiver."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

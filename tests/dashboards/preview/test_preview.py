@@ -1,7 +1,5 @@
 """Variables, steps, units and tables of a preview, compared with those of Grafana."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The compose file and the Dockerfile are valid, and the examples of contact points and routes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.resources
 import json

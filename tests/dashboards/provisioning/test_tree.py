@@ -1,7 +1,5 @@
 """The tree of configuration files is written with real addresses, and has only keys and values that Grafana reads."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

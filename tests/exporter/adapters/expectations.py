@@ -1,7 +1,5 @@
 """Expected rows of each framework, and their comparison with a float64 training without a wrapper."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Training loops of all frameworks: each wraps the same model and trains it on two ranks as documented."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Measurements of two ranks in training: runs every loop with and without the monitor, in one pair of processes."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import time

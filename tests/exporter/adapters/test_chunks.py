@@ -1,7 +1,5 @@
 """Several chunks of a model on one rank with interleaved micro-batches: rows contain chunk and micro-batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

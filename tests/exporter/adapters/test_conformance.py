@@ -3,8 +3,6 @@
 A framework is added by a loop in `loops.py` and a line in `OWED`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -1,7 +1,5 @@
 """Optimizers that update flat copies, group after group, and the replaced methods of an optimizer."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Placements and replicas on a mesh, and rows of equal tensors, which only the first rank of a group publishes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

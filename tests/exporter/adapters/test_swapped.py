@@ -1,7 +1,5 @@
 """Parameters that torch swaps, an option of `.to()` and `load_state_dict`: training and rows are unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

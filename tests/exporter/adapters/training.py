@@ -1,7 +1,5 @@
 """The reference: one small training in float64 without any wrapper, with the expected measurements."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

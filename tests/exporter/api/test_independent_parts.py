@@ -1,7 +1,5 @@
 """Independent parts of a monitor: a part that fails is logged once, and the other parts continue."""
 
-from __future__ import annotations
-
 import functools
 import json
 import urllib.request

@@ -1,7 +1,5 @@
 """One process: what the monitor records of a training loop, against float64 references; its end without model."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

@@ -1,7 +1,5 @@
 """Calls of a training script: log, phase, event, step numbers, secrets in their texts; and unusual loops."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

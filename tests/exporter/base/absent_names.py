@@ -6,8 +6,6 @@ together, in a process in which the exporter is imported without them. Other pro
 the exporter cannot be imported, or with a torch without torch.distributed.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

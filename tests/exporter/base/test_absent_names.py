@@ -1,7 +1,5 @@
 """A torch without a name that the exporter reads: training continues, and at most one line reports it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Each object of the public API can be copied and saved: copies of data are complete, copies of a training inactive."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

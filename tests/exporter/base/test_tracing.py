@@ -1,7 +1,5 @@
 """Hooks under compilers, tracers, modes and captures of CUDA graphs: training is bit-identical, records are right."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The rules of settings, whose errors name the field; and the error boundary, which counts every exception."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The configuration, its JSON and its environment: defaults, and errors that name the key and the fault."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import enum

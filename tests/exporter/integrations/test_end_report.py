@@ -1,7 +1,5 @@
 """The report at the end of a training: which rank makes it, when, from which records, and with equal bits."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

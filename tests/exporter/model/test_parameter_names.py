@@ -1,7 +1,5 @@
 """Names of parameters and modules, as in the model of the user, and the search for tensors inside of objects."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict
 from dataclasses import dataclass

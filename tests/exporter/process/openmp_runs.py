@@ -7,8 +7,6 @@ torch.set_num_threads() sets it too. Each case has the same model, the same step
 without a monitor.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """The identity of a rank: the source of the run name, equal values on all ranks, and the commit of the script."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

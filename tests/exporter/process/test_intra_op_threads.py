@@ -4,8 +4,6 @@ Each program runs in a new interpreter, and in a child that was forked after the
 `native_id` of the main thread of such a child is that of its parent.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Each training is a separate process with its own OMP_NUM_THREADS (`openmp_runs.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

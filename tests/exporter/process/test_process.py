@@ -1,7 +1,5 @@
 """Forks, exits, signals and closed streams: the process ends as without a monitor, and failed threads start again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The vectorised detector gives the same result for every series as the contract's reference evaluator."""
 
-from __future__ import annotations
-
 import json
 import math
 import pathlib

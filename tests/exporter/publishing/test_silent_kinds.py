@@ -1,7 +1,5 @@
 """Absent kinds of rows, skipped steps, and the lines that a rank prints."""
 
-from __future__ import annotations
-
 import io
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Cases for two ranks of a gloo group, with and without the monitor; each returns the results of trainings or calls."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import unittest.mock

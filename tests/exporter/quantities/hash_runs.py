@@ -1,7 +1,5 @@
 """Two ranks that train with hashes of replicas; each returns its rows and the expected rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

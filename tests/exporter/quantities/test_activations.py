@@ -1,7 +1,5 @@
 """Activations and their gradients, compared with tensors that the model records in a run without a monitor."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import os

@@ -1,7 +1,5 @@
 """Collectives of the script on two ranks, with numbers computed by hand, and the replacements of torch's functions."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

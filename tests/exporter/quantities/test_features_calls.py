@@ -1,7 +1,5 @@
 """Tests of reading attention and router calls: all forms of arguments, masks and logits, and notices about others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Features of modules in training, compared with an independent reference; training is bit-identical."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

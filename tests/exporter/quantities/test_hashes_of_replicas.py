@@ -1,7 +1,5 @@
 """Hashes of replicas on two ranks: equal exactly if all bits are equal."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

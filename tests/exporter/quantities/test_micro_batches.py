@@ -1,7 +1,5 @@
 """Tests of the sum over micro-batches whose gradients are reduced separately: its conditions, memory and notices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

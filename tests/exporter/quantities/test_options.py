@@ -1,7 +1,5 @@
 """Discovery of quantities, and their options, which are checked when the configuration is made."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any

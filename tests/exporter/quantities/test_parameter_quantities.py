@@ -1,7 +1,5 @@
 """Clipped gradients, micro-batches, optimizer state and the update of Adam, compared with references."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Two ranks with sharded parameters and activations: weights are read while they are whole, without communication."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The structure of a model and the call stacks of its modules: rows, text, and the file of msprobe."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

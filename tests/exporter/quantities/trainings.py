@@ -1,7 +1,5 @@
 """Runs of one model with and without the monitor. Without it, the model records its own inputs and outputs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A firing starts a capture for some steps on all ranks, names the samples and calls `on_anomaly`."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The reported overhead equals the CPU time; above the limit, sampling is less frequent and does not oscillate."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

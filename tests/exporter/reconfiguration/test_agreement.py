@@ -1,7 +1,5 @@
 """Ranks agree on a step and change at it: all interleavings of polls and steps, and two real ranks of a gloo group."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

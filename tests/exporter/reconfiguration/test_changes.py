@@ -1,7 +1,5 @@
 """Changes of sampling during training: the six scenarios of msprobe, calls of the script, and cleanup."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

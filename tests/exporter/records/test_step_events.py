@@ -1,7 +1,5 @@
 """The observers that are called at each event of a step, and plan entries that are created when they are read."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

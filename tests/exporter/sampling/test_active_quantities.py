@@ -1,7 +1,5 @@
 """Quantities with different schedules and targets, and plans that follow tensors which change."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable

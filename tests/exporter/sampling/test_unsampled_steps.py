@@ -1,7 +1,5 @@
 """Steps that are not sampled and the removal of their hooks, and tensors without computable statistics."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

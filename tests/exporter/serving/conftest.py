@@ -1,7 +1,5 @@
 """Fixtures: records, a rank that serves them, a client over real HTTP, and a service double."""
 
-from __future__ import annotations
-
 import http.client
 import http.server
 import json

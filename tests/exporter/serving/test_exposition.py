@@ -1,7 +1,5 @@
 """The metrics page and its latest values, compared with a golden file, with promtool and with prometheus_client."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import re

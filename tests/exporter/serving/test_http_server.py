@@ -1,7 +1,5 @@
 """The HTTP server, plain and with TLS: wrong requests, slow clients, tokens, certificates, and its list of clients."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

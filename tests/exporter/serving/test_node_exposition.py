@@ -1,7 +1,5 @@
 """The page of all ranks of a launch on a host: valid, complete, and only with live ranks."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import os

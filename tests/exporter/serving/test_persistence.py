@@ -1,7 +1,5 @@
 """A rank with a spool: it serves overwritten records from disk, and the spools of dead processes."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """The life cycle of a rank server, its addresses and settings, and its registration with the service."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The record channel over real HTTP: every status, and the rules of `committed`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

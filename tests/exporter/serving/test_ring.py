@@ -1,7 +1,5 @@
 """The ring of records, the stream that encodes them, and jumps of the wall clock between them."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import math

@@ -1,7 +1,5 @@
 """The spool of a rank: the files on disk after the process is killed at any system call."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

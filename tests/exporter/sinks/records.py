@@ -1,7 +1,5 @@
 """Records for sinks, made from a few numbers, and the rows that the importer reads of their output."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CSV files in msprobe's layout, written while training runs, and equal to the export of the run."""
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 import math

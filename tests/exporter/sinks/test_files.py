@@ -1,7 +1,5 @@
 """Sinks: complete writes only, the data of the record channel, and a failing sink that disturbs nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """Event files for TensorBoard, and the rows that code in the training process can read."""
 
-from __future__ import annotations
-
 import math
 import struct
 import threading

@@ -1,7 +1,5 @@
 """Fixtures for both backends of the statistics, and a float64 reference that shares no code with them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

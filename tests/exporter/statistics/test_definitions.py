@@ -1,7 +1,5 @@
 """Definition of every statistic, for every dtype and shape, with both backends."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Formulas of attention, routing and spectral norms, compared with references in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The hash of a tensor's bits, compared with its formula in plain integers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

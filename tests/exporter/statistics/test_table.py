@@ -1,7 +1,5 @@
 """The table of statistics over several steps, and the selection of the published statistics."""
 
-from __future__ import annotations
-
 import json
 import math
 import urllib.request

@@ -1,7 +1,5 @@
 """Measuring does not change training: in every mode, with all kinds of parameters, with the warm-up of kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

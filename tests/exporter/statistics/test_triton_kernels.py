@@ -1,7 +1,5 @@
 """The kernel for CUDA devices, executed by Triton's interpreter on CPU tensors. `make test-gpu` runs it compiled."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

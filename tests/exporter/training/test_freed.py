@@ -1,7 +1,5 @@
 """The monitor keeps no parameter and no activation alive, on one rank and on two, without weak references to them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Mapping

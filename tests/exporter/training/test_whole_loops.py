@@ -1,7 +1,5 @@
 """Training loops of users: the steps, and each number against the tensor that the loop itself has kept."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

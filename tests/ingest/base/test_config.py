@@ -1,7 +1,5 @@
 """The configuration file, periodic jobs, reported faults and the read budget."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """A service process keeps free memory between flushes, if its allocator is glibc."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

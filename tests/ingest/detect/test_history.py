@@ -1,7 +1,5 @@
 """State that a starting service reads from the store, delivery of notifications, and replica divergence."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

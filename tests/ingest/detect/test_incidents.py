@@ -1,7 +1,5 @@
 """One cause is one incident: named by its first event, announced once, and over after a quiet time."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """Arrival numbers, silence of ranks, lost records, and reports of dead processes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import pairwise

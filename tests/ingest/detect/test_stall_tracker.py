@@ -1,7 +1,5 @@
 """Stalls: requests for stacks, the time of the notification, and the end of the stall."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

@@ -1,7 +1,5 @@
 """Pages and routes of a running service: prefix, live updates, unknown paths, and HTTP service discovery."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

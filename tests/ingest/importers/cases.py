@@ -28,8 +28,6 @@ attempt and time, and the scalars by name; `-` is no step. Events, facts of the 
 that are no records, unreadable lines, messages, and the number of new rows of each of several imports follow.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import itertools
 import json

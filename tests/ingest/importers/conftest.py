@@ -1,7 +1,5 @@
 """Fixtures of the importer tests: a store for imported logs, and the recorded logs if they are available."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

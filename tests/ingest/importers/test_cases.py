@@ -1,7 +1,5 @@
 """Each log of the table in `cases`, and each field log, becomes exactly the expected rows."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

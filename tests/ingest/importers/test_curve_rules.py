@@ -1,7 +1,5 @@
 """Rules for curves of logs, which fire once and not for healthy curves; numbers in text; attempts of steps."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -4,8 +4,6 @@ An independent script computed the facts. All facts are compared in all their di
 script gives 0.0 as `mean_elapsed_ms_per_rank` of Megatron logs that print seconds, which is no fact of the log.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any

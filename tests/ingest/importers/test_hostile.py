@@ -3,8 +3,6 @@
 Content for one format is in the tests of that format. `tests/fuzz` changes valid logs; here the content is random.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

@@ -3,8 +3,6 @@
 `cases` has logs that grow, are rotated, or begin again.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Large and truncated logs of JSON, JSON lines and OpenMetrics, and every number in them; `cases` has the dialects."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

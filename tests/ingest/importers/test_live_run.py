@@ -1,7 +1,5 @@
 """Import of logs into runs of which ranks have reported: nothing of the live data changes."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The result does not depend on the way of reading: column parser or parser of sin
 complete or a growing log.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import resource

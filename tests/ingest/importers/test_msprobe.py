@@ -1,7 +1,5 @@
 """Tests of imported msprobe output, compared with a simple reader that uses the csv module only."""
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 import json

@@ -1,7 +1,5 @@
 """An export and an import restore the rows that a format can represent."""
 
-from __future__ import annotations
-
 import datetime as dt
 import itertools
 import math

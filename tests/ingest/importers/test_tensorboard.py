@@ -1,7 +1,5 @@
 """Tests of event files of torch, of all types of summaries, and of damage; `cases` has rows, restarts and folders."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Large text logs, pairs in any line, tables of numbers, and many small logs; `cases` has the dialects."""
 
-from __future__ import annotations
-
 import json
 import re
 

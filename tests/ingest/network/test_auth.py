@@ -1,7 +1,5 @@
 """TLS between ranks and service in both directions, with real servers and certificates."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Connections of the service: limits of slow and idle ones, addresses, and requests of foreign web pages."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Deliveries to real servers on loopback: failures and their reasons, counters, proxies, logins, and secrets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ipaddress

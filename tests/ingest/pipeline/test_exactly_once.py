@@ -1,7 +1,5 @@
 """Real record channels, a real service process and kill -9: rows and notifications are stored and sent once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

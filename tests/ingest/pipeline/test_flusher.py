@@ -1,7 +1,5 @@
 """Batcher and flusher: due batches, failed commits that are retried and never stored twice, and quarantined rows."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The maintenance schedule: when jobs are due, and that they do not block each other."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime as dt
 import itertools

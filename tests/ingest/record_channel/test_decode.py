@@ -1,7 +1,5 @@
 """Decoding of bodies, alone and together: every number and name is in its row, and invalid bodies are rejected."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

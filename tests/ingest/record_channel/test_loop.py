@@ -1,7 +1,5 @@
 """Poll intervals, and admission control: requested rows do not exceed the capacity."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

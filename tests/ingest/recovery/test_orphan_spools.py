@@ -1,7 +1,5 @@
 """Spools of dead processes: the service stores them once, in their own run and attempt, with the right state."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

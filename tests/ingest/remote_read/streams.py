@@ -1,7 +1,5 @@
 """Decode streamed responses, written from the description of the format: frames, checksums and XOR chunks."""
 
-from __future__ import annotations
-
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 from tests.ingest.remote_write.messages import message_classes
 

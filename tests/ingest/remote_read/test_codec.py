@@ -1,7 +1,5 @@
 """Messages and streamed XOR chunks of remote read, compared with the definitions and bytes of Prometheus."""
 
-from __future__ import annotations
-
 import contextlib
 import struct
 

@@ -1,7 +1,5 @@
 """Remote read answers one query at a time; a slow query or a disconnected client does not block the next query."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

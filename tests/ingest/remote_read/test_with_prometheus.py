@@ -1,7 +1,5 @@
 """Remote read of a real Prometheus: history and live data are one series, also with hints."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

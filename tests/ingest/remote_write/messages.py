@@ -1,7 +1,5 @@
 """Remote write requests, serialized by google.protobuf from the full definitions in Prometheus' folder prompb."""
 
-from __future__ import annotations
-
 import aiohttp
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 

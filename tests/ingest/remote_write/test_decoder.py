@@ -1,7 +1,5 @@
 """Decoding of remote write in both versions, compared with the official messages; malformed requests are rejected."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import struct

@@ -1,7 +1,5 @@
 """Remote write: the response follows the commit, a repeated request is stored once, back-pressure rejects requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The page of the service's metrics, scalars of viewed runs, firings of ended ranks, and goodput."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """The life cycle of an attempt as a table: actions of its ranks and the states that follow; other facts about it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hypothesis.strategies as st

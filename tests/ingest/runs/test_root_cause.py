@@ -3,8 +3,6 @@
 Three situations, with every set of sources: a sleeping rank, a rank in an earlier collective, and a dead rank.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """The page parser returns the same samples as prometheus_client; scrapes become rows in storage order."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

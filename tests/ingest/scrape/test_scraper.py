@@ -1,7 +1,5 @@
 """Scraping: samples, times, staleness markers and limits, also with real HTTP servers and a real store."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip

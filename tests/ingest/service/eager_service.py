@@ -1,7 +1,5 @@
 """`python -m rankscope_ingest` that compacts after each third commit and vacuums each second, for kill tests."""
 
-from __future__ import annotations
-
 import sys
 
 from rankscope_ingest import __main__

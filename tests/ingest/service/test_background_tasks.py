@@ -1,7 +1,5 @@
 """Background tasks of the service: each raises once, which the pages show, and the parts that depend on it recover."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

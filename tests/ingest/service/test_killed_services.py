@@ -1,7 +1,5 @@
 """Services that are killed, stopped and continued, with real ranks: each row is stored once. `make test-crashes`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A secret in each text that enters a service, and a search for it in everything that the service stores and sends."""
 
-from __future__ import annotations
-
 import json
 import re
 

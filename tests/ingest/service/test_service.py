@@ -1,7 +1,5 @@
 """The whole service with real HTTP servers as ranks: each record is stored once, and faults remain isolated."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

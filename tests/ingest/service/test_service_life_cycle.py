@@ -1,7 +1,5 @@
 """States of runs over real HTTP, across restarts and launches, and texts about a run with an open incident."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import html

@@ -1,7 +1,5 @@
 """Fixed statuses for tests and for a look at the page in a browser."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from rankscope_ingest.remote_write.senders import RefusedSender

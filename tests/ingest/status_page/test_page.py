@@ -1,7 +1,5 @@
 """The status page and the API of the same content: golden files, bounded size, hostile names, access, lag and tags."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

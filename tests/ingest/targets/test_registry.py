@@ -1,7 +1,5 @@
 """The registry: accepted registrations, attempt numbers, and two processes with one identity."""
 
-from __future__ import annotations
-
 import dataclasses
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """Fixtures of the tests of followed logs: a real sshd on loopback, a clock that the test sets, and a log that grows."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import getpass

@@ -1,7 +1,5 @@
 """Logs that are followed on this machine and over SSH: the conditions of a training, restarts, and the rows."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

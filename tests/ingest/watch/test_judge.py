@@ -1,7 +1,5 @@
 """Decisions about a training without a log, firings of rules, and messages about followed logs."""
 
-from __future__ import annotations
-
 import datetime as dt
 import email
 import email.policy

@@ -4,8 +4,6 @@ A double of such a file system, made with a seccomp filter: link() and linkat() 
 Usage: python no_links.py CODE. Exits with 77 where the filter cannot be installed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import struct

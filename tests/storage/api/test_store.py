@@ -1,7 +1,5 @@
 """Open and claim a store: every error names the remedy; runs, summaries and anomalies of a small store."""
 
-from __future__ import annotations
-
 import datetime as dt
 import errno
 import fcntl

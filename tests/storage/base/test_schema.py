@@ -1,7 +1,5 @@
 """Schemas of the stored datasets. A golden file lists each column, because every reader of history depends on it."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

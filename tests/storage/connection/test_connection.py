@@ -1,7 +1,5 @@
 """Connections read the newest version, locked ones access only the store; analysed statements return the same rows."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

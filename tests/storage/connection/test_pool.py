@@ -1,7 +1,5 @@
 """State that the pool keeps for the next connection, and state that it drops."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

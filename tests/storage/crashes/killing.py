@@ -4,8 +4,6 @@ One process imports the storage package under a preloaded library (`kill_at.c`, 
 life.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -3,8 +3,6 @@
 An operation gets the folder of a store and a function that reports its acknowledged records.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import os
 from collections.abc import Callable

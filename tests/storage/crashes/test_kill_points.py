@@ -3,8 +3,6 @@
 `make test-crashes` kills at all calls, every test run at a few. The next process needs no repair.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Comparison of runs with rows made by hand: steps, attempts, ranks, tolerances, and rows of one side."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

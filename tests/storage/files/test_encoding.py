@@ -1,7 +1,5 @@
 """Data files: all values are read back unchanged with every optimisation of the encoding; statistics and size."""
 
-from __future__ import annotations
-
 import datetime as dt
 import errno
 import io

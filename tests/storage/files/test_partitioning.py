@@ -1,7 +1,5 @@
 """Partitions and sort orders, columns that are not written, and rounded statistics."""
 
-from __future__ import annotations
-
 import datetime as dt
 import math
 from fractions import Fraction

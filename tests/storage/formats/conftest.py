@@ -1,7 +1,5 @@
 """Runs to export: rows given as dictionaries, in a store of their own."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CSV in the layout of the msprobe monitor, read back with nothing but the csv module."""
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 import shutil

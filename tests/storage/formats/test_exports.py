@@ -1,7 +1,5 @@
 """Exports as Parquet, SQLite and OpenMetrics, asked by real readers; options are checked before anything is written."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import math

@@ -1,7 +1,5 @@
 """Event files, read back by TensorBoard itself."""
 
-from __future__ import annotations
-
 import math
 import random
 import struct

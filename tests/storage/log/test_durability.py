@@ -1,7 +1,5 @@
 """Committed data survives a power failure; checkpoints are durable before they are used."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import threading

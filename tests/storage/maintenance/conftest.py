@@ -1,7 +1,5 @@
 """A store of a few files without a running service, which tests damage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Damaged stores: the findings of `check`, the results of `repair`, and its refusals."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

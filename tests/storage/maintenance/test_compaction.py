@@ -1,7 +1,5 @@
 """Compaction changes no row, whatever other processes do, and blocks none; it makes few files with few rewrites."""
 
-from __future__ import annotations
-
 import datetime as dt
 import threading
 from collections import Counter

@@ -3,8 +3,6 @@
 delta-rs gives each rewritten file the columns of all datasets.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import shutil

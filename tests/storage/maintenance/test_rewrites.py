@@ -1,7 +1,5 @@
 """Files of earlier releases, vacuum and retention: exactly the due files and rows change."""
 
-from __future__ import annotations
-
 import datetime as dt
 import errno
 import json

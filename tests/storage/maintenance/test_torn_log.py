@@ -3,8 +3,6 @@
 No acknowledged row is lost.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,7 +1,5 @@
 """A store with two runs of one hour each, months apart, and the samples of one machine."""
 
-from __future__ import annotations
-
 import datetime as dt
 from collections.abc import Iterator
 from pathlib import Path

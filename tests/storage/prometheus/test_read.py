@@ -1,7 +1,5 @@
 """History as Prometheus asks for it: names and labels of live data, exactly the series that match, and limits."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

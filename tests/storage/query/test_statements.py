@@ -1,7 +1,5 @@
 """Statements create only the views and read only the files and columns that they need; the script for `duckdb`."""
 
-from __future__ import annotations
-
 import enum
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs that are removed, renamed and merged: other rows are unchanged; tags and notes of runs."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 import shutil

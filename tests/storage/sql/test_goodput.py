@@ -1,7 +1,5 @@
 """The parts of the wall time of a run, and figures of runs with a clock that was set, compared with written times."""
 
-from __future__ import annotations
-
 import datetime as dt
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollups contain the statistics of all their rows, for any parts, order, kills and late rows."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime as dt
 import math

@@ -1,7 +1,5 @@
 """Curves over the attempts of a run and of imported logs, and buckets of one scalar, compared with Python."""
 
-from __future__ import annotations
-
 import datetime as dt
 import functools
 import math

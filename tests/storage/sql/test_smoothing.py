@@ -1,7 +1,5 @@
 """Smoothing macros and `downsample`, compared with recursion, sums and buckets in Python."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Views and macros of tensors, hashes and collectives, compared with Python over the same rows."""
 
-from __future__ import annotations
-
 import datetime as dt
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Records of an event file: as TensorBoard frames them, and found again behind damage."""
 
-from __future__ import annotations
-
 import io
 import struct
 

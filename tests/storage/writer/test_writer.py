@@ -1,7 +1,5 @@
 """Exactly-once appends: repeats, overlaps, refusals, and commits without a result."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

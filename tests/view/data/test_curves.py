@@ -1,7 +1,5 @@
 """Curves, the chart of one tensor, the grid of all tensors and the comparison of two runs: numbers equal SQL."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The event log, incidents and markers of a run, selected events, and rows without a transformation."""
 
-from __future__ import annotations
-
 import math
 import random
 

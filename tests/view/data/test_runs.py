@@ -1,7 +1,5 @@
 """The list of runs, and the history, summary, evaluations and advice of one run: numbers equal SQL."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Speed, shares of time, slow and silent ranks, and the hints that an observation triggers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

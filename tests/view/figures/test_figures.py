@@ -1,7 +1,5 @@
 """Structure of the figures: size, axes, labels, and lines whose data equal SQL. Runs of any shape have figures."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

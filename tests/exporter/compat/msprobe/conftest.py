@@ -1,7 +1,5 @@
 """Fixtures that isolate these tests from environment variables and keep their output in a temporary folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

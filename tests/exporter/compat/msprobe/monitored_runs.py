@@ -1,7 +1,5 @@
 """Train a small model under `TrainerMon` and collect its results: rows, features, events, files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The configuration of msprobe: accepted wherever a configuration is, its page, and its effect on two ranks."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """The effect of each key of the configuration of msprobe on a training, and its file `anomaly.json`."""
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 import json

@@ -1,7 +1,5 @@
 """The calls of msprobe scripts, in both argument orders: they work, and none of them disturbs training."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

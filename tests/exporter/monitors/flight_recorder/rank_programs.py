@@ -3,8 +3,6 @@
 Each program runs in a separate process that forks its ranks, and always kills them by their process ids.
 """
 
-from __future__ import annotations
-
 RANKS = """
 import json, os, signal, sys, time, warnings
 import torch, torch.distributed as dist

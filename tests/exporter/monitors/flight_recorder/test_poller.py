@@ -1,7 +1,5 @@
 """The thread that reads the flight record, and the collectives of two real ranks, compared with a log of the ranks."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

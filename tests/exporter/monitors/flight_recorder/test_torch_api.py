@@ -1,7 +1,5 @@
 """Reading the recorders of torch, by a function or through its worker server, and the rows of their entries."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

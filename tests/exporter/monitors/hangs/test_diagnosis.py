@@ -1,7 +1,5 @@
 """Stacks of all threads, in which order they are published, and the signal that publishes them."""
 
-from __future__ import annotations
-
 import dis
 import os
 import textwrap

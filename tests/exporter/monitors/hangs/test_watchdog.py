@@ -1,7 +1,5 @@
 """The watchdog reports a hanging training once, reports no busy one, and does not change the training result."""
 
-from __future__ import annotations
-
 import json
 import threading
 from typing import Any

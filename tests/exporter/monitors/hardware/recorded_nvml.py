@@ -5,8 +5,6 @@ from its documentation.
 """
 # ruff: noqa: N802 - the real module's names
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

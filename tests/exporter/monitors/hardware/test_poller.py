@@ -1,7 +1,5 @@
 """The hardware thread and its metrics: of the machine and the process, and of GPUs that RecordedNvml simulates."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes.util
 import inspect

@@ -1,7 +1,5 @@
 """Phases of real training loops, compared with the sleeps that the loops measure themselves, also on two DDP ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import threading

@@ -1,7 +1,5 @@
 """A layer with an adapter, for models of other packages."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """count_flops compared with counts by hand, the state that it restores, and the forward passes of the user."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

@@ -1,7 +1,5 @@
 """TFLOP/s and MFU of real training loops and of each rank, compared with FLOPs computed by hand; formulas and peaks."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
