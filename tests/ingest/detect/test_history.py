@@ -25,7 +25,8 @@ from rankscope_ingest.detect.symptoms import firings, latest_events
 from rankscope_ingest.notify.announcer import Announcer, message
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import NotifyError
-from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, incident_row, launch_row
+from rankscope_ingest.recovery.lost_records import GivenUp
+from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, gap_row, incident_row, launch_row
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Symptom, run_incident
 from rankscope_ingest.runs.models import Liveness
@@ -44,7 +45,8 @@ def store_and_read(tmp_path):
 
     def store(**rows):
         tables = {dataset: rows_table(dataset, listed) for dataset, listed in rows.items()}
-        writer.append(Batch(tables=tables, watermarks={}))
+        last = {row["incarnation"]: row["seq"] for listed in rows.values() for row in listed if row.get("seq")}
+        writer.append(Batch(tables=tables, watermarks=last))
 
     def read():
         with connect(tmp_path / "store") as connection:
@@ -120,6 +122,15 @@ def test_launches_attempts_and_jumps_of_the_clock_are_restored(store_and_read):
     assert [("r", f"l{n}", n) for n in range(3)] == sorted(found.launches)
     assert {"r": 100} == found.run_starts
     assert [-3_595_000_000, 0, 0] == [one.clock_offset for one in found.attempts]
+
+
+def test_only_records_that_may_still_arrive_are_restored_as_lost(store_and_read):
+    store, read = store_and_read
+    overwritten, unread = gap_row(target(0), 3, 5, "", stamp(1)), gap_row(target(1), 8, 9, "", stamp(2))
+    store(events=[overwritten, unread | {"seq": None}])
+    of_rank_1 = target(1).incarnation
+
+    assert {of_rank_1: GivenUp(last=9, records=2)} == read().given_up
 
 
 def test_active_run_fails_if_its_ranks_do_not_report_after_a_restart(restored):

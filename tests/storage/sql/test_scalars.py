@@ -391,7 +391,7 @@ def drawn_positions(connection) -> list[tuple]:
 
 def test_cumulative_step_continues_over_epochs_and_step_does_not(writer, connection):
     """One evaluation has no epoch, and its own counter of batches does not decide."""
-    evaluation = [{"step": 30, "eval_loss": 5.0}, {"epoch": 2.0, "step": 1, "accuracy": 0.5}]
+    evaluation = [{"step": 30, "eval_loss": 5.0}, {"epoch": 2.0, "step": 99, "accuracy": 0.5}]
     append_log(writer, log([*epoch(1, (10, 20, 30)), *evaluation, *epoch(2, (5, 15, 25)), *epoch(3, (10, 20))]))
     places = [(1, 10, 10), (1, 20, 20), (1, 30, 30), (2, 5, 35), (2, 15, 45), (2, 25, 55), (3, 10, 65), (3, 20, 75)]
     expected = [(0, step, at, 10.0 * number + step) for number, step, at in places]
