@@ -251,11 +251,6 @@ def test_dtensor_names_the_other_shards_and_its_replicas(mesh, placements, expec
     assert (expected, replicas) == (layout_of(tensor, FULL), list(replicas_of(tensor)))
 
 
-def test_plain_tensor_has_the_layout_of_its_framework_and_no_replicas():
-    assert Layout("replica") == layout_of(torch.ones(2), Layout("replica"))
-    assert [] == list(replicas_of(torch.ones(2)))
-
-
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [
@@ -274,15 +269,3 @@ def test_pipeline_stage_has_the_replicas_of_its_wrapper():
     bare, wrapped = map(framework_of, stages)  # they do not keep the stages alive
 
     assert ([], [0]) == (list(bare.replicas(net.weight)), list(wrapped.replicas(net.weight)))
-
-
-@pytest.mark.usefixtures("group")
-def test_frozen_parameters_have_replicas_and_ignored_ones_do_not():
-    net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
-    net[1].weight.requires_grad_(False)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
-    wrapped = DistributedDataParallel(net)
-    framework = framework_of(wrapped)
-    found = {name: list(framework.replicas(parameter)) for name, parameter in net.named_parameters()}
-
-    assert {"0.weight": [0], "0.bias": [], "1.weight": [0], "1.bias": [0]} == found

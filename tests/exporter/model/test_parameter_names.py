@@ -1,38 +1,23 @@
-"""Names of parameters and modules, as in the model of the user, and the search for tensors inside of objects."""
+"""Names of parameters and modules, as in the model of the user, and the limits of the search for tensors."""
 
-import random
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from rankscope_exporter.model.parameter_names import (
     Targets,
-    defines_forward,
     found_in_place,
     named_modules,
     named_parameters,
-    plain_name,
     selected,
     unmatched,
 )
-from rankscope_exporter.model.pytree import MAX_DEPTH, MAX_TENSORS, Found, ObjectSpec, parse_specs, received, returned
-from rankscope_exporter.quantities.activations.quantity import Calls, ModuleCall
+from rankscope_exporter.model.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, returned
 from rankscope_exporter.quantities.module_quantity import weight_of
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 3)
-        self.head = nn.Linear(3, 4, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 class Gathering(OrderedDict[str, Any]):
@@ -54,22 +39,10 @@ def test_tables_of_modules_are_read_without_a_collective() -> None:
     assert expected[0] is weight_of(net)
 
 
-def test_wrapper_levels_are_not_in_parameter_names() -> None:
-    assert "layers.0.up.weight" == plain_name("_orig_mod.layers.0._fsdp_wrapped_module.up.weight")
-
-
 def test_lone_surrogates_in_a_name_are_escaped() -> None:
     model = nn.ModuleDict({"caf\udce9": nn.Linear(1, 1, bias=False)})
 
     assert ["caf\\udce9.weight"] == [named.name for named in named_parameters(model)]
-
-
-def test_tied_weights_are_one_tensor_with_an_alias() -> None:
-    (only,) = named_parameters(Tied())
-
-    assert "embedding.weight" == only.name
-    assert ("head.weight",) == only.aliases
-    assert "embedding" == only.module
 
 
 def test_user_name_that_contains_a_wrapper_name_is_unchanged() -> None:
@@ -104,17 +77,6 @@ def test_targets_are_exact_names_globs_or_regular_expressions(pattern, expected)
     assert expected == {name for name in NAMES if Targets([pattern]).selects(name)}
 
 
-def test_target_that_matches_an_alias_selects_the_tensor():
-    assert Targets(["head.*"]).selects("embedding.weight", "head.weight")
-
-
-def test_unmatched_target_is_reported_with_the_nearest_names():
-    unmatched = Targets(["*", "layers.0.mpl", "layers.*"]).unmatched(NAMES)
-
-    assert {"layers.0.mpl"} == set(unmatched)
-    assert "layers.0.mlp" == unmatched["layers.0.mpl"][0]
-
-
 @pytest.mark.parametrize("bad", ["layers.*", [1], ["re:("]])
 def test_invalid_list_of_targets_is_rejected(bad):
     with pytest.raises(ValueError, match="target"):
@@ -130,18 +92,6 @@ def test_wrapper_levels_are_not_in_module_names():
     assert inner is modules["0"].module
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_scripted_module_defines_forward_and_module_list_does_not():
-    class Own(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    script = torch.jit.script(nn.Linear(2, 2))
-
-    assert [True, True, False] == [defines_forward(kind) for kind in (type(script), Own, nn.ModuleList)]
-    assert ["", "0"] == [item.name for item in named_modules(nn.Sequential(script))]
-
-
 def test_shared_module_has_one_name_and_is_selected_by_any_alias():
     shared = nn.Linear(2, 2)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
@@ -152,112 +102,7 @@ def test_shared_module_has_one_name_and_is_selected_by_any_alias():
     assert ["target 'c' matches no module"] == unmatched(modules, Targets(["c", "b.0"]))
 
 
-@pytest.mark.parametrize(
-    ("way", "compiled"), [("wrapped", {"0.0"}), ("in place", {"0", "0.0"}), ("all", {"0", "0.0", "1"})]
-)
-def test_modules_inside_of_compiled_code_are_marked(way, compiled):
-    part = nn.Sequential(nn.Linear(2, 2))
-    model = nn.Sequential(part, nn.Tanh())
-    if way == "wrapped":
-        model[0] = torch.compile(part, backend="eager")
-    elif way == "in place":
-        part.compile(backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")
-
-    assert {name: name in compiled for name in ("", "0", "0.0", "1")} == {
-        item.name: item.compiled for item in named_modules(model)
-    }
-
-
-def test_recomputed_calls_are_identified_in_any_order():
-    """Random calls of shared modules in several micro-batches. Each part keeps the address of its first argument."""
-    for seed in range(40):
-        choice = random.Random(seed)
-        calls, parts, pointer = Calls(), [], 1000
-        for _ in range(choice.randint(1, 6)):
-            part: list[ModuleCall] = []
-            micro_step = choice.randint(0, 2)
-            pointer += 1
-            for number in range(choice.randint(1, 4)):
-                # Tensors inside of a part reuse the same few addresses.
-                where = pointer if number == 0 else choice.randint(1, 3)
-                part.append(calls.begins(choice.choice("abc"), micro_step, with_gradients=False, pointer=where))
-            parts.append(part)
-        choice.shuffle(parts)
-        for part in parts:
-            assert part == [calls.again(call.module, call.pointer if not n else 2) for n, call in enumerate(part)]
-            calls.gradient_arrived()
-
-        assert calls.again("a", 0) is None
-
-
-def test_recomputed_call_without_argument_is_the_latest_one():
-    calls = Calls()
-    parts = [[calls.begins(name, 0, with_gradients=False) for name in "ab"] for _ in range(3)]
-
-    assert [None, 1, 2] == [part[0].seq for part in parts]
-    for part in reversed(parts):
-        assert part == [calls.again(call.module, 0) for call in part]
-        calls.gradient_arrived()
-
-
-A, B, C, D = (torch.tensor(float(number)) for number in range(4))
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass
-class Data:
-    first: Any
-    second: Any = None
-
-
-def numbers(found: Found) -> list[tuple[int | None, str, float]]:
-    return [(slot.index, slot.path, float(slot.tensor)) for slot in found.slots]
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [
-        (A, [(None, "", 0)]),
-        ((A,), [(None, "[0]", 0)]),
-        ([(A,)], [(None, "[0][0]", 0)]),
-        ((A, None), [(0, "[0]", 0)]),
-        ((3, A), [(1, "[1]", 0)]),
-        ([A, B], [(0, "[0]", 0), (1, "[1]", 1)]),
-        ({"a": A, "b": B}, [(0, ".a", 0), (1, ".b", 1)]),
-        ({1: A, "b": B}, [(0, "[0]", 0), (1, ".b", 1)]),
-        (Point(A, B), [(0, ".x", 0), (1, ".y", 1)]),
-        (Data(A, [B, C]), [(0, ".first", 0), (2, ".second[0]", 1), (3, ".second[1]", 2)]),
-        ((A, (B, C), D), [(0, "[0]", 0), (3, "[1][0]", 1), (4, "[1][1]", 2), (2, "[2]", 3)]),
-        ([[A, B]], [(0, "[0][0]", 0), (1, "[0][1]", 1)]),
-        (None, []),
-        (["text", {}], []),
-    ],
-)
-def test_top_level_results_have_lower_numbers_than_nested_tensors(output, expected):
-    assert expected == numbers(returned(output))
-    assert () == returned(output).unknown
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "expected"),
-    [
-        ((A,), {}, [(None, "[0]", 0)]),
-        ((), {"x": A}, [(None, ".x", 0)]),
-        ((A, 3), {"mask": None}, [(None, "[0]", 0)]),
-        ((A, None, B), {"c": C, "n": 1}, [(0, "[0]", 0), (1, "[2]", 1), (2, ".c", 2)]),
-        (((A, B), C), {}, [(0, "[1]", 2), (1, "[0][0]", 0), (2, "[0][1]", 1)]),
-        (({"a": A},), {}, [(None, "[0].a", 0)]),
-        ((), {}, []),
-    ],
-)
-def test_arguments_are_numbered_among_tensors_only(args, kwargs, expected):
-    assert expected == numbers(received(args, kwargs))
+A = torch.tensor(0.0)
 
 
 def test_depth_and_tensor_limits_and_unknown_types_are_reported():
@@ -272,39 +117,6 @@ def test_depth_and_tensor_limits_and_unknown_types_are_reported():
     cyclic: list[Any] = [A]
     cyclic.append(cyclic)
     assert 0 < len(returned(cyclic).slots) <= MAX_TENSORS
-
-
-_objects = st.recursive(
-    st.one_of(st.none(), st.integers(), st.builds(lambda: torch.zeros(1))),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple), st.dictionaries(st.text(max_size=2), inner)
-    ),
-    max_leaves=12,
-)
-
-
-@settings(deadline=None)
-@given(output=_objects)
-def test_tensor_numbers_in_an_object_are_unique(output):
-    for found in (returned(output), received((output,), {"x": output})):
-        indices = [slot.index for slot in found.slots]
-        assert len(set(indices)) == len(indices)
-        assert (None in indices) <= (len(indices) == 1)
-
-
-def test_part_is_selected_by_position_number_or_name():
-    outputs, inputs = returned((A, (B, C), D)), received((A, None, B), {"mask": C})
-    select = lambda text, found: [float(slot.tensor) for slot in ObjectSpec.parse(text).select(found) or ()]  # noqa: E731
-
-    assert {"tuple[3]:0": [0.0], "tuple[3]:1": [1.0, 2.0], "list[3]": [0.0, 1.0, 2.0, 3.0], "tuple[4]:0": []} == {
-        text: select(text, outputs) for text in ("tuple[3]:0", "tuple[3]:1", "list[3]", "tuple[4]:0")
-    }
-    by_number, by_position = "list[3]:1", "tuple[4]:2"  # in module_struct.json, and in the call
-    assert {by_number: [1.0], by_position: [1.0], "dict:mask": [2.0], "dict:mas": [], "tensor": []} == {
-        text: select(text, inputs) for text in (by_number, by_position, "dict:mask", "dict:mas", "tensor")
-    }
-    single = [("tensor", A), ("tuple[1]:0", A), ("tensor", (A, 1))]
-    assert [[0.0]] * 3 == [select(text, returned(output)) for text, output in single]
 
 
 @pytest.mark.parametrize("text", ["", "tuple", "tuple[2]:", "tuple[2]:2", "tuple[-1]", "dict:", "Tensor", None, 3])

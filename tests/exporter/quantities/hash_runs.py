@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
@@ -70,10 +69,6 @@ def sharded(net: nn.Module) -> nn.Module:
 def unsharded(net: nn.Module) -> nn.Module:
     whole = ShardingStrategy.NO_SHARD
     return FullyShardedDataParallel(net, sharding_strategy=whole, use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def tensor_parallel(net: nn.Module) -> nn.Module:
-    return parallelize_module(net, init_device_mesh("cpu", (WORLD,)), {"enter": ColwiseParallel(output_layouts=None)})
 
 
 CASES: dict[str, Case] = {

@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics import MeasureGroup
 
 STEPS = 3
 IN, OUT, GRAD_IN, GRAD_OUT = (("act_in", None), ("act_out", None), ("act_grad_in", None), ("act_grad_out", None))
@@ -448,32 +447,6 @@ def test_view_written_in_place_is_harmless_and_its_lost_gradient_is_reported():
     ] == run.notices
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of tensors in each call of the kernel."""
-    counts: list[int] = []
-    measure = MeasureGroup.measure
-
-    def counted(self: Any, tensors: Any, table: Any) -> None:
-        counts.append(len(tensors))
-        measure(self, tensors, table)
-
-    monkeypatch.setattr(MeasureGroup, "measure", counted)
-    return counts
-
-
-def test_recomputed_tensor_is_read_once(measured):
-    counts = []
-    for mode in ("plain", "reentrant", "without reentrance"):
-        train(blocks(mode), block_loss(0), 1, {"forward_only": True})
-        counts.append(sum(measured))
-        measured.clear()
-
-    assert counts[0] > 10
-    # The end of the first computation of a part and the beginning of the next are then two tensors.
-    assert [counts[0], counts[0], counts[0]] == counts
-
-
 def test_module_without_gradients_has_no_gradient_rows():
     """Part of the model runs without gradients, on a tensor that has them."""
 
@@ -485,44 +458,6 @@ def test_module_without_gradients_has_no_gradient_rows():
     student = Composed(forward, teacher=nn.Linear(6, 6), linear=nn.Linear(6, 6))
 
     assert {"": ALL, "teacher": {IN, OUT}, "linear": ALL} == train(student, plain_loss, 2).kinds_by_module()
-
-
-def test_without_optimizer_next_step_releases_tensors_of_the_last_step():
-    net = stack(nn.Linear(6, 6))
-    x = batch(1).requires_grad_()
-    with Monitor(config_of("activations")).attach(net) as monitor:
-        counts = []
-        for _ in range(3):
-            loss = net(x).sum()
-            counts.append(len(x._backward_hooks))
-            loss.backward()
-            monitor.end_step()
-
-    assert [1, 1, 1] == counts
-    assert not x._backward_hooks
-
-
-def test_tensor_passed_through_several_modules_is_measured_once(measured):
-    run = train(stack(nn.Linear(6, 6), nn.Identity(), nn.Identity()), plain_loss, 1)
-
-    assert 8 * 2 == len(run.rows[1])
-    assert 4 == sum(measured)  # the input, the layer's output, and their gradients
-
-
-def test_unsampled_steps_register_no_tensor_hooks():
-    inputs = {}
-
-    def loss(model: nn.Module, step: int) -> torch.Tensor:
-        inputs[step] = batch(step).requires_grad_()
-        value: torch.Tensor = model(inputs[step]).sum()
-        inputs[step, "hooks"] = len(inputs[step]._backward_hooks or ())
-        return value
-
-    run = train(stack(nn.Linear(6, 6)), loss, 6, {"every": 3})
-
-    assert [1, 4] == [step for step, rows in run.rows.items() if rows]
-    assert {1: 1, 2: 0, 3: 0, 4: 1, 5: 0, 6: 0} == {step: inputs[step, "hooks"] for step in range(1, 7)}
-    assert [0] * 6 == [len(inputs[step]._backward_hooks or ()) for step in range(1, 7)]
 
 
 def test_detach_in_the_middle_of_a_step_leaves_no_hooks():
@@ -577,18 +512,6 @@ def test_dataparallel_replicas_are_reported_and_not_measured():
 
     assert {""} == run.kinds_by_module().keys()
     assert ["activations: linear: runs as replicas of DataParallel, which are not measured"] == run.notices
-
-
-def test_copy_of_the_model_is_not_measured():
-    def loss(model: nn.Module, step: int) -> torch.Tensor:
-        twin = copy.deepcopy(model)
-        twin(batch(50)).sum().backward()
-        return plain_loss(model, step)
-
-    make = lambda: stack(nn.Linear(6, 6), nn.Tanh())  # noqa: E731 - twins
-    alone = train(make(), plain_loss, 2)
-
-    assert alone.rows == train(make(), loss, 2).rows
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

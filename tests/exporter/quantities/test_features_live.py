@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import config_of, hooks_of
 from tests.exporter.quantities.trainings import Composed, Feature, Run, equal_bits, measure, nothing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from rankscope_exporter import Monitor
 
 HEADS, GROUPS, WIDTH, EXPERTS = 4, 2, 4, 5
 LONG, SHORT = 6, 4
@@ -172,22 +169,6 @@ def test_features_equal_the_reference_and_training_is_bit_identical(mode, alone)
     assert equal_bits(run, alone[0] if mode == "plain" else measure(net(mode), losses(), None))
 
 
-def test_autocast_does_not_change_the_formulas():
-    def loss(model: nn.Module, step: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(batch(step, 0)).float().square().mean()
-
-    model = net()
-    weights = {name: module.weight.detach() for name, module in model.named_modules() if name.endswith("q")}
-    expected = {name: float(torch.linalg.svdvals(weight.double())[0]) for name, weight in weights.items()}
-    run = measure(model, loss, EVERYTHING, steps=1)
-
-    assert (0, []) == (run.faults, run.notices)
-    for name, value in expected.items():
-        assert value == pytest.approx(run.features[1][Feature("spectral_norm", name)], rel=1e-5)
-    assert equal_bits(run, measure(net(), loss, None, steps=1))
-
-
 # Selection of modules.
 
 
@@ -253,27 +234,3 @@ def test_compiled_modules_are_reported_and_their_weights_measured():
     assert {"spectral_norm", "stable_rank"} == {key.kind for key in run.features[2]}
     assert 0 == run.faults
     assert ["attention: blocks.0.core, blocks.1.core: is part of compiled code, so it is not measured"] == run.notices
-
-
-def test_failing_hook_loses_only_its_own_features(monkeypatch):
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr("rankscope_exporter.quantities.attention.attention_sums", fails)
-    run = measure(net(), losses(), EVERYTHING)
-
-    kinds = {key.kind for key in run.features[2]}
-    assert {"stable_rank", "spectral_norm", "router_entropy", "router_load", "router_similarity"} == kinds
-    assert (8, 1) == (run.faults, len(run.notices))
-    assert equal_bits(run, measure(net(), losses(), None))
-
-
-def test_detach_leaves_no_hook():
-    model = net()
-    before = hooks_of(model)
-    monitor = Monitor(config_of(*EVERYTHING, options=EVERYTHING)).attach(model)
-    attached = hooks_of(model)
-    monitor.detach()
-
-    assert before == hooks_of(model) < attached
-    assert 0 == monitor.faults

@@ -165,22 +165,6 @@ def test_other_argument_forms_first_calls_and_uncalled_modules(tmp_path):
     assert {"0:twice", "0:pair"} == document.keys()
 
 
-def test_structure_works_with_activations_and_changes_no_bit():
-    batch, models = torch.arange(32).view(4, 8), []
-    for quantities in (("activations", "structure", "parameters"), None):
-        torch.manual_seed(0)
-        models.append(Transformer())
-        if quantities is not None:
-            run(models[-1], batch, 3, quantities)
-    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.01)
-    for _ in range(3):
-        models[1](batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    assert all(torch.equal(one, other) for one, other in zip(*(model.parameters() for model in models), strict=True))
-
-
 def test_rows_are_published_with_bfloat16_as_default_type():
     torch.set_default_dtype(torch.bfloat16)
     try:

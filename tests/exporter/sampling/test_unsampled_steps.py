@@ -1,9 +1,7 @@
 """Steps that are not sampled and the removal of their hooks, and tensors without computable statistics."""
 
-import gc
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,18 +10,12 @@ from typing import Any, Self
 
 import pytest
 import torch
-from tests.exporter.parts import Published, config_of, hooks_of, published, session_of, small, train
+from tests.exporter.parts import Published, config_of, hooks_of, published, small, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
-from rankscope_exporter.sampling.plan import PlanRegistry
-from rankscope_exporter.sampling.sampling_config import selected_parts
-from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, TableView
-from rankscope_exporter.statistics import StatisticsTable
 from rankscope_exporter.statistics.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
-from rankscope_exporter.statistics.selection import EVERY_OP
 
 
 def rows_by_step(found: Published) -> dict[int, set[tuple[str, str, int | None]]]:
@@ -186,24 +178,6 @@ def test_quantity_that_ended_can_be_switched_on_again():
     assert {"act_in", "act_out", "act_grad_out"} <= {kind for kind, *_ in rows[5]}
 
 
-def test_planned_change_is_measured_from_its_first_step():
-    """With several ranks, a change is planned many steps ahead, and a quantity hooks a model only once."""
-    net, optimizer = small()
-    config = config_of("activations", times=1)
-    with Monitor(config).attach(net, optimizer) as monitor:
-        session = session_of(monitor)
-        prepared = session.active_quantities.prepare(selected_parts(session.monitored, config, 0, ignore_start=True))
-        train(net, optimizer, 3)
-        session.hooks.between(lambda: session.active_quantities.replace(prepared))
-        train(net, optimizer, 3)
-        rows = rows_by_step(published(monitor))
-        assert 0 == monitor.faults
-
-    assert {1, 4} == rows.keys()
-    assert rows[1] == rows[4]
-    assert 14 == len(rows[1])  # rows of three modules and the model, without gradients of the batch
-
-
 class Codes(torch.Tensor):
     """A wrapper of integer codes that knows few operations, as the weights and moments of torchao."""
 
@@ -354,30 +328,3 @@ def test_out_of_memory_leaves_no_tensor_out(error):
         isolation.begin(step)
 
         assert 1 in failing(isolation, tensors, error)
-
-
-def test_error_keeps_no_tensor_of_the_failed_batch_alive():
-    isolation, tensors = Isolation(lambda _: None), [torch.ones(2)]
-    alive = weakref.ref(tensors[0])
-
-    def compute(_: Any) -> None:
-        copy = tensors[0]
-        raise ValueError(copy.shape)
-
-    gc.disable()
-    try:
-        isolation.run("rows", tensors, compute, what=lambda: "norm", name=str)
-        tensors.clear()
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-def test_failed_batch_keeps_the_rows_of_tensors_that_it_does_not_measure():
-    buffers = StepBuffers(PlanRegistry(), StatisticsTable(2, torch.device("cpu")), Measurement(), lambda _: None)
-    view = TableView(buffers, [PlanEntry(kind="grad_clipped", tensor=name) for name in "ab"], [0, 1], EVERY_OP)
-    view.begin(1)
-    view.measure([torch.ones(3), None], range(2))
-    view.measure([None, Codes(torch.ones(3, dtype=torch.int8))], range(2))
-
-    assert [True, False] == buffers.table.look(2, EVERY_OP).present.tolist()

@@ -2,9 +2,7 @@
 
 import importlib.util
 import math
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.programs import run_program
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
+from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS
 from rankscope_exporter import Monitor
 from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish
 
@@ -93,20 +91,6 @@ def test_measuring_works_in_every_mode(mode, measured, check):
         finished = measured(made)
     for entry, tensor in enumerate(made):
         check(finished, entry, tensor)
-
-
-def test_table_created_in_inference_mode_works_in_training(compiled):
-    with torch.inference_mode():
-        table = StatisticsTable(1, CPU)
-        group = MeasureGroup([0], compiled=compiled)
-        group.measure([torch.ones(3)], table)
-        HostCopy(table)
-    group.measure([torch.full((3,), 2.0)], table)
-    copy = HostCopy(table)
-    with torch.inference_mode():
-        finished = finish(copy)
-
-    assert 2.0 == float(finished.values[VALUE_OPS.index("max"), 0])
 
 
 def test_dtensor_is_measured_as_its_shard_without_a_collective(measured, check, monkeypatch, group):
@@ -271,21 +255,6 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
     )
 
     assert (f"{printed}\n", "") == (done.stdout, done.stderr)
-
-
-@needs_numba
-@pytest.mark.thorough
-def test_process_can_exit_during_the_warm_up(tmp_path: Path):
-    done = subprocess.run(  # a separate process: the test is about its exit
-        [sys.executable, "-c", MEASURE + "statistics.warm_up(); print('bye')"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
-    )
-
-    assert (0, "bye\n", "") == (done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.thorough

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.exporter.parts import Watched
 from tests.programs import run_program
 from torch import nn
@@ -21,8 +19,6 @@ from rankscope_exporter.quantities.activations.quantity import Activations
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.quantities.parameters import Parameters
-from rankscope_exporter.training.model_changes import NewOptimizers
-from rankscope_exporter.training.step_tracker import Ended, StepTracker
 
 STEPS = 5
 FAULTY = 3
@@ -195,18 +191,6 @@ class FrozenAndThawed(Run):
         self.net[0].requires_grad_(step != FAULTY)
 
 
-class FrozenAtFirst(Run):
-    rows = (("grad_reduced", "0.weight", FROM_FAULTY),)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def before(self, step: int) -> None:
-        if step == FAULTY:
-            self.net[0].requires_grad_(True)
-
-
 class OptimizerReplaced(Run):
     """The state before the first step of the new optimizer is unknown. No number is of a deleted optimizer."""
 
@@ -308,7 +292,7 @@ class InnerGiven(Run):
 
 
 CASES = (
-    *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed, FrozenAtFirst),
+    *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed),
     *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied, OtherParametersForOnePass),
     *(TwoOptimizers, OuterGiven, InnerGiven),
 )
@@ -337,32 +321,6 @@ def test_changes_are_reported_once_where_every_second_step_is_sampled(case):
     assert all(map(torch.equal, alone.state(), run.state()))
     for expected, found in ((case.faults, watched.messages("fault")), (case.notes, watched.messages("note"))):
         assert [1] * len(expected) == [sum(text in message for message in found) for text in expected]
-
-
-def test_inner_optimizer_does_not_replace_a_foreign_outer_one():
-    """An optimizer as in DeepSpeed: its groups are those of the inner optimizer."""
-    net = nn.Linear(2, 2)
-    inner = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    class Outer:
-        param_groups = inner.param_groups
-
-    outer: Any = Outer()
-    followed = [outer]
-    replacing = NewOptimizers(followed, lambda _optimizer, *, replaces: None)
-    handles: list[Any] = []
-    replacing.install(handles.append, lambda _where, function: function)
-    try:
-        for _ in range(3):
-            replacing.followed_begins(outer)
-            inner.step()
-            replacing.followed_ended(outer)
-        assert [outer] == followed
-        inner.step()
-        assert [inner] == followed
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize(
@@ -437,57 +395,3 @@ def test_process_ends_as_without_the_monitor(event, code, how):
     assert code == without.returncode, without.stderr
     assert (code, without.stdout) == (watched.returncode, watched.stdout), watched.stderr
     assert bool(without.stdout) == (code != 7)
-
-
-def ended(tracker: StepTracker, *events: str) -> list[tuple[int, bool]]:
-    """Return the steps that the events end, each with whether it was skipped.
-
-    A pass with a "!" finds that the gradients of the last backward pass were deleted.
-    """
-    calls: dict[str, Any] = {
-        "forward": lambda: tracker.forward_begins(lambda: False),
-        "forward!": lambda: tracker.forward_begins(lambda: True),
-        "backward": lambda: tracker.backward_begins(lambda: False),
-        "backward!": lambda: tracker.backward_begins(lambda: True),
-        "update": lambda: tracker.update_begins(repeated=False),
-        "same optimizer": lambda: tracker.update_begins(repeated=True),
-        "updated": tracker.updated,
-        "end": tracker.end,
-        "end, not skipped": lambda: tracker.end(skipped=False),
-    }
-    found = [calls[event]() for event in events]
-    return [(item.step, item.skipped) for item in found if isinstance(item, Ended)]
-
-
-PASSES = ("forward", "backward")
-UPDATE = ("update", "updated")
-CLEARED = ("forward!", "backward!")
-
-
-@pytest.mark.parametrize(
-    ("settings", "events", "expected"),
-    [
-        ({}, (*PASSES, *UPDATE, "forward", "end"), [(1, False), (2, False)]),
-        ({}, (*PASSES * 4, *UPDATE, "end"), [(1, False)]),  # micro-batches
-        ({}, (*PASSES, "forward!"), [(1, True)]),
-        ({}, ("backward", "backward!"), [(1, True)]),  # no forward pass is seen
-        ({}, ("backward", *UPDATE * 2, "forward"), [(1, False)]),  # two optimizers
-        ({}, ("update", "backward", "updated", "same optimizer"), [(1, False)]),  # with a closure
-        ({}, ("update", *CLEARED * 4, "updated", "same optimizer", *CLEARED * 4, "updated"), [(1, False)]),
-        ({"first_step": 7}, ("backward", "end, not skipped", "end"), [(7, False)]),
-        ({"has_optimizer": False}, ("backward", "forward!"), [(1, False)]),
-        ({"explicit": True}, (*(*CLEARED, "same optimizer", "updated") * 3, "end"), [(1, False)]),
-    ],
-)
-def test_step_ends_at_the_event_that_begins_the_next(settings, events, expected):
-    assert expected == ended(StepTracker(**settings), *events)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=50), st.integers(1, 3))
-def test_every_attempt_is_one_step_skipped_or_not(skips: list[bool], micro_batches: int) -> None:
-    """For all patterns of skipped steps with accumulation, step numbers and skips are correct."""
-    events: list[str] = []
-    for skip in skips:
-        events += ["forward!", "backward", *PASSES * (micro_batches - 1), *(() if skip else UPDATE)]
-
-    assert list(enumerate(skips, start=1)) == ended(StepTracker(), *events, "forward!")

@@ -16,9 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.observers.step_timing.clock import HostClock
-from rankscope_exporter.observers.step_timing.observer import MOST_MARKS, LoopTraits, StepTimingObserver
-from rankscope_exporter.records.pending_step import PendingStep
 
 Rows = dict[int | None, dict[str, float]]
 
@@ -261,26 +258,6 @@ def test_step_with_a_late_end_is_timed(quiet, training, reader, eventually, monk
     records = training.run(loop, last=2)
 
     assert training.watch.slept["evaluation"] <= phase_rows(records)[2]["evaluation"]
-
-
-def test_marks_of_a_long_step_are_limited_without_losing_time():
-    handed: list[PendingStep] = []
-    phases = StepTimingObserver(HostClock(), LoopTraits(), handed.append)
-    for step in (1, 2):
-        phases.on_step_begin(step)
-        began = time.monotonic()
-        for _ in range(30_000 if step == 2 else 1):
-            phases.on_forward_begin()
-            phases.on_forward_end()
-        kept = len(phases._marks)
-        pending_step = PendingStep(step, 0, ended_at=time.monotonic())
-        phases.on_step_timed(pending_step, "forward")
-    ((read,),) = (pending_step.later,)
-    shown = {scalar.labels["phase"]: scalar.value for scalar in read() if scalar.name == "step_phase_seconds"}
-
-    assert kept <= MOST_MARKS + 3
-    assert shown["other"] > shown["forward"] > 0
-    assert sum(shown.values()) >= pending_step.ended_at - began
 
 
 def test_phase_on_another_thread_is_ignored(training):

@@ -12,8 +12,7 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.observers.step_timing import clock as clocks
-from rankscope_exporter.observers.step_timing.clock import DeviceClock, HostClock, clock_of
+from rankscope_exporter.observers.step_timing.clock import DeviceClock
 from rankscope_exporter.observers.step_timing.observer import (
     Kind,
     LoopTraits,
@@ -188,36 +187,6 @@ class EventDouble:
 @pytest.fixture
 def device() -> DeviceDouble:
     return DeviceDouble()
-
-
-def test_publisher_sleeps_until_the_device_reaches_an_event_or_times_out(device, monkeypatch):
-    naps: list[float] = []
-    clock = DeviceClock(device.event, sleep=lambda seconds: (naps.append(seconds), device.run(1)))
-    device.work(1.0)
-
-    assert clock.reached(clock.now())
-    assert 2 == len(naps)
-    monkeypatch.setattr(clocks, "TIMEOUT_SECONDS", 0.1)
-    stuck = DeviceClock(device.event, sleep=lambda _seconds: None)
-    assert not stuck.reached(stuck.now())
-
-
-def test_events_are_reused_and_none_is_queued_during_a_graph_capture(device):
-    clock, capturing = DeviceClock(device.event), DeviceClock(device.event, is_capturing=lambda: True)
-    for _ in range(5):
-        clock.release(clock.now())
-    queued = [*device.queue]
-
-    assert 1 == device.made
-    assert capturing.now() is None
-    assert not capturing.reached(None)
-    assert queued == device.queue
-
-
-def test_only_a_cuda_device_has_a_device_clock():
-    assert isinstance(clock_of(torch.device("cpu")), HostClock)
-    assert isinstance(clock_of(torch.device("meta")), HostClock)
-    assert isinstance(clock_of(torch.device("cuda")), DeviceClock)
 
 
 class Queueing(nn.Module):
