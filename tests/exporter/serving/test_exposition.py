@@ -7,7 +7,6 @@ import subprocess
 import threading
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +17,9 @@ from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.rules.curve import to_float32
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
 
@@ -113,28 +111,6 @@ def test_age_of_the_latest_firing_grows_until_the_next_one(record):
     assert dict.fromkeys(fired, 0.0) == bench.samples("rankscope_anomaly_age_seconds")
 
 
-def test_parsed_page_has_the_values_of_the_record(record):
-    bench = _filled(record)
-
-    assert {
-        ("grad_reduced", "wte.weight", "norm"): to_float32(0.1),
-        ("grad_reduced", "wte.weight", "mean"): to_float32(-2.5e-9),
-        ("grad_reduced", "wte.weight", "nans"): 0,
-        ("grad_reduced", "wte.weight", "infs"): 2,
-        ("grad_reduced", NASTY, "norm"): math.inf,
-        ("grad_reduced", NASTY, "mean"): -math.inf,
-        ("grad_reduced", NASTY, "nans"): 1 << 40,
-        ("grad_reduced", NASTY, "infs"): 0,
-        ("exp_avg", "wte.weight", "nans"): 0,
-        ("exp_avg", "wte.weight", "infs"): 0,
-    } == bench.samples("rankscope_tensor_value")
-    baselines = {("grad_reduced", "wte.weight", op) for op in ("norm", "mean")}
-    assert baselines == set(bench.samples("rankscope_tensor_baseline"))
-    assert {("grad_reduced",): 7, ("exp_avg",): 7} == bench.samples("rankscope_kind_step")
-    assert {("lm",)} == set(bench.samples("rankscope_loss"))
-    assert {('loss{"loss":"lm","split":"val"}',): 1.5, ("my scalar",): -math.inf} == bench.samples("rankscope_scalar")
-
-
 def test_each_metric_has_the_labels_of_the_catalogue(record):
     for family in text_string_to_metric_families(_filled(record).text):
         for sample in family.samples:
@@ -153,16 +129,6 @@ def test_page_without_records_is_valid_and_a_lone_surrogate_is_replaced(record):
 
     bench.live.update(record(0, scalars=(Scalar("bad \ud800 name", 1.0),)))
     assert {("bad ? name",): 1.0} == bench.samples("rankscope_scalar")
-
-
-def test_absent_tensor_has_no_sample(statistics):
-    entries = [PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")]
-    made = statistics(entries, [{"norm": 1.0}, None])
-    stale = Statistics(made.plan, pa.array([1.0] * len(made.values), pa.float32()), made.counts)
-    bench = Bench()
-    bench.live.update(StepRecord(ts=0, step=0, statistics=stale))
-
-    assert {"here"} == {tensor for _, tensor, _ in bench.samples("rankscope_tensor_value")}
 
 
 def test_page_ops_selects_the_ops_of_the_page(record):
@@ -224,18 +190,6 @@ def test_page_shows_the_last_micro_batch_and_the_first_call(record):
 
     assert [{"a": 4.0, "w": 8.0}, {"a": 2.0, "w": 8.0}, {"a": 0.0, "w": 8.0}, {"w": 8.0}] == seen
     assert 0 == bench.samples("rankscope_dropped_total")[("series_ambiguous",)]
-
-
-def test_tensors_of_a_step_are_rendered_once(record):
-    bench = _filled(record)
-    first = bench.page.pieces()
-    bench.live.update(record(8, scalars=(Scalar("loss", 1.0),)))
-    second = bench.page.pieces()
-    bench.live.update(record(9, [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0}]))
-    third = bench.page.pieces()
-
-    assert all(one is other for one, other in zip(first[1:], second[1:], strict=True))
-    assert third[2] is not first[2]
 
 
 _labels = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=12)
@@ -373,17 +327,6 @@ def test_rule_fires_until_its_kind_is_evaluated_again(live, record):
         shown.append(live.snapshot().firing)
 
     assert [(True, True), (True, False), (False, False)] == [(firing[gradient], firing[scalar]) for firing in shown]
-
-
-def test_each_kind_has_the_values_of_its_latest_record(live, record):
-    live.update(record(9, [GRADIENT, ACTIVATION], ONE * 2))
-    live.update(record(5, [GRADIENT], ONE))  # a step may decrease
-    live.update(record(6, scalars=(Scalar("loss", 1.0),)))
-    snapshot = live.snapshot()
-
-    wanted = {(5, frozenset({"grad_reduced"})), (9, frozenset({"act_out"}))}
-    assert wanted == {(sampled.step, sampled.kinds) for sampled in snapshot.tensors}
-    assert 6 == snapshot.step
 
 
 def test_scalars_have_their_latest_value_and_a_limited_number_of_series(live, record):

@@ -198,17 +198,6 @@ def test_address_that_cannot_be_used_is_refused_with_the_fix(new_server):
         listening("192.0.2.1", 0)
 
 
-def test_stop_frees_the_port_and_closes_connections(new_server):
-    server = new_server()
-    with _connect(server) as client:
-        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        client.recv(10)
-        server.stop()
-        _read_all(client)
-
-    listening("127.0.0.1", server.port).server_close()
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_tls", [False, True])
 def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates, is_tls, monkeypatch):

@@ -1,11 +1,9 @@
 """The page of all ranks of a launch on a host: valid, complete, and only with live ranks."""
 
-import errno
 import gzip
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -13,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope_contract.model.identity import Identity
@@ -77,20 +73,6 @@ def test_merged_family_has_one_head_and_all_samples():
     assert wanted.encode() == joined(merged([one.encode(), two.encode()]))
     escaped = first + 'a{x="\\n# HELP b no\\n"} 1\n'  # in a label, this is no head
     assert escaped.encode() == joined(merged([escaped.encode()]))
-
-
-@given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.lists(st.integers(0, 9), max_size=3)), max_size=4))
-def test_merging_keeps_each_sample_and_each_family_once(pages):
-    texts = [
-        "".join(f"# HELP {name} H.\n# TYPE {name} gauge\n{samples(name, rank, some)}" for name, some in page.items())
-        for rank, page in enumerate(pages)
-    ]
-    together = joined(merged(text.encode() for text in texts)).decode().splitlines()
-    lines = [line for text in texts for line in text.splitlines()]
-
-    assert sorted(line for line in lines if line[0] != "#") == sorted(line for line in together if line[0] != "#")
-    heads = sorted(line for line in together if line.startswith("# HELP"))
-    assert sorted({line for line in lines if line.startswith("# HELP")}) == heads
 
 
 # Ranks that find each other.
@@ -274,22 +256,3 @@ def test_rank_without_node_page_serves_its_own_page(node, new_rank, plant, cause
 
     assert ["node page"] == [where for where, _ in rank.faults]
     assert 200 == rank.get("/metrics").status
-
-
-def test_failed_connection_to_a_rank_leaves_the_others(new_peer, monkeypatch):
-    """The process has no file descriptor left for the last connection."""
-    first, free = new_peer(0), [1]
-    new_peer(1)
-    new_peer(2)
-
-    class Scarce(socket.socket):
-        def __init__(self, *args, **options):
-            if threading.current_thread() is threading.main_thread():  # the other ranks accept on separate threads
-                if not free:
-                    raise OSError(errno.EMFILE, "Too many open files")
-                free.pop()
-            super().__init__(*args, **options)
-
-    monkeypatch.setattr("rankscope_exporter.serving.node_exposition.socket.socket", Scarce)
-
-    assert [(1, b"page of 1")] == first.gather().pages

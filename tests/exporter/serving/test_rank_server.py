@@ -1,6 +1,5 @@
 """The life cycle of a rank server, its addresses and settings, and its registration with the service."""
 
-import itertools
 import json
 import os
 import random
@@ -19,11 +18,10 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving import http_server, persistence, registration
-from rankscope_exporter.serving.config import Address, ServeConfig, ServeError
+from rankscope_exporter.serving import http_server, registration
+from rankscope_exporter.serving.config import ServeConfig, ServeError
 from rankscope_exporter.serving.http_server import Answer, open_server
-from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
+from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
 
 
 @pytest.fixture
@@ -116,15 +114,6 @@ def test_drain_ends_by_the_committed_value_of_the_reply(new_rank, service, until
     assert 0 == rank.channel.drain(10.0)
 
 
-def test_drain_returns_the_uncommitted_number_after_its_timeout(leased):
-    leased.fill(1)
-    begun = time.monotonic()
-    left = leased.channel.drain(0.2)
-
-    assert 1 == left
-    assert time.monotonic() - begun < 10.0
-
-
 def test_forked_child_has_no_sockets_of_the_rank(rank):
     """The child has neither the listening socket nor the connections; the parent still serves and can close."""
     rank.fill(1)
@@ -209,17 +198,6 @@ def test_wildcard_address_accepts_ipv4_and_ipv6(listening, listen):
         with socket.create_connection((host, server.port), timeout=10) as client:
             client.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
             assert client.recv(100).startswith(b"HTTP/1.1 204")
-
-
-HOSTS = st.sampled_from(["127.0.0.1", "0.0.0.0", "::1", "::", "fd00::2", "node-7", "::ffff:10.0.0.1"])
-
-
-@given(HOSTS, st.integers(1, 65535), st.none() | st.integers(1, 900))
-def test_address_round_trips_through_its_text(host, port, more):
-    last = None if more is None else min(65535, port + more)
-    written = Address(host, port, None if last == port else last)
-
-    assert written == Address.parse(str(written), what="listen")
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "10.1.2.3:9400", "[::]:0", "node-7:9400"])
@@ -409,16 +387,6 @@ def test_polled_rank_registers_immediately_for_a_notice(leased_for, service, unt
     assert 2 == len(service.registrations)
 
 
-@given(st.floats(0.0, 0.4))
-def test_late_poll_in_each_interval_still_suppresses_heartbeats(lateness):
-    """Polls and heartbeats both have an interval of 5 s by default; the result must not depend on their order."""
-    polls = itertools.accumulate([5.0 * (1.0 + lateness)] * 7)
-    due = 5.0
-    for before, polled_at in itertools.pairwise([0.0, *polls]):
-        due = registration.next_heartbeat(due, sent_at=0.0, polled_at=before, interval_seconds=5.0)
-        assert due > polled_at
-
-
 def test_polls_without_the_lease_do_not_suppress_heartbeats(leased_for, service, until):
     rank = leased_for(0.2)
 
@@ -567,23 +535,3 @@ def test_rank_remains_registered_if_a_commit_fails(new_rank, service, until, pla
     until(lambda: len(service.registrations) > 2)
 
     assert {"registration"} == {where for where, _ in rank.faults}
-
-
-def test_heartbeats_continue_after_a_failed_poke(leased_for, service, until, plant):
-    rank = leased_for(0.1)
-    plant(ServiceClient, "poke", TypeError("not foreseen"))
-    rank.fill(1, events=(Event(type=EventType.ANOMALY),))
-    until(lambda: rank.faults)
-    sent_before = len(service.registrations)
-    until(lambda: len(service.registrations) > sent_before + 2)
-
-    assert ["requesting an early poll"] == [where for where, _ in rank.faults]
-
-
-def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until, plant, tmp_path, monkeypatch):
-    plant(OrphanRecovery, "start", RuntimeError("can't start new thread"))
-    monkeypatch.setattr(persistence, "OLDER_LAUNCHES_SECONDS", 0.05)
-    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: rank.channel.state.lease)
-
-    assert "serving spools of dead processes" in {where for where, _ in rank.faults}

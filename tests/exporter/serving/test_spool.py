@@ -5,16 +5,12 @@ import errno
 import os
 import shutil
 import stat
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.protocol.channel import Registration
@@ -116,14 +112,6 @@ def test_truncated_file_has_all_records_before_the_cut(tmp_path):
         assert wanted == (0 if stretch is None else stretch.rows)
 
 
-@given(st.binary(max_size=400))
-def test_random_bytes_are_not_read_as_messages(data):
-    ends = message_ends(data)
-
-    assert all(0 < end <= len(data) for end in ends)
-    assert sorted(set(ends)) == ends
-
-
 def test_files_rotate_and_are_deleted_after_their_commit(tmp_path):
     spool = made(tmp_path, 3)
     spool.commit(1)
@@ -185,25 +173,6 @@ def test_deleted_committed_records_are_not_counted(tmp_path):
     spool.close()
 
     assert {FULL: 0, FAILED: 0} == spool.dropped
-
-
-class _Switching(dict[str, int]):
-    """Switches to another thread between the read and the write of an addition."""
-
-    def __getitem__(self, key: str) -> int:
-        value = super().__getitem__(key)
-        time.sleep(0)
-        return value
-
-
-def test_dropped_records_are_counted_exactly_by_several_threads(tmp_path):
-    """The spool thread cannot open its folder, while other threads publish records after the end of the writer."""
-    spool = Spool(str(tmp_path), "i0", max_bytes=1 << 20)
-    spool.dropped = _Switching(spool.dropped)
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda seq: spool.append(seq, plain(0)) if seq % 8 else spool.drop(FAILED), range(2000)))
-
-    assert 2000 == spool.dropped[FAILED]
 
 
 def test_record_larger_than_the_limit_is_counted(tmp_path):
