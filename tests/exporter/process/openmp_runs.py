@@ -29,7 +29,6 @@ from torch.nn import functional
 
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.process import threads as own_threads
-from rankscope_exporter.publishing import publisher
 from rankscope_exporter.statistics import warm_up
 
 WARM_UP_STEPS = 45
@@ -72,19 +71,9 @@ def works_with_torch(*_: object) -> None:
     torch.linalg.eigvalsh(torch.eye(200).expand(4, -1, -1))
 
 
-def finish_with_torch(*arguments: Any) -> Any:
-    """Take the square root of sums on the publisher thread with torch."""
-    torch.rand(447, dtype=torch.float64).sqrt()
-    return finish(*arguments)
-
-
-finish = publisher.finish
-
-
 SETTINGS: dict[str, Mapping[str, Any] | None] = {
     "unmonitored": None,
     "default": {},
-    "torch arithmetic": {},
     "everything": EVERYTHING,
     "everything, on_anomaly with torch": EVERYTHING,
 }
@@ -169,8 +158,6 @@ def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
         torch.set_num_threads(threads)
     if case != LIMITED:
         own_threads.limit_this_thread = lambda: True
-    if case == "torch arithmetic":
-        publisher.finish = finish_with_torch
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

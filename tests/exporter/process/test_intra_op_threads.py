@@ -94,28 +94,3 @@ def test_only_threads_of_the_pool_are_found(program, pool_exists):
     done = program(THREADS_OF_OTHERS.replace("THREADS", "3").replace("POOL_EXISTS", str(pool_exists)))
 
     assert 0 == done.returncode, done.stderr
-
-
-NATIVE_POOL = """
-import os, torch
-from rankscope_exporter.process.threads import _native_pool
-
-script = torch.jit.CompilationUnit('''
-def forked(tensor):
-    return torch.jit.wait(torch.jit.fork(torch.neg, tensor))
-''')
-torch.set_num_threads(torch.get_num_interop_threads() + 1)
-assert set() == _native_pool()
-before = set(os.listdir("/proc/self/task"))
-script.forked(torch.ones(1))
-added = set(map(int, set(os.listdir("/proc/self/task")) - before))
-assert added and added == _native_pool(), (added, _native_pool())
-"""
-
-
-@pytest.mark.thorough
-def test_threads_of_a_native_pool_are_found_by_name(program):
-    """Torch with OpenMP uses the same class of pool for `torch.jit.fork`."""
-    done = program(NATIVE_POOL)
-
-    assert 0 == done.returncode, done.stderr

@@ -73,7 +73,6 @@ def scrape(process: subprocess.Popen[str], address: str) -> None:
 
 
 CASES = [
-    ("default", "call", None),
     ("default", "environment", scrape),
     ("everything", "call", None),
     ("everything, on_anomaly with torch", "call", None),
@@ -110,54 +109,3 @@ def test_training_has_only_its_own_openmp_threads(case, how, during, threads):
     assert found["switches"] <= 2 * alone["switches"] + 1
     if case in REQUIRED:
         assert REQUIRED[case] <= {*found["rows"], *found["features"], *found["events"], *found["own"]}
-
-
-@pytest.mark.parametrize("threads", THREADS)
-def test_torch_operations_on_a_monitor_thread_open_an_openmp_team(threads):
-    """Shows that the test above detects an OpenMP team."""
-    alone, found = without_monitor(threads, "call"), trained("torch arithmetic", threads, "call")
-
-    assert alone["threads"] < found["threads"]
-    assert 10 < found["switches"]
-
-
-LIMITED = """
-import json, sys, threading
-from tests.exporter.process.openmp_runs import lasting_threads, native_threads, numbers_of_threads
-from tests.exporter.process.openmp_runs import on_a_new_thread, torch, works_with_torch
-from rankscope_exporter.process.threads import OwnThread
-
-if sys.argv[2] == "call":
-    torch.set_num_threads(int(sys.argv[1]))
-torch.ones(1 << 20).add(1)
-before, inside, leave = native_threads(), [], threading.Event()
-
-def added(make, **more):
-    reached = threading.Event()
-    def work():
-        works_with_torch()
-        inside.append(numbers_of_threads())
-        reached.set()
-        leave.wait()
-    make(target=work, **more).start()
-    reached.wait()
-    return len(lasting_threads(before) - before)
-
-own = added(OwnThread, name="rankscope-test")
-print(json.dumps([own, inside[0], on_a_new_thread(numbers_of_threads), added(threading.Thread)]))
-leave.set()
-"""
-
-
-@pytest.mark.parametrize("threads", THREADS)
-@pytest.mark.parametrize("how", ["environment", "call"])
-def test_limited_monitor_thread_opens_no_openmp_team(how, threads):
-    """The monitor thread has one CPU thread. Other threads keep their number, and the same work on one opens a team."""
-    command = [sys.executable, "-c", LIMITED, str(threads), how]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-
-    assert 0 == done.returncode, done.stderr
-    added, inside, elsewhere, added_by_others = json.loads(done.stdout)
-    assert (0, [1, 1], [threads, threads]) == (added, inside, elsewhere)
-    assert threads - 1 <= added_by_others

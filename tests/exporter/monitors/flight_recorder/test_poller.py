@@ -1,7 +1,6 @@
 """The thread that reads the flight record, and the collectives of two real ranks, compared with a log of the ranks."""
 
 import json
-import sys
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.exporter.conftest import wait_until
@@ -20,14 +18,14 @@ from rankscope_contract.diagnostics.collective_calls import Call, calls_of_note,
 from rankscope_contract.diagnostics.collective_format import CallState
 from rankscope_contract.diagnostics.stacks import FlightRecord
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.monitors.flight_recorder import poller, torch_api
+from rankscope_exporter.monitors.flight_recorder import poller
 from rankscope_exporter.monitors.flight_recorder.poller import (
     MOST_STEPS_BETWEEN,
     FlightRecorderPoller,
     PollSchedule,
     StepAssignment,
 )
-from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
+from rankscope_exporter.monitors.flight_recorder.torch_api import Report
 from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
@@ -100,15 +98,6 @@ def timeline() -> StepAssignment:
     return timeline
 
 
-def test_call_belongs_to_the_last_step_that_began_before_it():
-    timeline = StepAssignment()
-    timeline.step_ended(7, 10, 20)
-    timeline.step_ended(8, 25, 40)
-    taken = timeline.take({"cpu": [raw(0, 5), raw(1, 10), raw(2, 22), raw(3, 25), raw(4, 39)]}, RANKS)
-
-    assert [(None, 0), (7, 0), (7, 1), (8, 0), (8, 1)] == [(row["step"], row["call_seq"]) for row in taken.rows]
-
-
 def test_unfinished_call_waits_and_keeps_its_position(timeline):
     first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
     second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
@@ -127,23 +116,6 @@ def test_unfinished_call_is_entered_unless_it_was_overwritten(last, is_last, sta
     taken = timeline.take({"cpu": last}, RANKS, is_last=is_last)
 
     assert [(1, 1, 0, state, None), (2, 1, 1, "left", None)] == [summary(row) for row in taken.rows]
-
-
-def test_last_reading_includes_calls_after_the_last_step(timeline):
-    late = {"cpu": [raw(0, 99)]}
-
-    assert [] == timeline.take(late, RANKS).rows
-    assert [1] == [row["step"] for row in timeline.take(late, RANKS, is_last=True).rows]
-
-
-def test_calls_of_a_step_with_lost_entries_have_no_position(timeline):
-    timeline.take({"cpu": [raw(0, 1)]}, RANKS)
-    timeline.step_ended(2, 10, 20)
-    timeline.step_ended(3, 20, 30)
-    taken = timeline.take({"cpu": [raw(5, 12), raw(6, 13), raw(7, 21)]}, RANKS)
-
-    assert 4 == taken.overwritten
-    assert [(2, None), (2, None), (3, 0)] == [(row["step"], row["call_seq"]) for row in taken.rows]
 
 
 def test_restarted_recorder_is_followed_and_two_recorders_share_one_order(timeline):
@@ -338,31 +310,6 @@ def test_entries_lost_by_a_small_torch_ring_are_counted():
     assert ["note", 12.0] == event[:2]
     assert event[2].startswith("12 collectives have no row in the dataset collectives: ")
     assert ["12.0"] == [line.rpartition(" ")[2] for line in messages["dropped"]]
-
-
-def test_rows_are_published_if_groups_cannot_be_read(torch_, monkeypatch, caplog):
-    class Changed:
-        """The module of another release of torch."""
-
-        pg_names = 7
-
-    monkeypatch.setattr(dist.distributed_c10d, "_world", Changed())
-    reading, records, boundary = reading_of(torch_, raw(0, 1))
-    reading.stop(60)
-
-    assert [(3, None)] == [(row["step"], row["group_ranks"]) for row in rows_of(records)]
-    assert 0 < boundary.count
-    assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
-
-
-def test_failed_compiler_import_reads_without_stacks(monkeypatch):
-    def broken(_name):
-        raise RuntimeError("no cache folder")
-
-    monkeypatch.setitem(sys.modules, "torch._dynamo", object())  # as in a process that has loaded it
-    monkeypatch.setattr(torch_api.importlib, "import_module", broken)
-
-    assert False is prepare_stacks()
 
 
 BOTH = (0, 1)

@@ -112,14 +112,6 @@ def test_pickled_record_cannot_call_or_import_anything(functions, failures, caps
     assert "" == capsys.readouterr().out
 
 
-def test_function_is_called_if_the_handler_returns_no_json(functions, failures):
-    """`ping` answers with `pong`."""
-    recorder = Recorder(name="cpu", with_stacks="_test_none", plain=GOOD.plain, handler="ping")
-
-    assert {"cpu": [entry(1), entry(2)]} == read_without_stacks(failures.report, recorders=[recorder])
-    assert [] == failures
-
-
 # Captures of graphs.
 
 

@@ -26,7 +26,6 @@ from rankscope_exporter import MonitorConfig
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs import diagnosis
 from rankscope_exporter.monitors.hangs.diagnosis import (
-    MOST_BYTES,
     Diagnosis,
     called,
     innermost_call,
@@ -171,14 +170,6 @@ class Lazy:
 NAMES = {"time": time, "sleep": time.sleep, "begin": lambda _: None, "work": Lazy()}
 
 
-def test_very_long_function_is_not_analyzed():
-    """The analysis would hold the GIL and delay the training."""
-    code = compile("\n".join(["f(1)"] * MOST_BYTES), "<test>", "exec")
-    call = next(place for place, opcode in enumerate(code.co_code) if dis.opname[opcode] == "CALL" and place % 2 == 0)
-
-    assert None is called(code, call, {"f": len})
-
-
 @pytest.mark.parametrize(
     ("source", "name"),
     [
@@ -256,20 +247,6 @@ def test_hanging_flight_record_blocks_one_thread(monkeypatch):
     assert ["hang", "stacks"] * 3 == published.types()
     assert {41} == {record.step for record in published}
     assert 1 == len(asked)
-
-
-def test_recent_result_is_returned_and_published_once():
-    now = [100.0]
-    published = Published(clock=lambda: now[0])
-    first = published.diagnosis.take("request")
-    now[0] += diagnosis.MIN_SECONDS / 2
-    again = published.diagnosis.take("call")
-    now[0] += diagnosis.MIN_SECONDS
-    later = published.diagnosis.take("call")
-
-    assert first is again
-    assert first is not later
-    assert 2 == len(published)
 
 
 def test_signal_handler_gets_stacks_during_a_publication():

@@ -151,17 +151,6 @@ def test_limit_of_zero_starts_no_thread():
         assert "rankscope-watchdog" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_unreadable_signal_file_leaves_the_hang_detection(monkeypatch, reader, eventually):
-    def fail(_self):
-        raise OSError("no such file")
-
-    monkeypatch.setattr("rankscope_exporter.monitors.hangs.diagnosis.StackSignal.written", fail)
-    parts = made()
-    with attached(parts, stacks_signal="SIGUSR2") as monitor:
-        train(monitor, 3, **parts)
-        eventually(lambda: of_type(reader, monitor, "stacks"))
-
-
 def test_hang_that_cannot_be_published_is_printed(monkeypatch, eventually, capfd):
     def fail(*_args, **_more):
         raise OSError("no space left on device")

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import psutil
 import pynvml
@@ -165,13 +164,6 @@ def test_machine_and_gpu_are_read_independently(broken, kept, lost, nvml, monkey
     assert 1 == len([record for record in caplog.records if "no such device" in record.getMessage()])
 
 
-def test_xids_are_published_if_no_metric_can_be_read(nvml, monkeypatch, eventually):
-    monkeypatch.setattr(Host, "state", fail)
-    monkeypatch.setattr(Gpu, "read", fail)
-    with polling() as (readings, _):
-        eventually(lambda: [event for reading in readings for event in reading.events])
-
-
 def unexpected(where: str, error: BaseException) -> None:
     raise AssertionError(f"{where}: {error!r}")
 
@@ -256,13 +248,6 @@ def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
     } == scalars
 
 
-def test_unsampled_step_reads_no_memory():
-    pending_step = PendingStep(1, 0)
-    MemoryObserver(torch.device("cpu")).on_step_end(pending_step)
-
-    assert [] == pending_step.later
-
-
 def test_allocator_keys_match_the_documentation_of_torch():
     """The keys of the double are those of torch's documentation."""
     text = torch.accelerator.memory_stats.__doc__ or ""
@@ -320,19 +305,6 @@ def test_process_unknown_to_psutil_is_read_from_proc():
     assert ["psutil.Process()"] == reported
 
 
-def test_failed_allocator_leaves_the_memory_of_the_process(monkeypatch):
-    def broken(_device):
-        raise RuntimeError("no such device")
-
-    monkeypatch.setattr(torch.accelerator, "memory_stats", broken)
-    pending_step, boundary = PendingStep(1, 0, sampled=True), ErrorBoundary()
-    MemoryObserver(torch.device("xpu", 1)).on_step_end(pending_step)
-    names = [scalar.name for later in pending_step.later for scalar in boundary.call("memory", later) or ()]
-
-    assert (["resident_memory_bytes"], 1) == (names, boundary.count)
-
-
-FIRST = "GPU-aaaaaaaa-0000-1111-2222-333333333333"
 PLAIN = "GPU-cccccccc-0000-1111-2222-333333333333"
 SLICE = "MIG-dddddddd-0000-1111-2222-333333333333"
 
@@ -534,21 +506,3 @@ def test_failed_metric_does_not_affect_the_others(call, error, missing):
 
     assert {missing} == values(opened(RecordedNvml(), BUSY)).keys() - found
     assert ["the driver is gone"] * (error is GONE) == reported
-
-
-def test_metrics_are_read_if_xids_cannot_be_read():
-    nvml = RecordedNvml()
-    nvml.nvmlEventSetCreate = Mock(side_effect=OLDER_MODULE)
-    gpu = opened(nvml, BUSY)
-
-    assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
-    assert [] == gpu.xids(unexpected)
-
-
-def test_error_after_an_xid_keeps_the_xid():
-    nvml, reported = RecordedNvml(), []
-    gpu = opened(nvml, BUSY)
-    nvml.nvmlEventSetWait_v2 = Mock(side_effect=[nvml.nvmlEventSetWait_v2(gpu._events, 0), GONE])
-
-    assert [31] == [event.value for event in gpu.xids(note(reported))]
-    assert ["the driver is gone"] == reported
