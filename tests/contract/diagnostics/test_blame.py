@@ -209,10 +209,7 @@ def without_record(rank: int, records: dict[int, FlightRecord]) -> dict[int, Fli
 
 SUM = "all_reduce"
 CROSSED = (Group(ranks=(0, 1), name="a", waits={0: SUM}), Group(ranks=(0, 1), name="b", waits={1: SUM}))
-CHAIN = (
-    Group(ranks=range(4), waits={1: SUM, 3: SUM}),
-    Group(ranks=(0, 1), name="pair", waits={0: SUM}),
-)
+CHAIN = (Group(ranks=range(4), waits={1: SUM, 3: SUM}), Group(ranks=(0, 1), name="pair", waits={0: SUM}))
 SAME_NAME = (Group(ranks=(0, 1), name="dp", waits={0: SUM}), Group(ranks=(2, 3), name="dp", done={2: 50, 3: 50}))
 
 
@@ -231,11 +228,7 @@ SAME_NAME = (Group(ranks=(0, 1), name="dp", waits={0: SUM}), Group(ranks=(2, 3),
         # The other ranks disagree on the operation.
         (facts(flights(Group(ranks=range(2), waits={0: SUM, 1: "barrier"}))), 2, None),
         (facts(flights(Group(ranks=range(3), waits={0: SUM, 1: "barrier", 2: "broadcast"}))), 3, None),
-        (
-            facts(flights(Group(ranks=range(4), waits={0: SUM, 1: "barrier", 2: "barrier", 3: SUM}))),
-            4,
-            None,
-        ),
+        (facts(flights(Group(ranks=range(4), waits={0: SUM, 1: "barrier", 2: "barrier", 3: SUM}))), 4, None),
         # In a training without a fault, the other rank may enter the call at any moment.
         (facts(flights(replace(waiting(1, 3), seconds=0.2))), 3, None),
         # A rank without a flight record may be in the collective.

@@ -6,7 +6,6 @@ import logging
 import pathlib
 import socket
 import sqlite3
-import ssl
 import unicodedata
 from pathlib import Path
 
@@ -205,21 +204,6 @@ def test_proxy_with_an_invalid_port_is_refused(port):
 
 def served(certificates, cert="server", key=None, **changes):
     return TlsServer(cert_file=certificates.cert(cert), key_file=certificates.key(key or cert), **changes)
-
-
-def test_server_context_has_the_configured_settings(certificates):
-    settings = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": certificates.ca}
-    context = server_context(served(certificates, **settings, min_version="TLS13"))
-
-    assert ssl.CERT_REQUIRED == context.verify_mode
-    assert (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3) == (context.minimum_version, context.maximum_version)
-
-
-def test_client_context_verifies_certificate_and_host_name(certificates):
-    context = client_context(certificates.ca, None, None)
-
-    assert (ssl.CERT_REQUIRED, True) == (context.verify_mode, context.check_hostname)
-    assert 1 == len(context.get_ca_certs())  # the certificates of the system are not trusted
 
 
 @pytest.mark.parametrize(

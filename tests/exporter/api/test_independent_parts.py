@@ -1,17 +1,15 @@
 """Independent parts of a monitor: a part that fails is logged once, and the other parts continue."""
 
 import functools
-import json
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.exporter.conftest import wait_until
-from tests.exporter.parts import QUIET, Training, Watched, hooks_of, small
+from tests.exporter.parts import QUIET, Training, Watched, small
 from tests.programs import run_program
 
 from rankscope_exporter import AnomalyNan, Monitor
@@ -25,7 +23,6 @@ from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
@@ -86,15 +83,6 @@ def test_failed_attach_stops_all_started_parts(monkeypatch, caplog):
     assert ["undoing attach()", "attach()"] == named(caplog)
 
 
-def test_invalid_process_groups_do_not_stop_measuring(monkeypatch, caplog):
-    monkeypatch.setattr("rankscope_exporter.api.session_factory.find_replica_dedup", broken)
-    with Training() as training:
-        training.train(3)
-
-    assert [1, 2, 3] == training.steps("param_after") == training.steps("grad_reduced")
-    assert ["reading dp_group and tp_group"] == named(caplog)
-
-
 # The end.
 
 ENDING = {
@@ -139,24 +127,6 @@ def test_failed_stop_of_the_parts_keeps_the_exit_record(monkeypatch, caplog):
     assert set(ENDING) == set(ended)
     assert training.faults >= len(ENDING)
     assert ["capture", "detach()", "end of training"] == sorted(named(caplog))
-
-
-def test_failed_removal_of_hooks_removes_the_others(monkeypatch, caplog):
-    removed: list[str] = []
-    training = Training(quantities=["activations", "structure", "gradients"])
-    training.train()
-    unhook = ActiveQuantity.unhook
-    monkeypatch.setattr(
-        ActiveQuantity, "unhook", lambda own: (broken if own.quantity.name == "activations" else unhook)(own)
-    )
-    training.session.hooks._handles.insert(0, SimpleNamespace(remove=_noting(removed, "first", broken)))
-    training.session.hooks.keep(SimpleNamespace(remove=lambda: removed.append("last")))
-    before = hooks_of(training.net, training.optimizer)
-    training.finish()
-
-    assert ["first", "last"] == removed
-    assert 0 < hooks_of(training.net, training.optimizer) < before  # hooks of activations
-    assert ["hooks of activations", "removing a hook"] == sorted(named(caplog))
 
 
 PARTS = """
@@ -232,20 +202,6 @@ def test_unreadable_learning_rate_keeps_the_other_values():
     assert 1 == watched.faults
 
 
-def test_failed_copy_of_statistics_loses_only_their_rows(monkeypatch, caplog):
-    """Step 2 has no gradients, and no gradients of step 1."""
-    training = Training()
-    training.train(loss=1.0)
-    with monkeypatch.context() as patch:
-        patch.setattr("rankscope_exporter.sampling.active_quantities.HostCopy", broken)
-        training.monitor.end_step()
-    training.net(torch.ones(2, 3))
-    training.finish()
-
-    assert ([], [(1, 1.0)], 1) == (training.rows(), training.scalars("loss"), training.faults)
-    assert ["copying statistics"] == named(caplog)
-
-
 def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, caplog):
     monkeypatch.setattr(publisher_module, "finish", broken)
     with Training(rules=[AnomalyNan()]) as training:
@@ -309,18 +265,3 @@ def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
 
 
 # Switching.
-
-
-def test_fault_in_the_agreement_keeps_the_switch_thread_running(monkeypatch, tmp_path):
-    """An unavailable store raises RuntimeError or ValueError. Any other error is a fault of the monitor."""
-    path = tmp_path / "switch.json"
-    path.write_text(json.dumps({"dynamic_on": False}))
-    training = Training(switch_file=str(path), switch_poll_seconds=0.01)
-    looked: list[str] = []
-    failing = SimpleNamespace(pending=False, look=_noting(looked, "looked", broken))
-    monkeypatch.setattr(training.session.change_sources, "_agreement", failing)
-    wait_until(lambda: len(looked) > 3)
-    monkeypatch.undo()
-    training.finish()
-
-    assert training.faults > 3

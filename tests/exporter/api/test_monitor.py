@@ -156,16 +156,6 @@ def test_attach_frees_recent_garbage_and_keeps_frozen_objects_frozen(quiet):
     assert (None, True) == found
 
 
-def test_collections_of_young_objects_do_not_visit_those_of_attach(quiet):
-    gc.unfreeze()  # objects of the tests
-    with Monitor(quiet).attach(*make()) as monitor:
-        young = {id(item) for generation in (0, 1) for item in gc.get_objects(generation)}
-        found = id(session_of(monitor)) in young
-    gc.freeze()
-
-    assert not found
-
-
 def test_nan_gradient_is_counted_and_its_norm_covers_finite_elements():
     net, optimizer = make()
 
@@ -312,15 +302,6 @@ class Ended:
             free.bind(("", self.port or 0))
 
 
-class Trainer:
-    """A trainer that refers to the model, its optimizer and its monitor, and is referred to by all of them."""
-
-    def __init__(self) -> None:
-        self.anomalies: list[Any] = []
-        self.trained = trained(on_anomaly=lambda anomaly: self.anomalies.append((anomaly, self.trained)))
-        self.trained[0].trainer = self  # type: ignore[assignment]  # as frameworks do
-
-
 def keep_as_attribute(net: nn.Module, monitor: Monitor) -> Any:
     net.monitor = monitor  # type: ignore[assignment]  # no module
 
@@ -358,17 +339,6 @@ def test_monitor_ends_when_script_has_dropped_it_and_its_model(way, collects, ev
         ended.check()
     finally:
         gc.enable()
-
-
-def test_monitor_ends_in_a_cycle_with_its_callback(eventually):
-    before = of_the_monitor()
-    trainer = Trainer()
-    ended = Ended(trainer.trained[0], trainer.trained[2], before)
-    del trainer
-    gc.collect()
-    eventually(ended.is_complete)
-
-    ended.check()
 
 
 def unheld() -> tuple[nn.Sequential, torch.optim.Optimizer, Ended]:

@@ -13,7 +13,6 @@ from tests.exporter.parts import QUIET, hooks_of
 from tests.programs import run_two_ranks
 
 from rankscope_exporter import Anomaly, AnomalyNan, AnomalyTurbulence, Monitor, MonitorConfig
-from rankscope_exporter.records.step_record import Scalar
 
 NAN = float("nan")
 CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}
@@ -160,17 +159,6 @@ def test_only_configured_rules_start_a_capture():
     assert [(4, "large")] == [(told["fired_step"], told["rule"]) for told in training.told("asked")]
 
 
-def test_training_with_captures_is_bit_identical():
-    def weights(capture: Any) -> list[torch.Tensor]:
-        with Training(capture=capture) as training:
-            training.train(2)
-            training.fire()
-            training.train(5)
-        return [parameter.detach() for parameter in training.net.parameters()]
-
-    assert all(map(torch.equal, weights(None), weights(CAPTURE)))
-
-
 def test_sample_ids_are_json_values_or_a_tensor():
     cases: list[tuple[Any, Any]] = [
         ([3, 1], [3, 1]),
@@ -305,33 +293,6 @@ def test_failed_capture_request_keeps_the_flight_record_and_the_callback(monkeyp
         wait_until(lambda: taken and seen)
 
     assert (["taken"], [(3, ())], 2) == (taken, seen, training.faults)
-
-
-def test_capture_with_unremovable_hooks_ends(monkeypatch):
-    with Training() as training:
-        monkeypatch.setattr(training.session.reactions.captures, "_release", failing)
-        training.train(2)
-        training.fire()
-        training.train(9)
-
-    assert [False] == [told["cut_short"] for told in training.told("ended")]
-    assert 1 == training.faults
-
-
-def test_unreadable_samples_keep_event_and_callback(monkeypatch):
-    seen: list[tuple[Any, ...]] = []
-    with Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples))) as training:
-        training.train(2)
-        module = "rankscope_exporter.records.pending_step"
-        monkeypatch.setattr(f"{module}.Transfer.wait", failing)
-        monkeypatch.setattr(f"{module}.Pending.scalar", lambda item: Scalar(item.name, item.value))
-        training.fire(ids=lambda step: torch.tensor([step]))
-        # Two threads read the samples, for the callback and for the event. Both must do so before the device recovers.
-        wait_until(lambda: seen and training.told("asked"))
-        monkeypatch.undo()
-
-    assert [(3, ("a tensor that cannot be read: OSError",))] == seen
-    assert [{"3": ["a tensor that cannot be read: OSError"]}] == training.samples()
 
 
 PROGRAM = """

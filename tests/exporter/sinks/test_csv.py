@@ -90,18 +90,6 @@ def test_output_equals_the_golden_file(tmp_path):
     assert GOLDEN.read_text() == "".join(f"# {path.name}\n{path.read_text()}" for path in sorted(own.iterdir()))
 
 
-@pytest.mark.parametrize("steps", [(1, 2), (0, 1)])
-def test_first_step_is_0_in_the_name_of_its_file(tmp_path, steps):
-    sink = csv_sink(tmp_path, rank=3)
-    for step in steps:
-        sink.put(record(step, (entry(), FINITE), (entry(kind="exp_avg"), FINITE)))
-
-    expected = ["exp_avg_1-1.csv", "exp_avg_2-2.csv", "grad_reduced_0-0.csv", "grad_reduced_1-1.csv"]
-    assert expected == list(files(tmp_path))
-    named = parse_folder(next(tmp_path.iterdir()).name)
-    assert (3, "5eed5eed", True) == (named.rank, named.tail, named.time is not None)
-
-
 def test_files_cover_steps_counted_from_0(tmp_path):
     csv_sink(tmp_path, 3, 4, 5, 1001, steps_per_file=3)
 

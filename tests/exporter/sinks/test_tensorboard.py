@@ -2,8 +2,6 @@
 
 import math
 import struct
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -219,26 +217,6 @@ def test_at_most_the_configured_number_of_steps_is_kept():
     assert () == kept.rows(step=3)
     assert [2.0] == [row["value"] for row in kept.features("stable_rank")]
     assert () == kept.features("softmax_max")
-
-
-def test_threads_may_read_while_records_arrive():
-    kept = api(steps=3)
-    done = threading.Event()
-
-    def ask() -> list[tuple[int, ...]]:
-        seen = []
-        while not done.is_set():
-            seen.append(kept.steps())
-            kept.rows("grad_reduced")
-        return seen
-
-    with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(ask)
-        for step in range(300):
-            kept.put(record(step, (entry(), FINITE)))
-        done.set()
-
-    assert [] == [steps for steps in asking.result() if list(steps) != sorted(steps) or len(steps) > 3]
 
 
 def test_training_code_reads_gradients_from_the_sink(eventually):

@@ -12,18 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.monitored_runs import (
-    QUIET,
-    Run,
-    adam,
-    batch,
-    left,
-    model,
-    train,
-    write,
-)
+from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, train, write
 from tests.exporter.conftest import wait_until
-from tests.exporter.parts import session_of
 from tests.exporter.ranks import RANKS, WORLD, outcomes_of
 from torch.nn.parallel import DistributedDataParallel
 
@@ -338,45 +328,11 @@ def test_dynamic_on_switches_and_the_end_is_written_to_the_file(tmp_path, attach
     assert json.loads(without_comments(text))["dynamic_on"] is False
 
 
-def test_getters_follow_the_ops_of_an_edit(tmp_path, monkeypatch):
-    monkeypatch.setenv("DYNAMIC_MONITOR", "True")
-    path = tmp_path / "monitor_config.json"
-    write_changes(path, wg_distribution=True, dynamic_on=True, ops=["norm"])
-    monitor = TrainerMon(path)
-    net = model()
-    optimizer = adam(net)
-    monitor.set_monitor(net, optimizer)
-    assert monitor.monitor is not None
-    write_changes(path, wg_distribution=True, dynamic_on=True, ops=["max", "nans"])
-    wait_until(lambda: monitor.ops == ["max", "nans"])
-    for _ in range(2):
-        net(batch()).square().mean().backward()
-        reduced, _ = monitor.generate_wgrad_metrics()
-        optimizer.step()
-        optimizer.zero_grad()
-    left(monitor.monitor, net, tmp_path)
-
-    assert {("max", "nans")} == {tuple(numbers) for numbers in reduced.values()}
-
-
 def test_dynamic_on_at_start_measures_from_msprobes_step_1(tmp_path, attach):
     training = Training(tmp_path, attach, dynamic_on=True)
     training.train(3)
 
     assert [2, 3] == training.finish().steps()
-
-
-def test_invalid_edit_keeps_the_settings_and_reports_the_reason(tmp_path, attach):
-    training = Training(tmp_path, attach, dynamic_on=True)
-    training.train(3)
-    write_changes(training.path, wg_distributon=True, dynamic_on=True)
-    ring = session_of(training.monitor).channel.ring
-    wait_until(
-        lambda: any(r.events and "wg_distributon" in r.events[0].message for r in ring.after(-1, 1 << 40).records)
-    )
-    training.train(1)
-
-    assert [2, 3, 4] == training.finish().steps()
 
 
 DOCS = Path(__file__).parents[4] / "docs"

@@ -2,8 +2,6 @@
 
 import json
 import math
-import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from tests.exporter.compat.msprobe.monitored_runs import (
     train,
     write,
 )
-from tests.exporter.parts import session_of
 from tests.programs import run_command, run_program
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -64,30 +61,6 @@ def test_wrapped_optimizer_and_first_step_are_accepted(tmp_path, group):
 
     assert {"exp_avg", "exp_avg_sq"} <= run.kinds()
     assert ([11, 12], 0) == (run.steps(), run.faults), "the tool's steps 10 and 11"
-
-
-def test_chunks_of_a_virtual_pipeline_are_monitored_together(tmp_path, monkeypatch):
-    """A substitute for Megatron's wrapper marks the chunks; `make test-frameworks` uses the real one."""
-
-    class DistributedDataParallel(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.module(x)
-
-    fake = types.ModuleType("megatron.core.distributed.distributed_data_parallel")
-    fake.DistributedDataParallel = DistributedDataParallel
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    chunks = [DistributedDataParallel(nn.Linear(3, 3)) for _ in range(2)]
-    monitor = TrainerMon(write(tmp_path / "c.json", {**QUIET, "param_distribution": True}))
-    monitor.set_monitor(chunks, optimizer=adam(nn.ModuleList(chunks)))
-
-    assert monitor.monitor is not None
-    session = session_of(monitor.monitor)
-    assert {0, 1} == {session.monitored.framework.vpp_stage(item.parameter) for item in session.monitored.parameters}
-    monitor.detach()
 
 
 def test_wrong_hints_are_reported_once_and_change_no_number(tmp_path):
@@ -420,18 +393,6 @@ def test_wrong_hints_are_reported_without_an_error(given, words):
     (sentence,) = hints(**given)
 
     assert words in sentence
-
-
-def test_hints_about_main_grad_and_wrapped_optimizers_are_compared():
-    class DistributedOptimizer(Wrapper):
-        pass
-
-    wrapped, hint = Wrapper(DistributedOptimizer(SGD)), Construction(opt_ty="Megatron_DistributedOptimizer")
-    net = nn.Linear(2, 2)
-    net.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]  # as Megatron does
-
-    assert [0, 1] == [len(hints(said=Construction(params_have_main_grad=has), model=[net])) for has in (True, False)]
-    assert [] == hints(said=hint, optimizer=wrapped)
 
 
 @pytest.mark.parametrize(
