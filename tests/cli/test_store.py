@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from tests.storage.crashes.operations import append, silent
 from tests.storage.older_encoding import split_integers
+from tests.storage.rows import data_files
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
@@ -52,12 +53,20 @@ def test_check_of_a_damaged_store_exits_with_1_repair_lists_losses(on_store, sam
 
 
 def test_repair_drops_a_missing_folder_only_with_force(on_store, rows, in_flushes):
-    (in_flushes / "dataset=scalars").rename(in_flushes.parent / "away")
-    refused = on_store("store", "repair")
+    """A mount may be missing, without a folder or with an empty mount point, and come back."""
+    folder, message = in_flushes / "dataset=scalars", "no file of scalars is left in {}. A disk or a mount may"
+    away = folder.rename(in_flushes.parent / "away")
+    refused = [on_store("store", "repair")]
+    folder.mkdir()
+    refused.append(on_store("store", "repair"))
+    folder.rmdir()
+    away.rename(folder)
+    back = on_store("store", "check")
+    shutil.rmtree(folder)
     forced = on_store("store", "repair", "--force")
 
-    assert 1 == refused.returncode
-    assert f"no file of scalars is left in {in_flushes / 'dataset=scalars'}. A disk or a mount may" in refused.stderr
+    assert [1, 1, 0] == [done.returncode for done in (*refused, back)]
+    assert all(message.format(folder) in done.stderr for done in refused)
     assert (0, FLUSHES) == (forced.returncode, forced.stdout.count("removed from the log, data lost: dataset=scalars"))
     assert ["0"] == rows("SELECT count(*) FROM scalars")
 
@@ -133,6 +142,7 @@ def test_second_concurrent_compaction_exits_with_1(on_store, rows, in_flushes, m
 
     assert 1 == done.returncode
     assert done.stdout.startswith("0 files were merged into 0, 0 rows, ")
+    assert FLUSHES + 1 == len(data_files(in_flushes))  # none of the refused compaction
     assert (
         "rankscope: another compaction of this store is running: it will compact the remaining files\n" == done.stderr
     )

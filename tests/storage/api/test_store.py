@@ -29,7 +29,6 @@ from rankscope_storage.base.errors import (
     ShardLockError,
     ShardLostError,
     StoreError,
-    TornLogError,
     UnwritableError,
 )
 from rankscope_storage.base.fsync import sync_to_disk
@@ -120,32 +119,11 @@ def test_claim_adds_columns_of_a_newer_schema(store, monkeypatch, batch):
     assert [(5,)] == ask(store.root, COUNT)
 
 
-@pytest.fixture
-def six(store, batch):
-    """Store two commits of three scalars each."""
+def test_empty_last_entry_is_a_commit_without_actions(store, batch):
+    """The state if power fails between the creation of the file and its content. It is no damage."""
     with store.claim(owner="me") as writer:
         writer.append(batch(range(3)))
         writer.append(batch(range(3, 6)))
-
-
-@pytest.mark.parametrize("kept", [1, 300])
-def test_torn_last_entry_is_reported_with_a_remedy_that_works(store, batch, six, kept):
-    torn = entries(store.root)[-1]
-    torn.write_bytes(torn.read_bytes()[:kept])
-    for opening in (lambda: Store.open(store.root), lambda: connect(store.root)):
-        with pytest.raises(TornLogError, match="move that file away"):
-            opening()
-    torn.rename(store.root / "_staging" / "torn.json")
-    with Store.open(store.root).claim(owner="me") as writer, connect(store.root) as connection:
-        assert 2 == writer.watermark("i0")
-
-        writer.append(batch(range(6)))
-
-        assert [(6,)] == ask(connection, COUNT)
-
-
-def test_empty_last_entry_is_a_commit_without_actions(store, batch, six):
-    """The state if power fails between the creation of the file and its content. It is no damage."""
     entries(store.root)[-1].write_bytes(b"")
     found = [finding.kind for finding in check(store.root).findings if "_delta_log" in finding.path]
     with Store.open(store.root).claim(owner="me") as writer, connect(store.root) as connection:
@@ -318,12 +296,6 @@ def put(writer):
     return lambda dataset, *rows, run="r": append(writer, dataset, rows, run=run)
 
 
-@pytest.fixture(params=[pytest.param(False, id="open"), pytest.param(True, id="locked", marks=pytest.mark.thorough)])
-def asking(request, store):
-    with connect(store.root, locked=request.param) as connection:
-        yield connection
-
-
 def scalar(name: str, step: int, value: float, **columns) -> dict:
     return {"attempt": 0, "rank": 0, "step": step, "name": name, "value": value, **columns}
 
@@ -332,18 +304,18 @@ def anomaly(step: int | None, **columns) -> dict:
     return {"attempt": 0, "rank": 0, "step": step, "type": "anomaly", "severity": "critical", "rule": "nan", **columns}
 
 
-def test_empty_store_has_no_runs_and_no_anomalies(asking):
-    assert 0 == summaries.runs(asking).num_rows
-    assert [] == summaries.anomalies(asking, "r", top=8)
-    assert {} == summaries.summary(asking, "r").rows
+def test_empty_store_has_no_runs_and_no_anomalies(connection):
+    assert 0 == summaries.runs(connection).num_rows
+    assert [] == summaries.anomalies(connection, "r", top=8)
+    assert {} == summaries.summary(connection, "r").rows
 
 
-def test_runs_are_listed_latest_first_with_their_newest_state(asking, put):
+def test_runs_are_listed_latest_first_with_their_newest_state(connection, put):
     put("runs", {"state": "running", "ordinal": 1, "started_at": START, "last_step": 3, "planned_steps": 9}, run="a")
     put("runs", {"state": "failed", "ordinal": 2, "started_at": START, "last_step": 5, "reason": "killed"}, run="a")
     put("runs", {"state": "running", "ordinal": 3, "started_at": START + dt.timedelta(hours=1)}, run="b")
     put("scalars", *(scalar("loss", 7, 1.0, rank=rank, attempt=1) for rank in range(3)), run="a")
-    rows = summaries.runs(asking).to_pylist()
+    rows = summaries.runs(connection).to_pylist()
 
     assert [("b", "running"), ("a", "failed")] == [(row["run"], row["state"]) for row in rows]
     assert (3, 2, 5, "killed") == tuple(rows[1][name] for name in ("ranks", "attempts", "last_step", "reason"))
@@ -364,49 +336,49 @@ def test_locked_connection_returns_the_same_rows(store, put):
     assert (3, 1) == (found[1][1].last_step + 1, len(found[1][2]))
 
 
-def test_unregistered_run_is_listed_by_its_rows(asking, put, monkeypatch):
+def test_unregistered_run_is_listed_by_its_rows(connection, put, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 2)
     tensor = {"kind": "k", "tensor": "t"}
     put("scalars", scalar("loss", 4, 1.0, ts=START), run="only scalars")
     put("tensor_stats", {"step": 5, **tensor}, run="only tensors, shared")
     put("tensor_stats", {"step": 6, **tensor}, {"step": 8, **tensor}, run="only tensors, own part")
-    rows = {row["run"]: row for row in summaries.runs(asking).to_pylist()}
+    rows = {row["run"]: row for row in summaries.runs(connection).to_pylist()}
     expected = {"only scalars": 4, "only tensors, shared": 5, "only tensors, own part": 8}
 
     assert expected == {run: row["last_step"] for run, row in rows.items()}
     assert (None, START) == (rows["only scalars"]["state"], rows["only scalars"]["started_at"])
 
 
-def test_seconds_of_a_run_end_at_its_end_or_last_row(asking, put):
+def test_seconds_of_a_run_end_at_its_end_or_last_row(connection, put):
     hour = dt.timedelta(hours=1)
     put("runs", {"state": "failed", "ordinal": 1, "started_at": START, "ended_at": START + hour}, run="ended")
     put("runs", {"state": "running", "ordinal": 2, "started_at": START}, run="goes on")
     put("scalars", scalar("loss", 1, 1.0, ts=START + 2 * hour), run="goes on")
     put("runs", {"state": "pending", "ordinal": 3}, run="nobody knows")
-    found = {row["run"]: row["seconds"] for row in summaries.runs(asking).to_pylist()}
+    found = {row["run"]: row["seconds"] for row in summaries.runs(connection).to_pylist()}
 
     assert {"ended": 3600.0, "goes on": 7200.0, "nobody knows": None} == found
 
 
-def test_time_of_an_import_event_is_no_time_of_the_run(asking, put):
+def test_time_of_an_import_event_is_no_time_of_the_run(connection, put):
     """A trainer state contains no times. The start of its run is unknown, and it is not listed as the latest."""
     put("scalars", scalar("loss", 1, 2.0), run="imported")
     put("events", {"type": "import", "attempt": 0, "ts": START + dt.timedelta(days=1)}, run="imported")
     put("scalars", scalar("loss", 1, 2.0, ts=START), run="live")
-    rows = summaries.runs(asking).to_pylist()
+    rows = summaries.runs(connection).to_pylist()
 
     expected = [("live", START, START), ("imported", None, None)]
     assert expected == [(row["run"], row["started_at"], row["last_seen_at"]) for row in rows]
 
 
-def test_summary_counts_rows_ranks_attempts_and_steps(asking, put):
+def test_summary_counts_rows_ranks_attempts_and_steps(connection, put):
     put("runs", {"state": "completed", "planned_steps": 20, "ordinal": 1})
     put("scalars", *(scalar("loss", step, 1.0, rank=rank) for step in range(3, 6) for rank in range(2)))
     put("tensor_stats", {"attempt": 1, "rank": 2, "step": 9, "kind": "k", "tensor": "t"})
     put("scalars", scalar("lr", 99, 1.0), run="another")
-    found = summaries.summary(asking, "r")
+    found = summaries.summary(connection, "r")
 
-    other = summaries.summary(asking, "another")
+    other = summaries.summary(connection, "another")
 
     assert (None, None, None, None) == (other.loss_first, other.loss_last, other.loss_min, other.tokens_per_second)
     assert {"scalars": 6, "tensor_stats": 1, "runs": 1} == found.rows
@@ -415,106 +387,106 @@ def test_summary_counts_rows_ranks_attempts_and_steps(asking, put):
     )  # fmt: skip
 
 
-def test_loss_is_the_mean_over_ranks_and_its_minimum_is_finite(asking, put):
+def test_loss_is_the_mean_over_ranks_and_its_minimum_is_finite(connection, put):
     losses = {1: (4.0, 6.0), 2: (1.0, 3.0), 3: (math.inf, 1.0), 4: (math.nan, 1.0)}
     for rank in range(2):
         put("scalars", *(scalar("loss", step, pair[rank], rank=rank) for step, pair in losses.items()))
     put("scalars", scalar("loss", 1, 0.001, labels='{"loss":"aux"}'), scalar("lr", 9, 0.0001))
-    found = summaries.summary(asking, "r")
+    found = summaries.summary(connection, "r")
 
     assert (5.0, 2.0) == (found.loss_first, found.loss_min)
     assert math.isnan(found.loss_last)
 
 
-def test_last_loss_is_from_the_last_attempt_also_if_steps_rewind(asking, put):
+def test_last_loss_is_from_the_last_attempt_also_if_steps_rewind(connection, put):
     put("scalars", *(scalar("loss", step, 9.0) for step in range(5)), scalar("loss", 2, 1.5, attempt=1))
 
-    assert 1.5 == summaries.summary(asking, "r").loss_last
+    assert 1.5 == summaries.summary(connection, "r").loss_last
 
 
-def test_tokens_per_second_sums_ranks_and_skips_the_restart_pause(asking, put):
+def test_tokens_per_second_sums_ranks_and_skips_the_restart_pause(connection, put):
     """Each process counts from 0: two ranks at 100/s for 10 s, an hour of pause, then one rank at 50/s."""
     for attempt, rate, late in ((0, 100, 0), (1, 50, 3600)):
         steps = [(step, START + dt.timedelta(seconds=late + step)) for step in range(11)]
         rows = [scalar("tokens_total", step, rate * step, ts=ts, attempt=attempt) for step, ts in steps]
         put("scalars", *(row | {"rank": rank} for row in rows for rank in range(2)))
 
-    assert 150.0 == pytest.approx(summaries.summary(asking, "r").tokens_per_second)
+    assert 150.0 == pytest.approx(summaries.summary(connection, "r").tokens_per_second)
 
 
-def test_imported_token_rate_is_averaged_without_a_counter(asking, put):
+def test_imported_token_rate_is_averaged_without_a_counter(connection, put):
     put("scalars", scalar("tokens_per_second", 1, 100.0), scalar("tokens_per_second", 2, 200.0))
 
-    assert 150.0 == summaries.summary(asking, "r").tokens_per_second
+    assert 150.0 == summaries.summary(connection, "r").tokens_per_second
 
 
-def test_adjacent_anomalies_are_one_incident(asking, put):
+def test_adjacent_anomalies_are_one_incident(connection, put):
     near = [anomaly(step, tensor=tensor) for step in (60, 61, 70) for tensor in ("a", "b")]
     put("events", *near, anomaly(120), {"type": "note", "step": 300}, anomaly(61, attempt=1))
 
-    assert 3 == len(incidents(asking, ["r"])["r"])
+    assert 3 == len(incidents(connection, ["r"])["r"])
 
 
-def test_more_than_20_steps_between_anomalies_separate_incidents(asking, put):
+def test_more_than_20_steps_between_anomalies_separate_incidents(connection, put):
     put("events", anomaly(60), anomaly(80), run="one")
     put("events", anomaly(60), anomaly(81), run="two")
-    found = incidents(asking, ["one", "two"])
+    found = incidents(connection, ["one", "two"])
 
     assert (1, 2) == (len(found["one"]), len(found["two"]))
 
 
-def test_lost_records_are_the_sum_of_the_gaps(asking, put):
+def test_lost_records_are_the_sum_of_the_gaps(connection, put):
     ranges = ({"first": 3, "last": 9}, {"first": 20, "last": 20})
     gaps = [{"type": "gap", "details": json.dumps(each)} for each in ranges]
     found = {"type": "gap", "details": json.dumps({"first": 4, "last": 5, "records": -2})}
     put("events", *gaps, found, {"type": "gap", "details": "not JSON"}, {"type": "gap"})
 
-    assert 8 - 2 == summaries.summary(asking, "r").lost_records
+    assert 8 - 2 == summaries.summary(connection, "r").lost_records
 
 
-def test_bytes_of_shared_files_are_divided_by_rows(asking, put, store, monkeypatch):
+def test_bytes_of_shared_files_are_divided_by_rows(connection, put, store, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 50)
     counts = {"r": 60, "s": 30, "t": 10}
     put("scalars", *(scalar("loss", step, 1.0, run=run) for run, count in counts.items() for step in range(count)))
-    sizes = {summaries.summary(asking, run).bytes_on_disk for run in "rst"}
-    own = asking.files_table("scalars", run="r")["size_bytes"].to_pylist()[0]
+    sizes = {summaries.summary(connection, run).bytes_on_disk for run in "rst"}
+    own = connection.files_table("scalars", run="r")["size_bytes"].to_pylist()[0]
 
     assert own in sizes
-    assert 1 >= abs(sum(asking.files_table("scalars")["size_bytes"].to_pylist()) - sum(sizes))
+    assert 1 >= abs(sum(connection.files_table("scalars")["size_bytes"].to_pylist()) - sum(sizes))
 
 
-def test_anomalies_are_ordered_first_cause_first(asking, put):
+def test_anomalies_are_ordered_first_cause_first(connection, put):
     told = [(60, "param_after", None), (60, "grad_reduced", None), (60, "grad_unreduced", None), (60, "act_out", 7)]
     told += [(60, "act_out", 3), (59, "param_after", None)]
     put("events", *(anomaly(step, kind=kind, call_id=call) for step, kind, call in told))
     put("events", anomaly(1, kind="act_out", attempt=1), {"type": "note", "step": 1})
-    found = [(row.attempt, row.step, row.kind, row.call_id) for row in summaries.anomalies(asking, "r", top=8)]
+    found = [(row.attempt, row.step, row.kind, row.call_id) for row in summaries.anomalies(connection, "r", top=8)]
     expected = [(0, *told[place]) for place in (5, 4, 3, 2, 1, 0)]
 
     assert [*expected, (1, 1, "act_out", None)] == found
 
 
-def test_only_top_anomalies_are_returned_also_if_many_share_a_step(asking, put):
+def test_only_top_anomalies_are_returned_also_if_many_share_a_step(connection, put):
     put("events", *(anomaly(5, kind="act_out", call_id=call) for call in range(50, 0, -1)), anomaly(None), anomaly(6))
-    found = summaries.anomalies(asking, "r", top=3)
+    found = summaries.anomalies(connection, "r", top=3)
 
     assert [1, 2, 3] == [row.call_id for row in found]
-    assert [5, 6, None] == [row.step for row in summaries.anomalies(asking, "r", top=99)[-3:]]
-    assert [6] == [row.step for row in summaries.anomalies(asking, "r", top=99, steps=(6, 9))]
+    assert [5, 6, None] == [row.step for row in summaries.anomalies(connection, "r", top=99)[-3:]]
+    assert [6] == [row.step for row in summaries.anomalies(connection, "r", top=99, steps=(6, 9))]
 
 
-def test_spike_of_the_loss_is_listed_before_the_gradients_of_its_step(asking, put):
+def test_spike_of_the_loss_is_listed_before_the_gradients_of_its_step(connection, put):
     gradient = {"kind": "grad_unreduced", "tensor": "5.bias", "op": "norm", "value": 80.0, "rule": "AnomalyTurbulence"}
     put("events", anomaly(216, **gradient), anomaly(216, rule="LossSpike", op="loss", value=108.9))
 
-    assert ["LossSpike", "AnomalyTurbulence"] == [line.rule for line in summaries.anomaly_lines(asking, "r")]
+    assert ["LossSpike", "AnomalyTurbulence"] == [line.rule for line in summaries.anomaly_lines(connection, "r")]
 
 
-def test_anomalies_with_one_cause_are_one_line_with_all_ranks(asking, put):
+def test_anomalies_with_one_cause_are_one_line_with_all_ranks(connection, put):
     both = [anomaly(step, kind="grad_reduced", rank=rank) for step in (*range(10, 40), 61) for rank in (0, 1)]
     put("events", *both, anomaly(10, kind="grad_unreduced", rank=1), anomaly(12, kind="grad_reduced", rank=2))
     put("events", anomaly(None), anomaly(None), anomaly(11, kind="grad_reduced", attempt=1))
-    lines = summaries.anomaly_lines(asking, "r")
+    lines = summaries.anomaly_lines(connection, "r")
 
     assert [
         ("10", 0, "grad_unreduced", [1], 1),
@@ -526,21 +498,21 @@ def test_anomalies_with_one_cause_are_one_line_with_all_ranks(asking, put):
     ] == [(line.steps, line.attempt, line.kind, line.ranks, line.firings) for line in lines]
 
 
-def test_run_name_can_contain_a_quote(asking, put):
+def test_run_name_can_contain_a_quote(connection, put):
     put("events", anomaly(1), run="x'; DROP VIEW events; --")
 
-    assert 1 == len(summaries.anomalies(asking, "x'; DROP VIEW events; --", top=8))
-    assert 1 == summaries.summary(asking, "x'; DROP VIEW events; --").rows["events"]
+    assert 1 == len(summaries.anomalies(connection, "x'; DROP VIEW events; --", top=8))
+    assert 1 == summaries.summary(connection, "x'; DROP VIEW events; --").rows["events"]
 
 
-def test_summary_has_commit_and_command_of_the_newest_launch_with_them(asking, put):
+def test_summary_has_commit_and_command_of_the_newest_launch_with_them(connection, put):
     def config(commit: str | None, *argv: str) -> str:
         return json.dumps({"git_commit": commit, "argv": argv})
 
     put("runs", {"state": "failed", "ordinal": 1, "config": config("a" * 40, "train.py", "--lr", "3")})
     put("runs", {"state": "running", "ordinal": 2, "config": config("b" * 40, "train.py", "--key", "***")})
     put("runs", {"state": "running", "ordinal": 3}, {"state": "completed", "ordinal": 4, "config": "no JSON"})
-    found = summaries.summary(asking, "r")
+    found = summaries.summary(connection, "r")
 
     assert ("b" * 40, "train.py --key ***") == (found.git_commit, found.command)
-    assert (None, None) == (summaries.summary(asking, "s").git_commit, summaries.summary(asking, "s").command)
+    assert (None, None) == (summaries.summary(connection, "s").git_commit, summaries.summary(connection, "s").command)

@@ -19,7 +19,7 @@ from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import FilesGoneError, QueryError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.connection.view_binding import CURVE, LATEST, LOSS, SOLE_ATTEMPT_CURVE
+from rankscope_storage.connection.view_binding import LATEST, LOSS
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.query import file_facts
 from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
@@ -404,23 +404,3 @@ def test_loss_curve_is_cheaper_if_no_rank_logged_a_step_again(writer, connection
 
     assert found
     assert expected == (made_of if made_of in {ONCE, SOLE} else None)
-
-
-@pytest.mark.parametrize("attempts", [[0], [1], [0, None], [0, 1], [None], []])
-def test_shorter_curve_is_used_if_all_files_are_of_attempt_0(writer, connection, attempts):
-    steps = [{"attempt": attempt, "step": 1} for attempt in attempts] or [{"run": "s", "attempt": 3, "step": 1}]
-    put(writer, "scalars", steps, run="r", **LOGGED)
-    ask(connection, "FROM scalar_curve('r')")
-
-    assert (connection._views.instance.defined[CURVE] == SOLE_ATTEMPT_CURVE) == (attempts in ([0], [0, None]))
-
-
-@pytest.mark.parametrize("statement", ["SHOW TABLES", "SELECT count(*) FROM duckdb_views()", "DESCRIBE scalars"])
-def test_statements_that_list_views_read_no_rows(writer, connection, monkeypatch, statement):
-    put(writer, "tensor_stats", [{"rank": 0, "step": 1}], run="r", **TENSOR)
-    looked = []
-    monkeypatch.setattr(file_facts.FileFact, "of", lambda *arguments: looked.append(arguments))
-    with connect(connection.path) as fresh:
-        assert fresh.sql(statement).fetchall()
-
-    assert [] == looked

@@ -139,6 +139,12 @@ def test_kill_at_every_call_neither_loses_nor_doubles_rows(killer, before, tmp_p
 
 APPENDED = 400
 
+APPENDER = """
+import sys
+from pathlib import Path
+from tests.storage.crashes.operations import append, silent
+append(Path(sys.argv[1]), silent, records=int(sys.argv[2]))
+"""
 COMPACTOR = """
 import sys
 from pathlib import Path
@@ -178,8 +184,8 @@ def test_concurrent_compactors_vacuum_and_appends_keep_every_row_once(store, tmp
     try:
         for rival in rivals:
             assert "begun\n" == rival.stdout.readline()
-        appending = [sys.executable, "-m", "tests.storage.appending", str(store.root), str(APPENDED)]
-        appender = subprocess.run(appending, stdout=subprocess.DEVNULL, check=False, timeout=600)
+        command = [sys.executable, "-c", APPENDER, str(store.root), str(APPENDED)]
+        appender = subprocess.run(command, check=False, timeout=600)
     finally:
         done.touch()
     told = [tuple(map(int, rival.communicate(timeout=120)[0].split())) for rival in rivals]
@@ -190,8 +196,8 @@ def test_concurrent_compactors_vacuum_and_appends_keep_every_row_once(store, tmp
 
     print(f"files merged and merges refused by each compactor, rounds of clean-up: {told}")
     assert [0, 0, 0, 0] == [appender.returncode, *(rival.returncode for rival in rivals)]
-    assert [(APPENDED * appending.RANKS * appending.TENSORS,) * 2] == found
-    assert [(APPENDED * appending.RANKS,) * 2] == scalars
+    assert [(APPENDED * RANKS * ROWS["tensor_stats"],) * 2] == found
+    assert [(APPENDED * RANKS,) * 2] == scalars
     assert all(merged for merged, _ in told[:2])
     assert sum(refused for _, refused in told[:2]) > 0
     assert check(store.root, deep=True).is_intact

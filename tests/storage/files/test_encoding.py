@@ -137,14 +137,6 @@ def test_column_constant_in_only_one_row_group_is_read_back_unchanged(tmp_path):
     assert (0, 5) == (content.read_row_group(0)["nans"][0].as_py(), content.read_row_group(1)["nans"][0].as_py())
 
 
-def test_null_inside_a_dictionary_is_read_back_as_null(tmp_path):
-    odd = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([None, "full"]))
-    table = rows_of(tensor=["a", "a"], step=[1, 2])
-    table = table.set_column(table.column_names.index("placement"), "placement", odd)
-
-    assert [None, "full"] == stored(table, tmp_path / "f").read()["placement"].to_pylist()
-
-
 def test_only_columns_without_nulls_are_written_as_required(tmp_path):
     file = stored(rows_of(tensor=coded(["a", "b"]), step=[1, None], nans=[0, 0]), tmp_path / "f")
     nullable = {field.name: field.nullable for field in file.schema_arrow}
@@ -214,46 +206,6 @@ def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, enco
     assert Counter(table["ts"].to_pylist()) == Counter(file.read()["ts"].to_pylist())
 
 
-STEP = np.arange(1_000)
-REGULAR = np.arange(2_000) + np.random.default_rng(1).uniform(-0.001, 0.001, 2_000)
-SERIES = {
-    **{f"equal steps of {pace} s": (pace * REGULAR, [], [2_000]) for pace in (130, 140, 3_600)},
-    "pauses at the ends of pages": (2.0 * STEP + 200.0 * (STEP // 250), [], [250] * 4),
-    "a page for each pace": (np.cumsum(np.repeat([2.0, 600.0], 300)), [], [300, 300]),
-    "nulls": (2.0 * STEP + 200.0 * (STEP // 500), [3, 499, 500], [501, 499]),
-}
-
-
-@pytest.mark.parametrize("case", SERIES)
-def test_times_of_one_series_are_differences_in_few_pages(tmp_path, case):
-    """Differences may be wide if they are nearly equal."""
-    seconds, nulls, pages = SERIES[case]
-    ts = times(np.rint(seconds * 1e6).astype(np.int64), np.isin(np.arange(len(seconds)), nulls))
-    file = stored(rows_of("scalars", step=np.arange(len(seconds)), ts=ts), tmp_path / "f", "scalars")
-
-    assert ts.to_pylist() == file.read()["ts"].to_pylist()
-    assert all(width <= 28 for width in widths(tmp_path / "f", "ts"))
-    assert DELTA in chunk(file, "ts").encodings
-    assert pages == page_rows(tmp_path / "f", 0, "ts")
-
-
-@pytest.mark.parametrize("first", ["a", "z"])
-def test_times_are_plain_if_most_of_them_are_repeated_anywhere(tmp_path, first):
-    """A long series of one name comes before or after those of many names, in other row groups."""
-    own, shared = scalars(1, 1, 100_000), scalars(40, 4, 2_000)
-    own = own.set_column(own.column_names.index("name"), "name", coded([first] * own.num_rows))
-    file = stored(pa.concat_tables([own, shared]).unify_dictionaries(), tmp_path / "f", "scalars")
-
-    assert "PLAIN" in chunk(file, "ts").encodings
-
-
-def test_events_in_the_order_of_their_times_have_differences(tmp_path):
-    """Their pages cannot be short, but no difference is wide."""
-    file = stored(rows_of("events", ts=times(1_000_000 * np.arange(5_000))), tmp_path / "f", "events")
-
-    assert DELTA in chunk(file, "ts").encodings
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-(1 << 62), 1 << 62), st.integers(1, 700)), min_size=1, max_size=6),
@@ -288,26 +240,6 @@ def test_hashes_and_integers_in_lists_are_plain_if_they_are_wide(tmp_path, datas
 
     assert is_plain != (DELTA in chunk(file, path).encodings)
     assert values == file.read()[column].to_pylist()
-
-
-@pytest.mark.parametrize("jitter", [0, 100, 3_000, 30_000])
-def test_times_of_tensors_take_few_bytes_with_any_jitter(tmp_path, jitter):
-    """The first level of zstd takes more than a byte per row for times whose differences vary by 0.1 ms."""
-    tensor, rank, step = (one.ravel() for one in np.indices((16, 64, 50)))
-    noise = np.random.default_rng(3).integers(0, jitter + 1, (64, 50))
-    ts = times(step * 3_000_000 + noise[rank, step])
-    table = rows_of(tensor=coded([f"{one:02d}" for one in tensor]), rank=rank, step=step, ts=ts)
-
-    assert chunk(stored(table, tmp_path / "f"), "ts").total_compressed_size / len(ts) < 0.5
-
-
-def test_row_group_has_one_page_per_float_column(tmp_path):
-    """Each of the four byte streams of a page is as long as a block of zstd."""
-    count = ROW_GROUP_ROWS
-    norms = [float(number % 251) for number in range(count)]
-    norm = chunk(stored(rows_of(tensor=coded(["a"] * count), step=[1] * count, norm=norms), tmp_path / "f"), "norm")
-
-    assert count * 4 <= norm.total_uncompressed_size < count * 4 + 100
 
 
 def test_row_group_dictionary_has_only_the_names_of_its_rows(tmp_path):
@@ -371,14 +303,6 @@ def test_samples_of_a_series_are_adjacent_and_sorted_by_time(tmp_path):
     assert 4 == len({label for label, _ in found[::3]})
 
 
-@pytest.mark.parametrize(("dataset", "is_told"), [("scalars", True), ("samples", False)])
-def test_footer_of_scalars_has_the_range_of_labels(tmp_path, dataset, is_told):
-    """A query for the loss then skips reading the labels."""
-    found = chunk(stored(rows_of(dataset, value=[1.0]), tmp_path / "f", dataset), "labels").statistics
-
-    assert is_told == (found is not None and found.null_count == 1)
-
-
 # --- the file in the store, and its statistics for the log
 
 
@@ -386,17 +310,6 @@ def test_footer_of_scalars_has_the_range_of_labels(tmp_path, dataset, is_told):
 def root(tmp_path):
     (tmp_path / STAGING).mkdir()
     return tmp_path
-
-
-def test_file_gets_its_name_only_after_fsync(root):
-    """The file below `_staging/` is fsynced and renamed, then all folders of its path are fsynced."""
-    seen = []
-    file = write_file(root, "tensor_stats", "p", rows_of(step=[1]), seen.append)
-
-    assert [] == list((root / STAGING).iterdir())
-    assert root / STAGING == seen.pop(1).parent
-    assert [root, root, root / "dataset=tensor_stats", root / "dataset=tensor_stats" / "part=p"] == seen
-    assert (root / file.path).stat().st_size == file.size_bytes
 
 
 def test_discard_deletes_files_and_is_idempotent(root, monkeypatch):

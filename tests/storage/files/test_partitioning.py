@@ -15,17 +15,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tests.properties import examples
-from tests.storage.rows import ask, entries, files, put, table
+from tests.storage.rows import ask, files, put, table
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema
-from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, coarsest, round_bits, rounded
+from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, round_bits, rounded
 from rankscope_storage.files.sorting import (
     LONGEST_PART,
     OWN_PART_ROWS,
     file_mantissa_bits,
-    is_sorted,
     own_part,
     parts,
     sort_order,
@@ -48,15 +47,6 @@ def test_run_with_100000_rows_gets_a_separate_part():
 
     assert {"big": OWN_PART_ROWS, "_shared-2026-11-20": OWN_PART_ROWS} == found
     assert ["r"] == [part for part, _ in parts(pa.table({"run": twice}), "scalars", TODAY)]
-
-
-@given(st.lists(st.sampled_from(["a", "b/c", "学", ""]), max_size=30), st.booleans())
-def test_parts_contain_every_row_exactly_once(names, encoded):
-    run = pa.array(names, pa.string())
-    table = pa.table({"run": run.dictionary_encode() if encoded else run, "row": list(range(len(names)))})
-    found = [row for _, rows in parts(table, "events", TODAY) for row in rows["row"].to_pylist()]
-
-    assert list(range(len(names))) == sorted(found)
 
 
 def test_samples_are_partitioned_by_day_and_without_ts_by_today():
@@ -115,35 +105,6 @@ def test_parts_of_long_run_names_fit_into_a_file_name_and_differ(one, other):
     assert all(not part.startswith(".") and "/" not in part for part in parts_of.values())
 
 
-_KEYS = ("run", "tensor", "step")
-
-
-@st.composite
-def _keyed_rows(draw: st.DrawFn) -> pa.Table:
-    """Generate mostly sorted rows; the dictionaries are unsorted, have unused texts or contain a text twice."""
-    row = st.tuples(st.sampled_from(["a", "b", None]), st.sampled_from(["x", "y"]), st.integers(0, 3) | st.none())
-    rows = draw(st.lists(row, max_size=8))
-    if draw(st.booleans()):
-        rows.sort(key=lambda row: [(value is None, value or 0) for value in row])
-    runs, tensors, steps = zip(*rows, strict=True) if rows else ((), (), ())
-    names = draw(st.sampled_from([["a", "b"], ["b", "a"], ["b", "a", "a"]]))
-    codes = pa.array([None if run is None else names.index(run) for run in runs], pa.int32())
-    run = pa.DictionaryArray.from_arrays(codes, pa.array(names))
-    tensor = pa.array(tensors, pa.string())
-    tensor = tensor.dictionary_encode() if draw(st.booleans()) else tensor
-    return pa.table({"run": run, "tensor": tensor, "step": pa.array(steps, pa.int64())})
-
-
-@given(_keyed_rows())
-def test_is_sorted_is_true_only_if_sorting_changes_nothing(table):
-    leaves = list(range(table.num_rows)) == sort_order(table, _KEYS).tolist()
-    run = pa.DictionaryArray.from_arrays(pa.array([1, 1, 0, 0], pa.int32()), pa.array(["b", "a"]))
-    usual = pa.table({"run": run, "tensor": pa.array(["x"] * 4).dictionary_encode(), "step": [1, 2, 0, 7]})
-
-    assert leaves or not is_sorted(table, _KEYS)
-    assert is_sorted(usual, _KEYS)
-
-
 # Columns that are null in all rows of a dataset are not written, and every reader reads them as null.
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
@@ -185,14 +146,6 @@ def test_sample_with_usually_null_columns_survives_a_merge(writer, connection, m
     writer.compact()
     assert 1 == len(connection.files("samples"))
     assert expected == ask(connection, asked)
-
-
-def test_run_of_samples_is_checked_against_the_log(writer, connection):
-    append(writer, {"run": "a"})
-    entry = entries(connection.path)[-1]
-    entry.write_text(entry.read_text().replace('\\"run\\":\\"a\\"', '\\"run\\":\\"b\\"'))
-
-    assert not check(connection.path, deep=True).is_intact
 
 
 def test_delta_reader_reads_unwritten_columns_as_null(writer, connection):
@@ -337,11 +290,6 @@ def test_merged_file_has_the_coarsest_mantissa_bits_and_equal_values(rounding_st
     assert [(12, b"12")] == told(rounding_store)
     assert before == ask(rounding_store, asked)
     assert [float(np.float32(math.e)), 3.1416015625] == [before[row][1] for row in (0, 2)]
-
-
-def test_coarsest_of_lossless_files_is_none():
-    assert None is coarsest(["a/b-0123.parquet"])
-    assert 7 == coarsest(["a/b-0123.parquet", "a/b-0123-m12.parquet", "a/b-0123-m7.parquet"])
 
 
 def test_mantissa_bits_outside_of_the_range_are_refused(tmp_path):

@@ -10,7 +10,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.data.provider import RunTagFilter
-from tests.properties import few
 from tests.storage.formats.conftest import read_events, row, scalar, tensor
 
 from rankscope_storage.base.errors import ExportError
@@ -92,23 +91,6 @@ def test_tensorboard_shows_a_run_per_rank_and_attempt(shelf):
         run: tags["loss"][0].value for run, tags in scalars.items()
     }
     assert 1772366401.0 == scalars["rank0"]["loss"][0].wall_time
-
-
-def test_options_restrict_the_exported_rows(shelf):
-    shelf.put(
-        scalars=[scalar(step, float(step), rank=rank) for step in range(1, 9) for rank in (0, 1)],
-        tensor_stats=[tensor(2, kind="exp_avg"), tensor(2, kind="grad_reduced")],
-    )
-    start, end = (scalar(step, 0.0)["ts"] for step in (3, 6))
-    target, report = shelf.export("tensorboard", time_start=start, time_end=end, steps=(1, 5), ranks=(1,))
-
-    assert {"loss": [(3, 3.0), (4, 4.0), (5, 5.0)]} == read_events(target / "rank1")
-    assert ["rank1"] == [path.name for path in target.iterdir()]
-    assert 3 == report.rows["scalars"]
-
-    target, report = shelf.export("tensorboard", "kinds", data_type_list=("exp_avg",))
-
-    assert 1 == report.rows["tensor_stats"]
 
 
 def test_omitted_rows_are_counted(shelf):
@@ -243,17 +225,3 @@ def test_all_points_are_written_on_request(shelf):
 
     assert {} == report.omitted
     assert {STEPS} == {len(points) for points in read_points(target).values()}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("processes", few(1, [2, 1]))
-def test_ranges_of_steps_do_not_depend_on_memory_windows(shelf, monkeypatch, processes):
-    shelf.put(tensor_stats=[row | {"rank": rank} for row in tensors(40) for rank in (0, 1)])
-    whole, expected = shelf.export("tensorboard", "whole")
-    if processes == 1:
-        windows = "rankscope_storage.formats.common.selection.Selection.windows.__kwdefaults__"
-        monkeypatch.setattr(windows, {"rows": 900})
-    again, found = shelf.export("tensorboard", "again", process_num=processes)
-
-    assert expected.rows == found.rows
-    assert read_events(whole / "rank1") == read_events(again / "rank1")

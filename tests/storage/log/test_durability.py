@@ -7,16 +7,13 @@ from pathlib import Path
 
 import pytest
 from deltalake import DeltaTable
-from tests.storage.rows import ask
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.connection import connect
 from rankscope_storage.log.checkpoints import Checkpointer, write_checkpoint
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
-from rankscope_storage.log.entries import LOG_FOLDER, NO_CHECKPOINT, checkpoint_files, entry, newest_checkpoint
-from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.log.entries import LOG_FOLDER, checkpoint_files, entry, newest_checkpoint
 
 
 class Power:
@@ -150,20 +147,6 @@ def test_writer_writes_checkpoints_without_maintenance(store, batch):
     assert 2 == len(list((store.root / LOG_FOLDER).glob("*.checkpoint.parquet")))
 
 
-def test_compaction_and_rewrites_write_checkpoints_between_commits(store, writer, batch, monkeypatch):
-    """A commit writes none in its own thread."""
-    monkeypatch.setattr(writer._checkpoints, "after_commit", lambda version: None)
-    monkeypatch.setattr("rankscope_storage.maintenance.compaction.SMALL_FILES", 1)
-    for seq in range(3):
-        writer.append(batch([seq]))
-    for _ in range(2 * CHECKPOINT_COMMITS):
-        Log.open(store.root, sync_to_disk).commit(Change())
-
-    assert NO_CHECKPOINT == newest_checkpoint(store.root)
-    compact(store.root, sync_to_disk)
-    assert CHECKPOINT_COMMITS < newest_checkpoint(store.root)
-
-
 def test_only_close_waits_for_a_checkpoint(store):
     begun, go_on, written = threading.Event(), threading.Event(), []
 
@@ -202,18 +185,6 @@ def test_failed_checkpoint_is_logged_and_retried_after_as_many_commits(store, ca
     assert 2 == caplog.text.count("retrying after 10 commits")
 
 
-def test_checkpoint_of_another_shard_counts(store):
-    written = []
-    checkpoints = Checkpointer(store.root, sync_to_disk, lambda root, sync: written.append(root))
-    for _ in range(2):
-        Log.open(store.root, sync_to_disk).commit(Change())
-    write_checkpoint(store.root, sync_to_disk)
-    checkpoints.after_commit(CHECKPOINT_COMMITS)
-    checkpoints.close()
-
-    assert [] == written
-
-
 def test_checkpoint_is_durable_before_entries_are_deleted(store, writer, batch, monkeypatch):
     for seq in range(3):
         writer.append(batch([seq]))
@@ -237,12 +208,3 @@ def test_maintenance_works_with_a_checkpoint_without_hint_file(store, writer, ba
     writer.maintain()
 
     assert 3 == newest_checkpoint(store.root)
-
-
-def test_appends_and_reads_continue_during_checkpoints(store, batch):
-    with store.claim("0/2", owner="a") as one, store.claim("1/2", owner="b") as other, connect(store.root) as reader:
-        for seq in range(CHECKPOINT_COMMITS):
-            one.append(batch([seq]))
-            other.append(batch([seq], incarnation="i1"))
-
-            assert [(2 * seq + 2,)] == ask(reader, "SELECT count(*) FROM scalars")

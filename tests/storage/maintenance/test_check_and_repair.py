@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -199,23 +198,6 @@ def test_disk_error_during_decoding_is_no_damage_of_the_file(left, monkeypatch):
     assert [FindingKind.OUT_OF_REACH] * 3 == kinds(left)
     with pytest.raises(StoreError, match="no file was removed"):
         repair(left, sync_to_disk)
-
-
-def test_missing_dataset_folder_is_removed_only_with_force(left):
-    """A mount may be missing. If it came back after the repair, the store would not contain its files any more."""
-    folder = left / "dataset=scalars"
-    away = folder.rename(left / "elsewhere")
-    for prepare in (lambda: None, folder.mkdir):  # no folder, and an empty mount point
-        prepare()
-        with pytest.raises(StoreError, match=r"^no file of scalars is left in .*dataset=scalars\. A disk or a mount m"):
-            repair(left, sync_to_disk)
-    folder.rmdir()
-    away.rename(folder)
-    assert check(left).is_intact
-    shutil.rmtree(folder)
-
-    assert 3 == len(repair(left, sync_to_disk, force=True).lost)
-    assert 0 == rows(left)
 
 
 def test_stats_and_check_tolerate_files_deleted_meanwhile(left, monkeypatch):

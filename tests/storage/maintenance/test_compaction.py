@@ -2,32 +2,25 @@
 
 import datetime as dt
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.storage.rows import ask, data_files, files, put
+from tests.storage.rows import ask, files, put
 
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import ShardLostError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.connection import connect
 from rankscope_storage.files.sorting import shared_part
-from rankscope_storage.log.delta import MUTEX, Change, Log
+from rankscope_storage.log.delta import MUTEX, Log
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.maintenance import compaction, retention
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import (
     SILENCE,
-    Merge,
     compact,
     open_and_closed,
     plan,
-    split_by_part,
-    split_by_step,
 )
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.maintenance.vacuum import maintain
@@ -118,107 +111,6 @@ def test_attempts_parts_and_datasets_are_never_merged_with_each_other(store, wri
     assert expected == column(store.root, "dataset", "attempt_min", "attempt_max")
 
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from([None, 0, 1]), st.one_of(st.none(), st.integers(0, 6))), min_size=1, max_size=60
-)
-
-
-@given(STEPS, st.integers(1, 20))
-def test_split_by_step_divides_no_step_and_loses_no_row(steps, target):
-    attempts, numbers = (pa.array(values, pa.int64()) for values in zip(*steps, strict=True))
-    table = pa.table({"run": ["r"] * len(steps), "attempt": attempts.cast(pa.int32()), "step": numbers})
-    pieces = [[(row["attempt"], row["step"]) for row in piece.to_pylist()] for piece in split_by_step(table, target)]
-    largest_step = max(Counter(steps).values())
-
-    assert Counter(steps) == Counter(row for piece in pieces for row in piece)
-    assert sum(len(set(piece)) for piece in pieces) == len(set(steps))
-    assert all(len(piece) <= max(target, largest_step) for piece in pieces)
-
-
-def test_refused_one_of_two_compactions_changes_nothing(store, writer, connection, four, monkeypatch):
-    genuine = compaction._rewrite
-
-    def overtaken(*arguments):
-        monkeypatch.setattr(compaction, "_rewrite", genuine)
-        compact(store.root, sync_to_disk)
-        return genuine(*arguments)
-
-    monkeypatch.setattr(compaction, "_rewrite", overtaken)
-    report = writer.compact()
-
-    assert (0, 1) == (report.files_added, report.refused)
-    assert [(4, 4)] == ask(connection, STORED)
-    assert 5 == len(data_files(store.root))  # four replaced, one new, none of the refused compaction
-
-
-def test_file_replaced_after_the_plan_is_not_merged_again(store, writer, connection, four, monkeypatch):
-    """A plan may have several merges, and another compaction may make the second one first."""
-    stale = plan(Log.open(store.root, sync_to_disk).snapshot())
-    compact(store.root, sync_to_disk)
-    monkeypatch.setattr(compaction, "plan", lambda snapshot, now: stale)
-    report = writer.compact()
-
-    assert (0, 1) == (report.files_added, report.refused)
-    assert [(4, 4)] == ask(connection, STORED)
-
-
-def test_compaction_killed_before_its_commit_changes_no_row(writer, connection, four, monkeypatch):
-    def die(log: Log, change: Change) -> int:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Log, "commit", die)
-        with pytest.raises(KeyboardInterrupt):
-            writer.compact()
-
-    assert [(4, 4)] == ask(connection, STORED)
-    assert 1 == writer.compact().files_added
-    assert [(4, 4)] == ask(connection, STORED)
-
-
-@pytest.mark.thorough
-def test_readers_see_whole_appends_during_appends_and_compactions(store, writer, batch, eager):
-    """One appender, two concurrent compactions, one reader: each result is a whole number of appends."""
-    appends, failures, answers, done = 60, [], [], threading.Event()
-
-    def guarded(work):
-        def run():
-            try:
-                work()
-            except Exception as error:
-                failures.append(error)
-
-        return threading.Thread(target=run)
-
-    def append():
-        try:
-            for number in range(appends):
-                writer.append(batch(range(number * 3, number * 3 + 3)))
-        finally:
-            done.set()
-
-    def merge():
-        while not done.is_set():
-            compact(store.root, sync_to_disk)
-
-    def read():
-        with connect(store.root) as connection:
-            while not done.is_set():
-                answers.extend(ask(connection, "SELECT count(*), count(DISTINCT seq), max(seq) FROM scalars"))
-
-    threads = [guarded(work) for work in (append, merge, merge, read)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-
-    assert [] == failures
-    assert [(appends * 3, appends * 3)] == ask(store.root, STORED)
-    assert all(count == distinct == highest + 1 and count % 3 == 0 for count, distinct, highest in answers if count)
-    assert sorted(answers, key=lambda answer: answer[0]) == answers
-    assert len({count for count, _, _ in answers}) > 5
-
-
 def test_writer_without_its_shard_can_compact_but_not_append(store, writer, batch, four):
     """Compaction changes no row and needs only the mutex, not the shard."""
     for lock in (store.root / "_shards").iterdir():
@@ -239,15 +131,6 @@ def test_run_that_has_grown_moves_to_a_separate_part(store, writer, batch, conne
 
     assert [(shared_part(dt.datetime.now(dt.UTC).date()), 4), ("grown", 20)] == column(store.root, "part", "rows")
     assert before.equals(connection.query("FROM scalars ORDER BY run, seq"))
-
-
-def test_run_with_a_separate_part_moves_only_enough_rows_for_a_file(monkeypatch):
-    merge = Merge(dataset="scalars", part="_shared-x", files=(), own_parts=frozenset({"a", "b"}))
-    table = pa.table({"run": ["a"] * 3 + ["b"] * 2 + ["c"] * 3})
-    monkeypatch.setattr(compaction, "MOVED_ROWS", 3)
-    found = [(part, rows.column("run").to_pylist()) for part, rows in split_by_part(table, merge)]
-
-    assert [("a", ["a"] * 3), ("_shared-x", ["b"] * 2 + ["c"] * 3)] == found
 
 
 def test_steps_after_the_slowest_live_rank_remain_separate():

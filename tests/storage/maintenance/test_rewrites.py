@@ -24,7 +24,7 @@ from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.files.older_integers import has_older_integers
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, MUTEX, REMOVED_FILES_HOURS, Change, Log
-from rankscope_storage.maintenance import compaction, retention, retention_plan
+from rankscope_storage.maintenance import compaction, retention
 from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.repair import repair
@@ -49,16 +49,6 @@ def older(tmp_path):
 def older_files(root):
     paths = files(root)["path"].to_pylist()
     return [path for path in paths if has_older_integers(pq.read_metadata(root / path))]
-
-
-def test_check_counts_the_files_with_an_older_encoding(older):
-    report = check(older, deep=True)
-    (finding,) = report.findings
-
-    assert report.is_intact
-    assert FindingKind.OLDER_INTEGERS is finding.kind
-    assert finding.text.startswith("6 files, ")
-    assert finding.text.endswith("`rankscope store compact --rewrite` rewrites these files")
 
 
 def test_differences_of_any_width_are_an_older_encoding(tmp_path):
@@ -103,56 +93,21 @@ def test_rewrite_merges_small_files_first(older, monkeypatch):
     assert ([], before) == (older_files(older), content(older))
 
 
-def overtaken(monkeypatch, action, times=1):
-    """Call `action` before each of the next `times` merges writes its files: as another process at this moment."""
-    genuine, calls = compaction._rewrite, iter(range(times))
-
-    def rewrite(root, merge, sync, now):
-        if next(calls, None) is not None:
-            action()
-        return genuine(root, merge, sync, now)
-
-    monkeypatch.setattr(compaction, "_rewrite", rewrite)
-
-
 def test_rewrite_counts_files_that_another_compaction_replaced(older, monkeypatch):
     """Another process merges all files while the command writes the first one. No row is lost or doubled."""
 
-    def merge_all():
+    def overtaken(*arguments):
         monkeypatch.setattr(compaction, "_rewrite", genuine)
         monkeypatch.setattr(compaction, "SMALL_FILES", 1)
         compact(older, sync_to_disk)
+        return genuine(*arguments)
 
     genuine, before = compaction._rewrite, content(older)
-    overtaken(monkeypatch, merge_all)
+    monkeypatch.setattr(compaction, "_rewrite", overtaken)
     report = compact(older, sync_to_disk, rewrite=True)
 
     assert (0, 6, 0) == (report.rewritten, report.refused, report.left)
     assert ([], before) == (older_files(older), content(older))
-
-
-def test_rewrite_plans_refused_files_again(older, monkeypatch):
-    """Another process commits rewrites that change none of the files."""
-    before, progress = content(older), []
-    overtaken(monkeypatch, lambda: Log.open(older, sync_to_disk).replace_files(Change), times=8)
-    report = compact(older, sync_to_disk, lambda done, total: progress.append((done, total)), rewrite=True)
-
-    assert (6, 8, 0) == (report.rewritten, report.refused, report.left)
-    assert ([], before) == (older_files(older), content(older))
-    assert [(done, 6) for done in range(1, 7)] == progress[:6]
-    assert (14, 14) == progress[-1]
-
-
-def test_rewrite_includes_files_that_another_process_adds_meanwhile(older, monkeypatch):
-    def append_older():
-        with split_integers():
-            append(older, silent, records=15, per_commit=3)
-
-    overtaken(monkeypatch, append_older)
-    report = compact(older, sync_to_disk, rewrite=True)
-
-    assert (8, 0, 0) == (report.rewritten, report.refused, report.left)
-    assert [] == older_files(older)
 
 
 def test_damaged_file_does_not_prevent_the_rewriting_of_others(older):
@@ -398,20 +353,6 @@ def test_old_rows_are_removed_from_files_with_newer_rows(store, writer, dataset)
     assert 0 == retain(store.root, policy, sync_to_disk, now=day(2 + KEPT_DAYS)).files
 
 
-def test_dry_run_reports_and_changes_nothing(store, writer):
-    writer.append(rows("features", [0.0, 0.5]))
-    writer.append(rows("tensor_stats", [0.0, 0.5]))
-    version = Log.open(store.root, sync_to_disk).version
-    planned = raw_before(store.root, 1, dry_run=True)
-
-    assert version == Log.open(store.root, sync_to_disk).version
-    told = [(row["dataset"], row["becomes"], row["files"], row["rows"]) for row in planned.groups.to_pylist()]
-    assert [("features", "nothing", 1, 2), ("tensor_stats", "rollups", 1, 2)] == sorted(told)
-    done = raw_before(store.root, 1)
-    assert (planned.groups, planned.size_bytes) == (done.groups, done.size_bytes)
-    assert 0 == raw_before(store.root, 1).files
-
-
 @pytest.mark.parametrize("dataset", ["features", "tensor_stats"])
 @pytest.mark.parametrize("times", [1, 9])
 def test_retention_retries_after_a_concurrent_compaction(store, writer, monkeypatch, dataset, times):
@@ -469,16 +410,6 @@ def test_service_continues_and_removed_rows_do_not_return(store, writer, batch):
     writer.append(batch(range(1, 4)))
 
     assert (0, 3) == (count(store.root, "features"), count(store.root, "scalars"))
-
-
-@pytest.mark.thorough
-def test_retention_makes_at_most_the_requested_commits(store, writer, monkeypatch):
-    monkeypatch.setattr(retention_plan, "WORK_ROWS", 2)
-    for number in range(5):
-        writer.append(rows("tensor_stats", [number / 10]))
-
-    assert [2, 1, 0] == [raw_before(store.root, 1, works=1).left for _ in range(3)]
-    assert (0, 5) == (count(store.root, "tensor_stats"), count(store.root, "tensor_rollups", 'sum("rows")'))
 
 
 def test_rollup_days_below_raw_days_are_refused():

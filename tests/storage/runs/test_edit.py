@@ -280,18 +280,6 @@ def tagged(store, writer):
     return store.root
 
 
-def test_tags_and_note_are_set_changed_and_removed(tagged):
-    edit_tags(tagged, "r", set_tags({"team": "ours", "size": "7b"}), sync_to_disk)
-    edit_tags(tagged, "r", set_note("  warm-up too short\nsee r2 "), sync_to_disk)
-    after = edit_tags(tagged, "r", remove_tags(["team"]), sync_to_disk)
-
-    assert TagsAndNote({"size": "7b"}, "warm-up too short\nsee r2") == after
-    assert [("running", '{"size":"7b"}', "warm-up too short\nsee r2")] == shown(tagged)
-    edit_tags(tagged, "r", remove_tags(["size"]), sync_to_disk)
-    edit_tags(tagged, "r", set_note(""), sync_to_disk)
-    assert [("running", None, None)] == shown(tagged)
-
-
 def test_secrets_in_tags_and_notes_are_masked(tagged):
     edit_tags(
         tagged, "r", set_tags({"hf_token": "correct-horse", "url": "https://bob:correct-horse@host"}), sync_to_disk

@@ -24,7 +24,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema, table_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance import retention, retention_plan
+from rankscope_storage.maintenance import retention_plan
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
@@ -237,40 +237,6 @@ def steps(first: int, end: int, *, per_day: int = 100, **columns) -> list[Row]:
     """Return rows of one tensor, a row per step, `per_day` steps per day."""
     common = {"attempt": 0, "kind": "k", "tensor": "t", "norm": 1.0, **columns}
     return [{"step": step, "ts": day(step / per_day), **common} for step in range(first, end)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
-def test_rollups_are_equal_for_any_number_of_slices(tmp_path, monkeypatch, dataset):
-    """Slices are divided at row groups. Some names contain a quote, and names are no numbers."""
-    names = {"tensor_stats": {"kind": "k", "tensor": "{}"}, "scalars": {"name": "{}"}}[dataset]
-    value = {"tensor_stats": "norm", "scalars": "value"}[dataset]
-    texts = ["a", "a'", "a'b", "学", "b", "layers.10", "layers.9", "~"]
-    rows = [
-        {"run": run, "rank": rank, "step": step, "ts": day(0), value: float(7 * number + step)}
-        | {column: pattern.format(text) for column, pattern in names.items()}
-        for run in ("r", "s")
-        for rank in (0, 1)
-        for number, text in enumerate(texts)
-        for step in (5, 90, 105)
-    ]
-    told, slices = [], []
-    for slice_rows in (retention.SLICE_ROWS, 60, 1):
-        monkeypatch.setattr("rankscope_storage.files.encoding.ROW_GROUP_ROWS", 4)
-        monkeypatch.setattr(retention, "SLICE_ROWS", slice_rows)
-        root = tmp_path / str(slice_rows)
-        with Store.open(root, create=True).claim("0/1", owner="test") as writer:
-            for start in range(3):
-                append(writer, dataset, rows[start::3])
-        paths = [str(path) for path in root.glob(f"dataset={dataset}/*/*.parquet")]
-        slices.append(len(retention.slices(paths, dataset)))
-        let_age(root, 5)
-        with connect(root) as connection:
-            told.append(comparable(found(connection, dataset)))
-
-    assert 2 * 2 * 8 * 2 == len(told[0])
-    assert [told[0]] * 2 == told[1:]
-    assert [1, 2, 4] == slices
 
 
 def test_file_across_the_limit_is_divided_between_two_buckets(store, writer, connection):
