@@ -3,14 +3,13 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
-from tests.dashboards.conftest import BOARDS, FILES, PANELS, promql_error, substituted
+from tests.dashboards.conftest import BOARDS, PANELS, promql_error, substituted
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package
@@ -48,18 +47,6 @@ def columns(panel: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_committed_files_equal_the_generated_ones():
     assert [] == stale_files(PROVISIONING)
-
-
-def test_stale_files_lists_changed_missing_and_obsolete_files(tmp_path):
-    for name, text in FILES.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    (tmp_path / "prometheus/prometheus.yml").write_text("changed", encoding="utf-8")
-    (tmp_path / "prometheus/rankscope.rules.yml").unlink()
-    (tmp_path / "dashboards/rankscope/old.json").write_text("{}", encoding="utf-8")
-
-    changed = ["prometheus/prometheus.yml", "prometheus/rankscope.rules.yml"]
-    assert ["dashboards/rankscope/old.json", *changed] == stale_files(tmp_path)
 
 
 def test_every_query_selects_the_chosen_run_by_labels_of_the_catalog():
@@ -126,16 +113,6 @@ def test_every_panel_is_described_and_names_the_probable_reason_for_no_data():
             assert re.search(r"\bno GPU\b|\bis none\b", reason, re.IGNORECASE)
 
 
-def test_axis_of_zeros_does_not_end_at_a_hundred():
-    charts = {panel["title"]: defaults(panel) for _, panel in PANELS if panel["type"] == "timeseries"}
-    tops = {title: one["custom"].get("axisSoftMax") for title, one in charts.items()}
-    few = {one["decimals"] for one in charts.values() if one.get("unit") == "sci"}
-
-    assert [0.1, 0.1, 1, 0.001] == [tops[one] for one in ("Failed polls", "Notifications", "Anomalies", "Step time")]
-    assert {None} == {tops[title] for title, one in charts.items() if one.get("unit") == "sci"} == {tops["Loss"]}
-    assert {2} == few, "without decimals, Grafana shows 5.9999999999999995e-5"
-
-
 def test_absent_values_have_no_text_no_colour_of_a_state_and_no_link():
     """Grafana shows the text of an absent value at ticks without a label, in the legend of states, and as a link."""
     for _, panel in PANELS:
@@ -159,38 +136,6 @@ def test_units_are_known_to_grafana():
         assert unit in UNITS or re.fullmatch(r"(suffix|prefix|currency|time):.+", unit), (title, unit)
 
 
-def test_only_states_and_counts_that_should_be_0_have_a_background():
-    """The first screen had ten green tiles, so that colour meant nothing."""
-    tiles = {panel["title"]: panel["options"] for _, panel in PANELS if panel["type"] == "stat"}
-
-    assert {"State", "Anomaly count", "Lost data", "Internal errors"} == {
-        title for title, options in tiles.items() if options["colorMode"] == "background"
-    }
-    assert {"Step", "Anomaly count", "Internal errors", "GPU energy"} == {
-        title for title, options in tiles.items() if options["graphMode"] == "area"
-    }
-
-
-def test_smoothed_lines_are_strong_and_those_of_ranks_pale():
-    styles = {
-        panel["title"]: columns(panel)
-        for _, panel in PANELS
-        if any(target.get("legendFormat", "").endswith("smoothed") for target in panel["targets"])
-    }
-
-    assert {"Loss", "Gradient norm"} == styles.keys()
-    for style in styles.values():
-        assert 3 == style["/smoothed$/"]["custom.lineWidth"]
-        assert "rgba(128, 160, 200, 0.5)" == style["/(highest|lowest)$/"]["color"]["fixedColor"]
-
-
-def test_loss_is_the_first_chart_and_the_first_screen_contains_it():
-    charts = [panel for panel in BOARDS["run_overview"]["panels"] if panel["type"] == "timeseries"]
-
-    assert "Loss" == charts[0]["title"]
-    assert charts[0]["gridPos"]["y"] + charts[0]["gridPos"]["h"] <= 17, "38 px each, of 650 px below the menus"
-
-
 def test_tensors_in_tables_link_to_their_board_and_have_the_remaining_width():
     """Tables with tensors have the whole width of the board, and all other columns have a fixed width."""
     tables = [panel for _, panel in PANELS if panel["type"] == "table"]
@@ -208,39 +153,6 @@ def test_tensors_in_tables_link_to_their_board_and_have_the_remaining_width():
         assert "&var-tensor=${__data.fields.Tensor:percentencode}&" in url
 
 
-def test_table_of_runs_fits_1440_pixels_and_links_to_a_run_with_its_range():
-    (found,) = [columns(panel) for _, panel in PANELS if panel["title"] == "Runs"]
-    urls = [link["url"] for link in found["Run"]["links"]]
-
-    assert {"Loss", "Tokens/s", "Anomalies"} <= found.keys()
-    assert sum(one.get("custom.width", 0) for one in found.values()) <= 1150, "200 px remain for names"
-    for url in urls:
-        assert url.startswith(f"/d/{BOARDS['run_overview']['uid']}?")
-        assert "var-run=${__data.fields.Run" in url
-        assert "var-datasource=${datasource}" in url
-    assert urls[0].endswith("&${__url_time_range}")
-    assert urls[1].endswith("&from=${__data.fields.Started.numeric}&to=${__data.fields.Latest.numeric}")
-
-
-LEAST_SIZES = {"stat": (3, 4), "timeseries": (6, 7), "table": (8, 7), "status-history": (12, 7)}
-
-
-def test_panels_have_the_size_the_legend_and_the_thresholds_of_their_type():
-    """The SDK and the Grafana editor would otherwise set red from 80 on every panel."""
-    thresholds = ([None], [None, 1], [None, 0.5, 1.5, 3], [None, sys.float_info.max])
-    for name, panel in PANELS:
-        place, (width, height) = panel["gridPos"], LEAST_SIZES[panel["type"]]
-        steps = [step["value"] for step in defaults(panel)["thresholds"]["steps"]]
-        is_beside = panel["type"] == "timeseries" and panel["options"]["legend"]["placement"] == "right"
-
-        assert place["w"] >= (12 if is_beside else width), panel["title"]
-        assert place["h"] >= height, panel["title"]
-        assert steps in thresholds, panel["title"]
-        assert len(steps) < 4 or "baseline" in panel["description"]
-        for target in panel["targets"]:
-            assert ("{{run}}" in target.get("legendFormat", "")) <= (name == "runs"), panel["title"]
-
-
 def test_boards_open_with_at_most_20_panels_with_unique_titles():
     assert {"runs", "run_overview", "ranks", "tensors", "incidents", "pipeline"} == BOARDS.keys()
     titles = [panel["title"] for _, panel in PANELS]
@@ -248,19 +160,6 @@ def test_boards_open_with_at_most_20_panels_with_unique_titles():
     assert len(titles) == len(set(titles))
     for board in BOARDS.values():
         assert sum(panel["type"] != "row" for panel in board["panels"]) <= 20, "without those of folded rows"
-
-
-def test_annotations_mark_restarts_checkpoints_and_incidents():
-    names = {"run_overview", "ranks", "tensors", "incidents"}
-    marks = {name: [one["name"] for one in BOARDS[name]["annotations"]["list"][1:]] for name in names}
-
-    assert {name: ["Restarts", "Checkpoints", "Incidents"] for name in names} == marks
-    for board in BOARDS.values():
-        first = board["annotations"]["list"][0]
-        assert (1, False) == (first["builtIn"], first["enable"]), "alerts of all runs"
-    for annotation in ANNOTATIONS:
-        assert "${datasource}" == annotation["datasource"]["uid"]
-        assert 'run="$run"' in annotation["expr"]
 
 
 @pytest.mark.parametrize("job", [None, "rankscope"])

@@ -98,25 +98,6 @@ def test_boards_have_the_types_of_the_newest_release(errors):
     assert "" == errors(script(BOARDS))
 
 
-def test_compiler_reports_unknown_settings_and_values(errors):
-    right = script({"pipeline": BOARDS["pipeline"], "incidents": BOARDS["incidents"]})
-    wrong = (
-        ('"placement": "bottom"', '"placement": "below"', """Type '"below"' is not assignable"""),
-        ('"showHeader"', '"showHeading"', "showHeading"),
-        ('"spanNulls"', '"spanNull"', "spanNull"),
-        ('"rowHeight": 0.9', '"rowHeight": "0.9"', "Type 'string' is not assignable to type 'number'"),
-        ('{"width": 180}', '{"widths": 180}', "widths"),
-        ('"reduceOptions"', '"reduce"', '"reduce"'),
-        ('"refresh": "10s"', '"refresh": 10', "Type 'number' is not assignable to type 'string'"),
-    )
-    for text, other, _ in wrong:
-        assert text in right, text
-        right = right.replace(text, other)
-    found = errors(right)
-
-    assert [] == [other for _, other, reported in wrong if reported not in found]
-
-
 EXCLUSIONS = yaml.safe_load((PROVISIONING / LINT_EXCEPTIONS).read_text(encoding="utf-8"))["exclusions"]
 WITH_UNITS = {"stat", "singlestat", "graph", "table", "timeseries", "gauge"}
 SOURCE = ("datasource", "Data source", "prometheus")

@@ -209,11 +209,6 @@ def pair(case: str) -> Pair:
     return next(one for one in pairs() if one.case == case)
 
 
-def webhooks() -> list[dict[str, Any]]:
-    """Return the recorded messages that Grafana sent to a webhook."""
-    return [json.loads(line) for line in (DATA / "webhooks.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def recorded_server() -> ContractServer:
     """Return a server with the state of the first recorded request: everything is provisioned by files."""
     content = Content()

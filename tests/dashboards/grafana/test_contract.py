@@ -1,7 +1,6 @@
 """The contract server answers each recorded request of a deployment as Grafana did, in the order of the recording."""
 
 import base64
-import itertools
 import json
 import urllib.error
 import urllib.parse
@@ -9,7 +8,7 @@ import urllib.request
 from typing import Any, Final
 
 from tests.dashboards.grafana.contract_content import NOT_MODELLED, Answer
-from tests.dashboards.grafana.contract_server import Pair, pairs, recorded_server, webhooks
+from tests.dashboards.grafana.contract_server import Pair, pairs, recorded_server
 
 VOLATILE: Final = {"id", "created", "updated", "updatedAt", "createdAt", "accessErrorId", "traceID", "dashboardId"}
 """Keys whose values differ at each recording."""
@@ -38,13 +37,6 @@ def test_every_recorded_answer_is_repeated_with_its_leniency():
     accepted = {mistake.rpartition(": ")[2] for mistake in server.alerting.mistakes}
     assert {"folder", "condition", "data source", "uid", "for"} == accepted
     assert (250, 197) == (sum(one.answer is not None for one in pairs()), len(answers))
-
-
-def test_webhook_messages_lack_private_annotations():
-    alerts = itertools.chain.from_iterable(one["request"]["body"]["alerts"] for one in webhooks())
-
-    assert 8 == len(webhooks())
-    assert not [name for alert in alerts for name in alert["annotations"] if name.startswith("__")]
 
 
 def _is_different(one: Pair, got: Answer) -> bool:

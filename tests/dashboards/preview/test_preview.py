@@ -207,8 +207,3 @@ def test_table_of_several_queries_has_one_row_for_each_run():
 
     assert ("Run", "State", "Progress") == found.headings
     assert ((("r", ""), ("completed", "blue"), ("50.0%", "")),) == found.rows
-
-
-def test_unknown_board_lists_the_six_boards():
-    with pytest.raises(PreviewError, match="incidents, pipeline, ranks, run_overview, runs, tensors"):
-        read_board(PROVISIONING, "overview")
