@@ -11,10 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from rankscope.base.terminal import masked, prepare_streams
+from rankscope.base.terminal import masked
 from rankscope.commands import subcommands
 from rankscope_storage.connection import connect
 
@@ -65,13 +64,6 @@ def test_sql_reads_a_file_and_standard_input(rankscope, tmp_path):
 
     assert 0 == from_file.returncode
     assert from_file.stdout == rankscope("sql", input="select 1 as one").stdout
-
-
-def test_sql_writes_parquet(rankscope, tmp_path):
-    done = rankscope("sql", "select * from scalars", "--format", "parquet", "-o", str(tmp_path / "rows.parquet"))
-
-    assert 0 == done.returncode, done.stderr
-    assert 240 == pq.read_table(tmp_path / "rows.parquet").num_rows
 
 
 def test_sql_can_only_read_and_only_the_store(rankscope, tmp_path):
@@ -168,17 +160,6 @@ def test_closed_stream_is_no_error_and_a_full_disk_is_one_line(sample_store, tmp
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
 
     assert (code, out, err) == (done.returncode, done.stdout, done.stderr)
-
-
-@pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
-def test_a_closed_stream_is_replaced_by_the_null_device(monkeypatch, closed):
-    for name in ("stdin", "stdout", "stderr"):
-        monkeypatch.setattr(sys, name, None if name == closed else sys.__stderr__)
-    prepare_streams(is_service=False)
-    number = getattr(sys, closed).fileno()
-
-    assert os.devnull == str(Path(f"/proc/self/fd/{number}").readlink())
-    assert os.get_inheritable(number)
 
 
 def test_escape_sequences_in_names_are_masked_by_each_command(rankscope, tmp_path):

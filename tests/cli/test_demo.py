@@ -3,21 +3,16 @@
 import io
 import json
 import math
-import signal
-import sys
 import urllib.request
 from dataclasses import replace
 
-import psutil
 import pytest
 from rich.console import Console
-from tests.end_to_end.lives import until
 
 from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.demo.report import show_page
 from rankscope.output.progress import BarView, PlainView, progress_parts
-from rankscope.up.supervisor import child, interrupted_by_termination, stop
 from rankscope_ingest.reporting.progress import RunProgress
 
 RUN = RunProgress(
@@ -117,39 +112,6 @@ def test_receiver_accepts_messages_of_the_apprise_json_notifier():
         assert ["bad"] == [alert.title for alert in receiver.alerts]
         assert [] == list(receiver.new_alerts())
     assert ["      rank: 1", "      step: 2"] == list(alert.lines())[1:]
-
-
-def runs(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_child_and_its_children_stop_with_the_context(tmp_path):
-    """Also after an exception, and even if the child ignores SIGTERM."""
-    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-    log = tmp_path / "log"
-
-    def fail_once_it_runs():
-        with child([sys.executable, "-c", script], log, {}) as process:
-            until(log.read_text, 20)
-            raise RuntimeError(process.pid)
-
-    with pytest.raises(RuntimeError) as raised:
-        fail_once_it_runs()
-
-    pids = (raised.value.args[0], int(log.read_text()))
-    until(lambda: not any(map(runs, pids)), 10)
-
-
-def test_exit_code_is_returned_and_sigterm_interrupts(tmp_path):
-    with child([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "log", {}) as process:
-        process.wait(20)
-
-        assert 3 == stop(process)
-    with pytest.raises(KeyboardInterrupt), interrupted_by_termination():
-        signal.raise_signal(signal.SIGTERM)
 
 
 COUNTS = ["12,345 rows stored", "lag 3", "2/2 ranks"]

@@ -1,7 +1,5 @@
 """`rankscope export`: every format, and one-line error messages."""
 
-import subprocess
-
 import pyarrow.parquet as pq
 import pytest
 
@@ -102,12 +100,3 @@ def test_exported_run_can_be_imported(rankscope, tmp_path):
     asked = rankscope("sql", question, "--format", "csv", "--store", store)
 
     assert "run,n,bad\nopenmetrics,240,2\ntensorboard,240,2\n" == asked.stdout
-
-
-def test_promtool_accepts_the_openmetrics_text(rankscope, tmp_path, require_server):
-    promtool = require_server("promtool", "prometheus")
-    rankscope("export", "my-run", "--format", "openmetrics", "-o", str(tmp_path / "run.txt"))
-    command = [promtool, "tsdb", "create-blocks-from", "openmetrics", tmp_path / "run.txt", tmp_path / "data"]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-
-    assert 0 == made.returncode, made.stderr

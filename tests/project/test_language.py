@@ -15,11 +15,6 @@ def check(load_script) -> ModuleType:
     return load_script("check_language")
 
 
-@pytest.fixture(scope="module")
-def language_sample(load_script) -> ModuleType:
-    return load_script("language_sample")
-
-
 @pytest.fixture
 def repository(check, tmp_path, monkeypatch) -> Path:
     """Return a folder that `main` checks: `docs/page.md` has one finding, and there are no exceptions."""
@@ -104,22 +99,3 @@ def test_every_exception_has_a_reason(check):
     exceptions = json.loads(check.EXCEPTIONS.read_text())
 
     assert [] == [one for one in exceptions if {"path", "match", "reason"} != set(one) or not one["reason"]]
-
-
-@pytest.mark.thorough
-def test_language_sample_of_a_seed_is_reproducible(language_sample):
-    sample = language_sample.draw("0123abc")
-
-    assert {"docstring": 100, "message": 60, "paragraph": 30} == {name: len(texts) for name, texts in sample.items()}
-    assert sample == language_sample.draw("0123abc")
-
-
-def test_language_sample_joins_a_list_with_the_sentence_before_it(language_sample):
-    sentence = "The store of a run has more than one kind of file, namely:"
-    page = f"# Files\n\n{sentence}\n\n- data files\n- log entries\n\n{sentence[:-1]}.\n\n1. data files\n"
-
-    assert [f"{sentence} - data files - log entries", f"{sentence[:-1]}."] == list(language_sample.paragraphs(page))
-
-
-def test_language_sample_leaves_out_indented_code(language_sample):
-    assert [] == list(language_sample.paragraphs("    hash = a + b + c + d + e + f + g + h\n"))

@@ -14,12 +14,12 @@ from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
 from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
-from rankscope_view.data.comparison import Side, compare, compared_values, difference, first_difference
+from rankscope_view.data.comparison import compared_values, difference
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, notice
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
 from rankscope_view.data.history import History, read_history
-from rankscope_view.data.smoothing import ema, ema_at, moving_average
+from rankscope_view.data.smoothing import ema, moving_average
 from rankscope_view.data.speed import Method, Utilization
 from rankscope_view.data.summary import read_summary
 from rankscope_view.data.tensor import Limit, allowed_range, firing_groups, first_to_leave, tensor_curve, tensor_detail
@@ -146,16 +146,6 @@ def test_range_of_the_axis_has_all_values_unless_a_reader_cuts_it():
 
     assert (2.4, 40.0) == found.range()
     assert 9 > found.range(is_cut=True)[1]
-
-
-@pytest.mark.parametrize("spike", [1.0, 1e30, np.nan])
-@pytest.mark.parametrize("attempts", [1, 2])
-def test_ema_of_few_rows_equals_that_of_all_rows(spike, attempts):
-    values = np.random.default_rng(0).normal(size=100_000)
-    values[50_000] = spike
-    series, rows = np.arange(len(values)) * attempts // len(values), np.array([0, 7, 700, 50_600, 99_999])
-
-    np.testing.assert_allclose(ema_at(values, series, 0.9, rows), ema(values, series, 0.9)[rows], rtol=1e-9)
 
 
 @pytest.mark.parametrize("smoothing", [Smoothing.EMA, Smoothing.AVERAGE])
@@ -440,14 +430,6 @@ def compared(folder):
         yield connection
 
 
-@pytest.mark.thorough
-def test_first_difference_is_found_after_several_ranges_of_steps(compared):
-    found = first_difference(compared, "same", "other")
-
-    assert (150, "loss", 0) == (found.first.step, found.first.tensor, found.first.rank)
-    assert 200 == found.steps_compared
-
-
 def test_compare_prints_the_number_of_steps_that_both_runs_have(folder):
     """The comparison of values ends after the steps 16 to 143, in which the first difference is."""
     printed = run_command("compare", "same", "long", "--store", folder, "--no-figure").stdout
@@ -467,17 +449,6 @@ def test_curves_of_a_rank_and_of_a_difference_equal_sql(compared):
     assert expected["step"].to_pylist() == found.step.tolist()
     assert expected["value"].to_pylist() == pytest.approx(found.value)
     assert expected["own"].to_pylist() == read_chart(compared, "same", "loss", rank=1).value.tolist()
-
-
-@pytest.mark.thorough
-def test_three_sides_have_their_settings_and_differences_from_the_first(compared):
-    names = ("same", "other", "long")
-    found = compare(compared, [Side(letter=letter, run=run) for letter, run in zip("abc", names, strict=True)])
-
-    assert [150, 40] == [one.first.step for one in found.differences]
-    commands = tuple(f"train.py --lr={rate}" for rate in ("0.0001", "0.001", "0.0001"))
-    rates = ("0.0001", "0.001", "0.0001")
-    assert [("command", commands), ("optimizer.lr", rates)] == [(one.key, one.values) for one in found.settings]
 
 
 def page(folder, **sides) -> str:

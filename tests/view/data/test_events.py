@@ -1,7 +1,6 @@
 """The event log, incidents and markers of a run, selected events, and rows without a transformation."""
 
 import math
-import random
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +16,7 @@ from rankscope_view.data.event_query import EventQuery, select_events
 from rankscope_view.data.events import NEWEST, Group, event_lines, event_log, markers
 from rankscope_view.data.history import read_history
 from rankscope_view.data.incidents import happening, incidents, sentence_of
-from rankscope_view.data.raw_rows import is_constant, raw_histories, read_rows
+from rankscope_view.data.raw_rows import raw_histories
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
@@ -60,23 +59,6 @@ def test_log_of_one_group_has_only_this_group(connection):
     nan = [line for line in lines if line.type == "anomaly" and line.events > 1]  # those of a step are one line
     assert nan
     assert all("more" in line.text for line in nan)
-
-
-@pytest.mark.thorough
-def test_events_of_one_time_have_one_order_with_several_threads(opened):
-    """4,000 events of one step and time, shuffled in each of 8 files."""
-    types = ["error", "hang", "xid", "phase"]
-    known = {"rank": 0, "ordinal": 1}
-    listed = [event("r", types[at % 4], 5, 5, message=f"message {at:04}", rule=None, **known) for at in range(3800)]
-    turbulent = known | {"rule": "A", "op": "norm"}
-    listed += [event("r", "anomaly", 5, 5, tensor=f"t{at:03}", value=float(at), **turbulent) for at in range(200)]
-    random.Random(1).shuffle(listed)
-    expected = ["A: t000 and 199 more"]
-    expected += [f"message {number:04}" for type_ in sorted(types) for number in range(types.index(type_), 3800, 4)]
-    store = opened(*({"events": events(listed[part::8])} for part in range(8)))
-    store.query("SET threads TO 4")
-
-    assert [expected] * 5 == [[line.text for line in event_lines(store, "r")] for _ in range(5)]
 
 
 def test_markers_lie_on_the_axis_of_the_attempt(connection, course):
@@ -305,17 +287,3 @@ def test_long_series_equals_sql(long_runs, run):
         expected, found = read_history(long_runs, run, scalar), histories[scalar]
         for name in ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands"):
             np.testing.assert_allclose(getattr(expected, name), getattr(found, name), rtol=1e-15)
-
-
-def test_columns_of_one_value_and_equal_columns_take_no_memory(long_runs):
-    rows = read_rows(long_runs, ["long"], ["loss"]).main("long", "loss")
-    several = read_rows(long_runs, ["several"], ["grad_norm", "loss"])
-    first, last = (several.main("several", name) for name in ("grad_norm", "loss"))
-
-    assert all(is_constant(getattr(rows, name)) for name in ("attempt", "rank", "micro_step"))
-    assert np.shares_memory(first.time, last.time)
-    assert not np.shares_memory(first.value, last.value)
-
-
-def test_long_imported_run_needs_sql(long_runs):
-    assert {"log"} == read_rows(long_runs, ["log"], ["loss"]).for_sql

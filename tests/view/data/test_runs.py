@@ -16,8 +16,8 @@ from rankscope_view.data.advice import early_stopping, logging_interval, perplex
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.history import main_labels, read_history
-from rankscope_view.data.newest import NO_CURVE, read_newest
-from rankscope_view.data.raw_rows import RawRows, raw_histories
+from rankscope_view.data.newest import NO_CURVE
+from rankscope_view.data.raw_rows import raw_histories
 from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, run_facts, run_list
 from rankscope_view.data.runs import run_row as row_of_run
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
@@ -105,22 +105,6 @@ def test_search_selects_by_words_tags_and_state_and_unknown_losses_are_last(conn
     found = [row.loss for row in run_list(connection, RunQuery.parse("", sort="-loss")).rows]
     known = [loss for loss in found if loss is not None and not math.isnan(loss)]
     assert sorted(known, reverse=True) == found[: len(known)]
-
-
-def test_newest_values_equal_those_by_sql(connection, listed, monkeypatch):
-    runs = list(listed)
-    live = {run: {"attempt": None, "planned_steps": 1000} for run in runs}
-    fast = read_newest(connection, runs, live, has_curves=True)
-    monkeypatch.setattr("rankscope_view.data.newest.read_rows", lambda *_: RawRows(for_sql=set(runs)))
-    slow = read_newest(connection, runs, live, has_curves=True)
-
-    assert repr(slow.sparklines) == repr({run: fast.sparklines[run] for run in slow.sparklines})
-    for key, row in slow.values.items():
-        for name in ("value", "total", "position", "logged_at"):
-            assert row[name] == pytest.approx(fast.values[key][name], nan_ok=True)
-    assert slow.values.keys() == fast.values.keys()
-    etas = {run: eta for run, eta in fast.etas.items() if slow.etas.get(run) is not None}
-    assert etas
 
 
 VIEW = """\

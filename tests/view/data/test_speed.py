@@ -12,7 +12,7 @@ from tests.view.training import MAIN, Size, rank_scalars, run_row, scalars, traj
 from rankscope_storage.connection import connect
 from rankscope_view.data import slow_ranks
 from rankscope_view.data.hints import Side, tuning_hints
-from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable, rank_grid, rank_table
+from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable, rank_table
 from rankscope_view.data.slow_ranks import SlowRank
 from rankscope_view.data.speed import (
     BatchCheck,
@@ -297,15 +297,6 @@ def test_phases_of_a_rank_are_those_of_an_average_step(shares):
     assert [pytest.approx(row.step_seconds) for row in table.rows] == [sum(row.phases.values()) for row in table.rows]
 
 
-def test_shares_of_the_sql_view_are_those_of_each_step(shares):
-    worst = shares.query(
-        """SELECT max(abs(share - seconds / step.value)) AS error FROM step_phases
-        JOIN scalars AS step USING (run, rank, step) WHERE step.name = 'step_seconds' AND step > 0"""
-    )["error"].to_pylist()
-
-    assert [pytest.approx(0, abs=1e-12)] == worst
-
-
 def test_slow_rank_computes_longer_and_a_silent_one_has_no_new_rows(opened):
     size = Size(ranks=6, layers=1, steps=360)
     rows = rank_table(opened(scalars=rank_scalars("r", size, trajectory(size))), "r").rows
@@ -315,13 +306,6 @@ def test_slow_rank_computes_longer_and_a_silent_one_has_no_new_rows(opened):
     assert 0.31 == pytest.approx(slow[0].against_median, abs=0.02)
     assert 336 == slow[0].slow.since
     assert [5] == [row.rank for row in rows if row.is_silent]
-
-
-def test_run_without_ranks_has_an_empty_table(connection):
-    found = rank_table(connection, "mamba2-370m-32k-ctx")
-
-    assert () == found.rows
-    assert 0 == rank_grid(connection, "mamba2-370m-32k-ctx", found, whole_step=False).cells.size
 
 
 PHASES = ("data_wait", "forward", "backward", "collective", "optimizer", "checkpoint")
