@@ -50,16 +50,14 @@ class Postbox:
     """A mailbox: an SMTP server that keeps the received messages."""
 
     def __init__(self) -> None:
-        self.mails: list[tuple[float, email.message.EmailMessage]] = []
+        self.mails: list[email.message.EmailMessage] = []
 
     async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:  # noqa: N802 - aiosmtpd's name
-        mail = email.message_from_bytes(envelope.content, policy=email.policy.default)
-        assert isinstance(mail, email.message.EmailMessage)
-        self.mails.append((time.time(), mail))
+        self.mails.append(email.message_from_bytes(envelope.content, policy=email.policy.default))
         return "250 taken"
 
     def subjects(self) -> list[str]:
-        return [str(mail["Subject"]) for _, mail in self.mails]
+        return [str(mail["Subject"]) for mail in self.mails]
 
 
 @dataclass

@@ -1,10 +1,8 @@
-"""Ranks on Gloo. At step 6, before the next collective, rank 1 sleeps, waits in another barrier, or dies.
+"""Ranks on Gloo. At step 6, before the next collective, rank 1 sleeps until FOLDER has the file `go-on`.
 
-blamed_training.py FOLDER sleeps|barrier|dies, for each rank with its environment
+blamed_training.py FOLDER, for each rank with its environment
 """
 
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -18,17 +16,13 @@ import rankscope
 BLAMED_RANK, BLAMED_STEP, LAST_STEP = 1, 6, 9
 
 
-def fall_behind(situation: str, until: Path) -> None:
-    if situation == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if situation == "barrier":
-        dist.barrier()
+def fall_behind(until: Path) -> None:
     while not until.exists():
         time.sleep(0.5)  # rank 1 hangs here
 
 
 def main() -> None:
-    folder, situation = Path(sys.argv[1]), sys.argv[2]
+    folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
@@ -38,7 +32,7 @@ def main() -> None:
             loss = net(torch.ones(3, 4)).square().mean()
             loss.backward()
             if (step, dist.get_rank()) == (BLAMED_STEP, BLAMED_RANK):
-                fall_behind(situation, folder / "go-on")
+                fall_behind(folder / "go-on")
             dist.all_reduce(loss.detach())  # the others wait here
             optimizer.step()
             optimizer.zero_grad()

@@ -174,11 +174,8 @@ def test_nan_inhibits_only_the_turbulence_of_its_tensor(running):
     posted = [
         {"labels": common | {"alertname": name, "rule": name} | ({"tensor": tensor} if tensor else {})}
         for name, tensor in (
-            ("AnomalyNan", "a"),
-            ("AnomalyTurbulence", "a"),
-            ("AnomalyTurbulence", "b"),
-            ("AnomalyTurbulence", None),
-            ("AnomalyNan", None),
+            *(("AnomalyNan", "a"), ("AnomalyTurbulence", "a"), ("AnomalyTurbulence", "b")),
+            *(("AnomalyTurbulence", None), ("AnomalyNan", None)),
         )
     ]
     url = f"{running.urls['alertmanager']}/api/v2/alerts"

@@ -20,7 +20,6 @@ HASHES = {"hashes": {"of": "all", "every": 1}}
 CHANGED_AT = 3
 
 Change = Callable[[int, nn.Sequential], None]
-Seen = dict[tuple[int, str, str], torch.Tensor]
 
 
 def nothing(_step, _net):
@@ -129,21 +128,3 @@ def test_first_tensor_is_the_causally_first_difference(stored, other):
         # One bit of one weight changes no statistic, but changes the hash.
         after = {key for key in differing if key[:2] == (CHANGED_AT, "param_after")}
         assert after == {(point.step, point.kind, point.tensor) for point in found.points if point.op == "hash"}
-
-
-@pytest.mark.thorough
-def test_later_differences_are_listed_in_causal_order(stored):
-    """The forward pass layer by layer, the backward pass in reverse, then optimizer state and update."""
-    found = compared(stored[0], "first", "scaled")
-    kinds = ("param_before", "act_out", "act_grad_out", "grad_reduced", "exp_avg", "param_after")
-    order = [(point.kind, point.tensor) for point in found.points if point.kind in kinds]
-    firsts = list(dict.fromkeys(order))
-
-    outputs = ["2", "3", "4", ""]
-    backward = [name for kind, name in firsts if kind == "grad_reduced"]
-    assert [("param_before", "2.weight"), *(("act_out", name) for name in outputs)] == [
-        pair for pair in firsts if pair[0] in ("param_before", "act_out")
-    ]
-    assert ["4.bias", "4.weight", "2.bias", "2.weight", "0.bias", "0.weight"] == backward
-    places = [kinds.index(kind) for kind, _ in firsts]
-    assert sorted(places) == places

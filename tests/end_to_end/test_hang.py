@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -63,9 +62,7 @@ def test_hang_notification_has_the_place_of_each_rank_and_is_resolved(service, s
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        training = start_ranks(
-            SCRIPT, tmp_path, "sleeps", run="hangs", RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0"
-        )
+        training = start_ranks(SCRIPT, tmp_path, run="hangs", RANKSCOPE_TOKEN=TOKEN, RANKSCOPE_HANG_AFTER_SECONDS="0")
         service.wait_for(lambda: receiver.alerts)
         alert = receiver.alerts[0]
         asked = ask(service, "hangs")
@@ -116,31 +113,12 @@ def assert_printed_groups(text):
     assert re.search(r"^ +all_reduce +.*distributed_c10d\.py:\d+$", second, re.MULTILINE)
 
 
-def test_interrupted_hang_is_resolved_because_the_run_ended(service, start_ranks, tmp_path):
-    """The hung rank exits first, as with Ctrl-C in a terminal whose processes end one after the other."""
-    with AlertReceiver() as receiver:
-        service.urls = (receiver.notify_url,)
-        service.start()
-        waiting, hung = start_ranks(SCRIPT, tmp_path, "sleeps", run="hangs", RANKSCOPE_HANG_AFTER_SECONDS="1.5")
-        service.wait_for(lambda: receiver.alerts)
-        hung.send_signal(signal.SIGINT)
-        hung.wait(60)
-        waiting.send_signal(signal.SIGINT)
-        waiting.wait(60)
-        service.wait_for(lambda: len(receiver.alerts) > 1)
-        alert = receiver.alerts[1]
-    assert 0 == service.stop(), service.log()
-
-    assert "[resolved] hangs: RunStalled, the run ended" == alert.title
-    assert "The run ended. The last step before the stall was 5." in alert.text.splitlines()
-
-
 def test_without_a_token_ranks_report_hangs_and_send_stacks_on_loopback(service, start_ranks, tmp_path):
     """The service would wait for minutes, but the watchdogs of the ranks report the hang."""
     with AlertReceiver() as receiver:
         service.urls = (receiver.notify_url,)
         service.start()
-        training = start_ranks(SCRIPT, tmp_path, "sleeps", run="hangs", RANKSCOPE_HANG_AFTER_SECONDS="1.5")
+        training = start_ranks(SCRIPT, tmp_path, run="hangs", RANKSCOPE_HANG_AFTER_SECONDS="1.5")
         service.wait_for(lambda: receiver.alerts)
         alert = receiver.alerts[0]
         answer = ask(service, "hangs", token=None)

@@ -55,16 +55,9 @@ REGISTRATION = Registration(
     url="http://127.0.0.1:9400", config={"lr": 0.1}, versions={"torch": "2.13"},
 )  # fmt: skip
 EXIT = json.dumps({"reason": "exception", "error": "e", "last_step": 3})
+PLACE = {"kind": "grad", "tensor": "w", "op": "nans", "value": 3.0}
 EVENTS = [
-    {
-        "type": "anomaly",
-        "rule": "AnomalyNan",
-        "kind": "grad",
-        "tensor": "w",
-        "op": "nans",
-        "value": 3.0,
-        "message": "m",
-    },
+    {"type": "anomaly", "rule": "AnomalyNan", "message": "m", **PLACE},
     {"type": "exit", "message": "exception", "details": EXIT},
 ]
 PAGES = (

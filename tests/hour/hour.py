@@ -199,13 +199,7 @@ class Hour:
     def start_service(self) -> None:
         """Start the service, and wait until it answers."""
         command = [
-            sys.executable,
-            "-m",
-            "rankscope",
-            "serve",
-            "--store",
-            str(self.store),
-            "--listen",
+            *(sys.executable, "-m", "rankscope", "serve", "--store", str(self.store), "--listen"),
             f"127.0.0.1:{self.port}",
         ]
         log = self.stack.enter_context((self.folder / "service.log").open("ab"))
@@ -235,13 +229,7 @@ class Hour:
             environment["RANKSCOPE_INGEST_URL"] = self.url
         log = self.stack.enter_context((training.folder / "training.log").open("ab"))
         launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-            "--max-restarts",
-            "1",
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1"),
         ]
         self.jobs[name] = subprocess.Popen(
             [sys.executable, *launcher, str(SCRIPT), str(training.folder / "plan.json")],

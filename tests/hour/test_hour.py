@@ -29,18 +29,8 @@ COMMIT_SECONDS = 10.0
 RESULTS = Path(__file__).parents[2] / "hour-results"
 
 UNTRUE = (
-    r"undefined",
-    r"\[object",
-    r"(=|: |rank |step )None\b",
-    r"Infinity(?! )",
-    r"NaN %",
-    r"nan %",
-    r"\b1 times the median",
-    r"rank unknown",
-    r"at step (\d+) at step",
-    r"Traceback",
-    r"1e\+0\d %",
-    r"\{\"",
+    *(r"undefined", r"\[object", r"(=|: |rank |step )None\b", r"Infinity(?! )", r"NaN %", r"nan %"),
+    *(r"\b1 times the median", r"rank unknown", r"at step (\d+) at step", r"Traceback", r"1e\+0\d %", r"\{\""),
     r"trend: (falling|rising) .* NaN",
 )
 """Expressions that no page or summary may contain."""
@@ -263,10 +253,7 @@ def test_summary_has_the_numbers_of_the_training(hour):
 
         assert f"step: {len(losses):,} / {training.plan['steps']:,}" in text
         for value in (
-            losses[max(losses)],
-            min(losses.values()),
-            max(losses.values()),
-            sum(losses.values()) / len(losses),
+            *(losses[max(losses)], min(losses.values()), max(losses.values()), sum(losses.values()) / len(losses)),
         ):
             assert shows(text, value), (name, value)
         assert "lost: 0 records" in text

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 from pathlib import Path
 
 import pytest
@@ -168,42 +167,6 @@ async def test_failing_job_is_called_again_and_each_fault_is_logged_once(caplog)
     assert ["unexpected error in the work, retrying"] * 2 == [record.getMessage() for record in caplog.records]
 
 
-async def test_running_coroutine_delays_no_other_job_and_ends_with_the_loop():
-    started, calls, done, ended = [], [], asyncio.Event(), asyncio.Event()
-
-    async def slow():
-        started.append("slow")
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    def fast():
-        calls.append("fast")
-        if len(calls) == 3:
-            done.set()
-
-    async with running(Job("slow", 0.0, slow, starts_immediately=True), Job("fast", 0.0, fast)):
-        await done.wait()
-
-    assert (["slow"], ["fast"] * 3) == (started, calls[:3])
-    assert ended.is_set()
-
-
-async def test_wake_up_makes_the_loop_evaluate_intervals_again():
-    seconds, wake_up, done = [1e9], WakeUp(), asyncio.Event()
-    job = Job("the work", lambda: seconds[0], done.set)
-    task = asyncio.create_task(run_jobs([job], BackgroundFaults(), wake_up))
-    await asyncio.sleep(0)
-    assert not done.is_set()
-    seconds[0] = 0.0
-    wake_up.set()
-
-    async with asyncio.timeout(10):
-        await done.wait()
-    task.cancel()
-
-
 def test_fault_is_reported_for_half_a_minute():
     now = [0.0]
     faults = BackgroundFaults(clock=lambda: now[0])
@@ -239,46 +202,3 @@ def test_read_budget_limits_reads_to_two_percent_of_the_time():
         due.append(budget.is_due)
 
     assert [False, False, True] == due  # 6 s are 2 % of 300 s
-
-
-def test_failed_read_is_retried_after_one_interval():
-    now = [0.0]
-    budget = ReadBudget(30.0, clock=lambda: now[0], max_intervals=2)
-    for _ in range(3):
-        with budget.reading():
-            pass
-    with pytest.raises(OSError), budget.reading():
-        raise OSError
-
-    now[0] = 30.0
-    assert budget.is_due
-
-
-async def test_wait_returns_false_on_timeout_and_ends_with_a_set():
-    """A set before the wait ends one wait, unless it is cleared."""
-    wake_up, began = WakeUp(), time.monotonic()
-    waited = [await wake_up.wait(0.05), await wake_up.wait(-1.0)]
-    took = time.monotonic() - began
-    asyncio.get_running_loop().call_later(0.01, wake_up.set)
-    waited.append(await wake_up.wait(60.0))
-    wake_up.set()
-    wake_up.set()
-    waited += [await wake_up.wait(60.0), await wake_up.wait(0.0)]
-    wake_up.set()
-    wake_up.clear()
-    waited.append(await wake_up.wait(0.01))
-
-    assert [False, False, True, True, False, False] == waited
-    assert took >= 0.05
-
-
-async def test_cancelled_wait_leaves_no_timer_that_ends_the_next_one():
-    wake_up = WakeUp()
-    cancelled = asyncio.create_task(wake_up.wait(0.05))
-    await asyncio.sleep(0)
-    cancelled.cancel()
-    await asyncio.gather(cancelled, return_exceptions=True)
-    began = time.monotonic()
-    await wake_up.wait(0.3)
-
-    assert time.monotonic() - began >= 0.3

@@ -8,70 +8,12 @@ import pytest
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc's allocator is configured")
 
-TOUCH = """
-import resource, sys, threading
-import numpy as np
-if sys.argv[1] == "keep":
-    from rankscope_ingest.base.memory import tune_allocator
-    tune_allocator()
-
-def flush():
-    columns = [np.zeros(4_000_000, np.uint8) + 1 for _ in range(10)]
-
-def several():
-    for _ in range(20):
-        flush()
-
-thread = threading.Thread(target=several)
-thread.start()
-thread.join()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-"""
-
 
 def printed(script: str, *arguments: str) -> list[int]:
     """Return the numbers that a Python process prints."""
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [int(number) for number in done.stdout.split()]
-
-
-@LINUX
-@pytest.mark.thorough
-def test_memory_of_one_flush_serves_the_next():
-    """20 flushes of 80 MB each run in a thread. Only the pages of one of them are requested from the system."""
-    assert 2 * printed(TOUCH, "keep")[0] < printed(TOUCH, "leave")[0]
-
-
-HOLES = """
-from pathlib import Path
-import numpy as np
-from rankscope_ingest.base.memory import tune_allocator, trim
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
-
-tune_allocator()
-before = resident()
-columns = [np.ones(1 << 20, np.uint8) for _ in range(400)]
-full = resident()
-columns[:-1] = []
-kept = resident()
-trim()
-print(full - before, kept - before, resident() - before, columns[0].sum())
-"""
-
-
-@LINUX
-@pytest.mark.thorough
-def test_trim_returns_free_memory_before_a_used_block():
-    """The last of 400 MB remains in use. Without trim, the allocator returns only memory at the end of the heap."""
-    full, kept, trimmed, still = printed(HOLES)
-
-    assert full >= 400
-    assert kept >= 390
-    assert trimmed < 20
-    assert still == 1 << 20
 
 
 REPORT_AT_EXIT = """

@@ -1,6 +1,5 @@
 """State that a starting service reads from the store, delivery of notifications, and replica divergence."""
 
-import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -21,7 +20,7 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence import WAIT_SECONDS, DivergenceTracker, diverged_row, divergence_symptom
 from rankscope_ingest.detect.history import read_diverged, read_history
 from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.detect.symptoms import firings, latest_events
+from rankscope_ingest.detect.symptoms import firings
 from rankscope_ingest.notify.announcer import Announcer, message
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import NotifyError
@@ -180,11 +179,8 @@ def test_failed_run_remains_failed_until_all_its_ranks_register(restored):
 @pytest.mark.parametrize(
     ("states", "still_open", "past", "unsent"),
     [
-        (["opened"], 1, 0, 1),
-        (["opened", "notified"], 1, 0, 0),
-        (["opened", "undelivered"], 1, 0, 0),
-        (["muted"], 1, 0, 0),
-        (["opened", "notified", "resolved"], 0, 1, 0),
+        *((["opened"], 1, 0, 1), (["opened", "notified"], 1, 0, 0), (["opened", "undelivered"], 1, 0, 0)),
+        *((["muted"], 1, 0, 0), (["opened", "notified", "resolved"], 0, 1, 0)),
     ],
 )
 def test_incident_is_restored_in_its_last_state(store_and_read, states, still_open, past, unsent):
@@ -304,15 +300,6 @@ async def test_failing_notifier_is_retried_and_delays_no_other():
     assert 5 == log.count("count attempts failed")
 
 
-async def test_message_is_sent_if_the_commit_times_out(monkeypatch):
-    monkeypatch.setattr("rankscope_ingest.notify.announcer.COMMIT_WAIT_SECONDS", 0.01)
-    notifier = ListNotifier()
-    made, _ = announcer(notifier, commit=lambda: asyncio.sleep(60))
-    await made.announce(some_incident())
-
-    assert 1 == len(notifier.messages)
-
-
 # Firings that the service has polled remain on its page after the end of the rank.
 
 NAME = "rankscope_ingest_anomaly_events_total"
@@ -326,14 +313,6 @@ def counted(metrics):
     families = text_string_to_metric_families(metrics.page().decode())
     samples = (sample for family in families for sample in family.samples if sample.name == NAME)
     return {tuple(sample.labels[name] for name in ("run", "rank", "rule", "kind")): sample.value for sample in samples}
-
-
-def test_latest_event_of_each_type_has_its_time_in_seconds():
-    times = [("hang", 5_000_000), ("exit", 7_500_000), ("hang", 6_000_000)]
-    happened = rows_table("events", [{"run": "r", "type": kind, "ts": at} for kind, at in times])
-
-    assert {"hang": 6.0, "exit": 7.5} == latest_events(happened)
-    assert {} == latest_events(None)
 
 
 def test_firings_are_counted_by_rule_and_kind():
@@ -416,19 +395,6 @@ def test_reported_divergences_follow_from_the_delivered_hashes(name):
     assert ({RUN} if expected else set()) == changes.opened
 
 
-def test_differing_rank_is_named_when_all_ranks_have_delivered():
-    tracker = DivergenceTracker()
-    tracker.add(rows(0, 101, a=7, b=1), 0.0)
-    tracker.add(rows(1, 101, a=8, b=1), 0.0)
-
-    assert [] == found(check(tracker, 1.0))
-    tracker.add(rows(2, 101, a=7, b=1), 2.0)
-    changes = check(tracker, 2.0)
-    assert [(101, "a", (1,))] == found(changes)
-    assert {RUN} == changes.opened
-    assert [] == found(check(tracker, 99.0))
-
-
 @pytest.mark.parametrize(
     ("hashes", "rank", "ranks"), [((7, 7, 8), 2, [2]), ((7, 8), None, [0, 1]), ((7, 8, 9, 7), None, [1, 2])]
 )
@@ -470,16 +436,6 @@ def test_convergence_is_reported_and_a_new_divergence_too():
         changes = check(tracker)
         assert ({1: [(1, "a", (0,))], 101: [], 201: [(201, "a", (0,))]}[step]) == found(changes)
         assert [101] * (step == 101) == [item.step for item in changes.converged]
-
-
-def test_hashes_of_an_inactive_attempt_are_removed():
-    tracker = DivergenceTracker()
-    tracker.add(rows(0, 1, a=7), 0.0)
-    tracker.check([], 0.0)
-    for rank in range(1, 3):
-        tracker.add(rows(rank, 1, a=8), 0.0)
-
-    assert [] == found(check(tracker))
 
 
 @given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]), st.integers(1, 3), st.integers(0, 2))

@@ -17,7 +17,7 @@ from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
 from rankscope_ingest.notify.announcer import message
-from rankscope_ingest.runs.incident import SEVERITIES, Symptom, incident_key, run_incident, urgency
+from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, urgency
 from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker
 
@@ -327,16 +327,6 @@ def test_critical_step_has_its_own_incident_also_if_records_arrive_together(orde
     assert [(40, "warning", {0, 1}), (50, "critical", {0, 1})] == found
 
 
-def test_late_rank_joins_the_announced_incident_which_keeps_its_key():
-    incidents = tracker()
-    incidents.observe(symptom(60, severity="warning"), 0.0)
-    (incident,) = incidents.settle(1.0, {})
-    late = incidents.observe(symptom(60, rank=1, kind="grad_unreduced"), 5.0)
-
-    assert late is None
-    assert ("grad_reduced", incident_key(incident.first)) == (incident.first.kind, incident.key)
-
-
 def test_restored_incident_absorbs_replayed_records():
     """After a restart, the records above the watermark are polled again. They must not be announced again."""
     (incident,) = opened(symptom(60, rank=1, kind="grad_unreduced")).open()
@@ -347,11 +337,6 @@ def test_restored_incident_absorbs_replayed_records():
     assert open_one.observe(symptom(60), 0.0) is None
     assert [] == open_one.settle(100.0, {})
     assert [False, True] == [past_one.observe(symptom(step), 30.0) is not None for step in (80, 81)]
-
-
-def test_incident_key_depends_only_on_the_first_cause():
-    assert incident_key(symptom(60)) == incident_key(symptom(60))
-    assert 4 == len({incident_key(s) for s in (symptom(60), symptom(61), symptom(60, rank=1), symptom(60, tensor="v"))})
 
 
 def test_flood_of_incidents_is_muted_and_the_last_message_announces_it():
@@ -425,42 +410,33 @@ ACTIVATION = {"kind": "act_out", "tensor": "3", "op": "norm", "value": 80.0, "ba
 
 
 NANS = {**GRADIENT, "op": "nans"}
-NAN = float("nan")
+LOSS_NAN = {"op": "loss", "value": float("nan")}
 OF_NANS = "AnomalyNan in {} of 5.bias, rank 0, step 216: 80 elements are NaN"
-
-
-@pytest.mark.parametrize(
-    ("rows", "title"),
-    [
-        (
-            [rule_fired("AnomalyTurbulence", **GRADIENT, micro_step=0), rule_fired("LossSpike", **SPIKE)],
-            "LossSpike in loss, rank 0, step 216: loss 109, 436 times its median",
-        ),
-        (
-            [rule_fired("LossSpike", **SPIKE), rule_fired("AnomalyTurbulence", **ACTIVATION, micro_step=0)],
-            "AnomalyTurbulence in act_out of 3, rank 0, step 216: norm 80, 80 times its average",
-        ),
-        (
-            [rule_fired("AnomalyNan", **NANS), rule_fired("LossNan", op="loss", value=NAN, step=217)],
-            OF_NANS.format("grad_unreduced"),
-        ),
-        (
-            [
-                rule_fired("AnomalyNan", op="grad_norm", value=NAN),
-                rule_fired("AnomalyNan", **{**NANS, "kind": "grad_reduced"}),
-            ],
-            OF_NANS.format("grad_reduced"),
-        ),
-        (
-            [rule_fired("AnomalyNan", **NANS, micro_step=0), rule_fired("AnomalyNan", op="loss", value=NAN)],
-            "AnomalyNan in loss, rank 0, step 216: loss became NaN",
-        ),
+FIRINGS = {
+    "LossSpike in loss, rank 0, step 216: loss 109, 436 times its median": [
+        *(rule_fired("AnomalyTurbulence", **GRADIENT, micro_step=0), rule_fired("LossSpike", **SPIKE)),
     ],
-    ids=["spike", "activation", "gradient before a NaN loss", "gradient norm", "NaN loss"],
-)
-def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(rows, title):
+    "AnomalyTurbulence in act_out of 3, rank 0, step 216: norm 80, 80 times its average": [
+        *(rule_fired("LossSpike", **SPIKE), rule_fired("AnomalyTurbulence", **ACTIVATION, micro_step=0)),
+    ],
+    OF_NANS.format("grad_unreduced"): [
+        *(rule_fired("AnomalyNan", **NANS), rule_fired("LossNan", **LOSS_NAN, step=217)),
+    ],
+    OF_NANS.format("grad_reduced"): [
+        rule_fired("AnomalyNan", **LOSS_NAN | {"op": "grad_norm"}),
+        rule_fired("AnomalyNan", **NANS | {"kind": "grad_reduced"}),
+    ],
+    "AnomalyNan in loss, rank 0, step 216: loss became NaN": [
+        *(rule_fired("AnomalyNan", **NANS, micro_step=0), rule_fired("AnomalyNan", **LOSS_NAN)),
+    ],
+}
+"""Rows of the same cause by the title of their message."""
+
+
+@pytest.mark.parametrize("title", FIRINGS)
+def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(title):
     """The forward pass computes the loss before the gradients of the step."""
-    table = pa.Table.from_pylist(rows, schema=arrow_schema(pa, DATASETS["events"]))
+    table = pa.Table.from_pylist(FIRINGS[title], schema=arrow_schema(pa, DATASETS["events"]))
     incidents = tracker()
     for one in symptoms(table):
         incidents.observe(one, 0.0)

@@ -3,10 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from tests.ingest.builders import registration
 from tests.ingest.conftest import encode_records
@@ -15,10 +12,9 @@ from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.record_sink import RecordSink
-from rankscope_ingest.detect.run_monitor import RunMonitor, StragglerTracker
+from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.validate import RowContext, check
-from rankscope_ingest.reporting.rows import Stamp
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.service.pipeline import make_batcher
@@ -79,29 +75,6 @@ def vanish(host, monitor, incarnation):
 
 def events_of(monitor, kind):
     return [row for row in monitor.batcher.take().tables()["events"].to_pylist() if row["type"] == kind]
-
-
-def phases(steps, wait):
-    """Return a response of a rank with its data wait and its collectives, of 0.1 s together."""
-    values = np.tile([wait, 0.1 - wait], len(steps))
-    labels = pa.array(['{"phase": "data_wait"}', '{"phase": "collective"}'] * len(steps))
-    columns = {"name": pa.array(["step_phase_seconds"] * len(values)), "labels": labels, "value": pa.array(values)}
-    scalars = SimpleNamespace(columns=columns, records=np.repeat(np.arange(len(steps)), 2))
-    return SimpleNamespace(nested={"scalars": scalars}, columns={"step": pa.array(steps)})
-
-
-def test_rank_that_is_slow_now_and_then_is_reported_once_a_minute():
-    """Rank 1 is slow in each second stretch of 50 steps of 0.1 s; in the end it is fast for more than a minute."""
-    now, new = [0.0], []
-    tracker = StragglerTracker(lambda: now[0])
-    for stretch, is_slow in enumerate([1, 0, 1, 0, 1, 0, *[0] * 13, 1]):
-        for first in range(50 * stretch, 50 * stretch + 50, 10):
-            for rank in range(2):
-                tracker.add(("r", 0), rank, phases(range(first, first + 10), 0.08 if is_slow and rank else 0.01))
-            now[0] = first / 10
-            new += [row["step"] for row, is_new in tracker.check([("r", 0)], lambda: Stamp(1, 1)) if is_new]
-
-    assert [39, 989] == new
 
 
 def test_ordinals_are_the_time_and_increase_even_if_the_clock_goes_back():
@@ -251,16 +224,6 @@ def test_attempt_starts_by_the_rank_if_the_service_was_set_back():
 
     assert began == attempt.started_at
     assert 50 == (attempt.ended_at - began) / 1e6
-
-
-def test_attempt_is_stored_each_minute_on_a_clock_set_back():
-    host = Host()
-    monitor = host.monitor()
-    monitor.accept(process("i"), ())
-    host.offset = -3600.0
-    live(host, monitor, "i", 130)
-
-    assert ["pending"] * 3 == monitor.batcher.take().tables()["attempts"].column("state").to_pylist()
 
 
 def body_of(target, seconds, *, clock=(), offset=0, event=None):

@@ -29,7 +29,6 @@ from rankscope_ingest.importers import (
     replaceable,
     run_name,
 )
-from rankscope_ingest.importers.common.log_identity import End, KnownImport
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.rules import RuleEvaluator
 from rankscope_storage.base.errors import StoreError
@@ -92,24 +91,13 @@ def test_records_are_numbered_within_their_source(logs):
     assert "completed" == report.state
 
 
-def test_unknown_column_is_an_error():
-    block = ImportedBlock(records=1, tables={"scalars": pa.table({"record": [0], "nmae": ["x"]})})
-
-    with pytest.raises(KeyError, match="nmae"):
-        Numbering(run="r", incarnation="i").block(block)
-
-
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("logs/train.log", "train"),
-        ("logs/train.log.3", "train"),
-        ("runs/mistral/checkpoint-500/trainer_state.json", "mistral"),
-        ("runs/mistral/checkpoint-500", "mistral"),
-        ("runs/mistral/trainer_state.json", "mistral"),
-        ("runs/mistral", "mistral"),
-        ("a.b/metrics.jsonl", "metrics"),
-        ("../..//x/..", None),
+        *(("logs/train.log", "train"), ("logs/train.log.3", "train")),
+        *(("runs/mistral/checkpoint-500/trainer_state.json", "mistral"), ("runs/mistral/checkpoint-500", "mistral")),
+        *(("runs/mistral/trainer_state.json", "mistral"), ("runs/mistral", "mistral")),
+        *(("a.b/metrics.jsonl", "metrics"), ("../..//x/..", None)),
     ],
 )
 def test_run_is_named_after_its_log(tmp_path, monkeypatch, path, name):
@@ -205,19 +193,6 @@ def test_turbulence_judges_the_named_scalars_only(logs):
 
     assert [(9, "loss", 1.0, 4.0), (10, "grad_norm", 1.0, 4.0)] == turbulent
     assert len(LOGGED) - 1 == sum(event["rule"] == "AnomalyNan" for event in found)
-
-
-def test_known_import_survives_its_json():
-    ends = {None: End(2, 9, 10**15), 3: End(1, None, None)}
-    counts = {"records": 4, "malformed": 1, "attempt": 2}
-    known = KnownImport(
-        incarnation="i", path="/x/y", kind="megatron", marks=((256, "a"), (300, "b")), ends=ends, **counts
-    )
-
-    assert known == KnownImport.from_json(known.to_json())
-    for text in ("", "{}", "[]", '{"ends": 5}', '{"ends": [[1]], "marks": []}'):
-        with pytest.raises(ValueError):
-            KnownImport.from_json(text)
 
 
 def test_path_that_is_no_readable_log_is_an_error(logs):

@@ -1,6 +1,5 @@
 """Large and truncated logs of JSON, JSON lines and OpenMetrics, and every number in them; `cases` has the dialects."""
 
-import contextlib
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer, newer_log
 from rankscope_ingest.importers.jsonl import JsonLines
 from rankscope_ingest.importers.openmetrics import OpenMetrics
-from rankscope_ingest.importers.openmetrics.lines import LineError, parse_series, parse_value, split_series
 from rankscope_ingest.importers.trainer_state import TrainerState
 
 
@@ -260,23 +258,6 @@ def test_dump_of_a_real_prometheus_is_imported(logs, require_server):
     assert 6 == len(logs.query(told, run="dumped"))
 
 
-@pytest.mark.parametrize(
-    ("text", "confidence"),
-    [
-        ("# TYPE a gauge\na 1\n# EOF\n", 0.95),
-        ("a 1\nb 2\n", 0.85),
-        ('{__name__="up", job="x"} 1 1700000000000\n', 0.85),
-        ('{"step": 1, "loss": 2.5}\n', 0.0),
-        ("step 1 loss 2.5\nstep 2 loss 2.4\n", 0.0),
-        (" iteration 1/ 10 | lm loss: 1.0 |\n", 0.0),
-        ("", 0.0),
-        ("# a comment\n", 0.0),
-    ],
-)
-def test_detection_by_content(tmp_path, text, confidence):
-    assert confidence == OpenMetrics().detect(tmp_path / "x", text.encode()).confidence
-
-
 def test_unterminated_label_loses_one_line_without_delay(logs):
     long = 'a{b="' + "x" * 300_000 + "\n"
     began = time.monotonic()
@@ -293,12 +274,3 @@ def test_labels_with_other_line_separators_hide_no_sample(tmp_path):
     )
     for text in (odd, odd.replace("\n", "\r\n")):
         assert OpenMetrics().detect(tmp_path / "x", text.encode()).confidence > 0.8
-
-
-@given(st.lists(st.text(alphabet=st.sampled_from('am_{}="\\,:# \t01.eE+-NaInf学\x00'), max_size=40), max_size=5))
-def test_fuzzed_lines_never_crash_the_parser(lines):
-    """Fuzz test with the tokens of the grammar."""
-    for line in lines:
-        with contextlib.suppress(LineError):
-            series, rest = split_series(line)
-            parse_value(rest), parse_series(series)

@@ -12,7 +12,6 @@ from tests.ingest.importers.conftest import Made
 from tests.properties import few
 
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.detect.history import read_history
 from rankscope_ingest.importers import (
     ImportedRecord,
     ImportReport,
@@ -22,7 +21,6 @@ from rankscope_ingest.importers import (
     known_imports,
     replaceable,
 )
-from rankscope_ingest.targets.registry import AttemptNumbers
 from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import Connection, connect
@@ -141,13 +139,6 @@ def test_tensor_statistics_of_a_log_do_not_enter_a_live_run(store: LiveStore) ->
 
     assert (1, 1) == (report.left_out, report.rows_stored)
     assert [] == store.query("FROM tensor_stats")
-
-
-def test_launch_after_an_import_is_another_attempt(store: LiveStore) -> None:
-    store.import_log(store.log(1, 20))
-    numbers = AttemptNumbers(read_history(store.connection, 0.0).launches)
-
-    assert (1, True) == numbers.number("r", "launch")
 
 
 def test_run_of_logs_only_is_not_live(store: LiveStore) -> None:

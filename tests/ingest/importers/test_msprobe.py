@@ -13,7 +13,7 @@ import pytest
 from tests.ingest.importers.conftest import logs_in
 
 from rankscope_ingest.importers import Faults, find_importer
-from rankscope_ingest.importers.msprobe import Msprobe, csv_rows, discovery
+from rankscope_ingest.importers.msprobe import Msprobe, discovery
 
 SAMPLES = Path(__file__).resolve().parents[2] / "data" / "msprobe"
 SINGLE = SAMPLES / "single_rank"
@@ -97,11 +97,8 @@ def test_features_get_stored_names(single):
     row = next(plain_rows(SINGLE, "linear_hook"))
 
     assert [
-        ("attention_entropy", 8, 8),
-        ("direction_agreement", 52, 0),
-        ("softmax_max", 8, 8),
-        ("spectral_norm", 18, 0),
-        ("stable_rank", 18, 0),
+        *(("attention_entropy", 8, 8), ("direction_agreement", 52, 0), ("softmax_max", 8, 8)),
+        *(("spectral_norm", 18, 0), ("stable_rank", 18, 0)),
     ] == [tuple(kind.values()) for kind in kinds]
     assert "layers.0.qkv.linear" == row["name"]
     assert [float32(row["sr"]), float32(row["kernel_norm"])] == [
@@ -304,15 +301,6 @@ def test_links_to_other_folders_are_not_followed(logs):
     (logs.folder / "out" / "link").symlink_to(elsewhere)
 
     assert 1 == sum(len(launch) for launch in discovery.find(logs.folder / "out").launches)
-
-
-def test_result_does_not_depend_on_the_batch_size(monkeypatch, logs):
-    logs.import_log(NAN, run="whole")
-    monkeypatch.setattr(csv_rows, "BATCH_LINES", 17)
-    logs.import_log(NAN, run="small")
-    query = "SELECT * EXCLUDE (run, incarnation, ordinal) FROM tensor_stats WHERE run = $run ORDER BY ALL"
-
-    assert logs.query(query, run="whole") == logs.query(query, run="small")
 
 
 @pytest.mark.parametrize(("time_zone", "hour"), [("UTC+8", 13), ("UTC", 21), ("Asia/Tokyo", 12)])

@@ -181,13 +181,6 @@ def test_names_beyond_a_thousand_are_counted(logs):
     assert (1000, 11) == (report.rows_stored, len(report.unkept))
 
 
-def test_names_of_numbers_that_are_not_kept_are_bounded():
-    faults = Faults()
-    faults.unkept.update(f"name_{number}" for number in range(3_000))
-
-    assert (1_001, 3_000, 2_000) == (len(faults.unkept), faults.unkept.total(), faults.unkept["other names"])
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

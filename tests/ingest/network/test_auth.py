@@ -205,20 +205,6 @@ async def test_only_client_certificates_of_the_ca_are_accepted(
             assert f"TLS handshake with a client failed: {told_here}" in caplog.text
 
 
-async def test_clients_that_stall_in_the_tls_handshake_do_not_block_others(start_service, certificates, web_config):
-    async with start_service(**{"service.web_config": str(web_config)}) as service:
-        port = int(service.url.rpartition(":")[2])
-        stalled = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        for _, writer in stalled[25:]:
-            writer.write(b"\x16\x03\x01\x02\x00\x01")
-        status, _ = await secured(service, client_of(certificates))()
-        dropped = [reader for reader, _ in stalled if reader.at_eof()]
-        for _, writer in stalled:
-            writer.close()
-
-    assert (200, []) == (status, dropped)
-
-
 async def test_new_certificate_is_used_without_a_restart(
     start_service, certificates, tmp_path, eventually, monkeypatch
 ):

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import pyarrow as pa
 import pytest
+from tests.end_to_end.lives import until
 from tests.ingest.servers import Receiver
 from tests.programs import Started, start_module
 
@@ -50,7 +51,7 @@ class ServiceProcess:
         """Start and wait until the process listens."""
         self.process = start_module("rankscope_ingest.__main__", self._config, log=self._log)
         self._starts += 1
-        wait_until(lambda: self.log().splitlines().count(self.url) == self._starts, seconds=90)
+        until(lambda: self.log().splitlines().count(self.url) == self._starts, 90)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -133,14 +134,6 @@ def nan_event(tensor, kind="grad_unreduced"):
     return Event(type="anomaly", severity="critical", rule="AnomalyNan", kind=kind, tensor=tensor, op="nans", value=1.0)
 
 
-def wait_until(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
-    return found
-
-
 def finish(channels, step):
     ended = Event(type="exit", details=f'{{"reason": "completed", "last_step": {step}}}')
     for channel in channels:
@@ -168,7 +161,7 @@ async def test_each_incident_is_notified_once_also_across_kills(make_service, op
                     events.append(nan_event(faulty))
                 channel.publish(step_record(step, *events))
             if step in KILLED_AT:
-                await asyncio.to_thread(wait_until, lambda moment=KILLED_AT[step]: service.has(*moment))
+                await asyncio.to_thread(until, lambda moment=KILLED_AT[step]: service.has(*moment))
                 await asyncio.to_thread(service.kill)
                 await asyncio.to_thread(service.start)
                 receiver.refuse = 0

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import math
 import os
 import pickle
 import threading
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import ServiceError
-from rankscope_ingest.pipeline.batcher import SOON_SECONDS, Batcher, PendingBatch
+from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import FOLDER, Flusher, Quarantine, halves, parts
 from rankscope_ingest.reporting.rows import Stamp
 from rankscope_storage.api.store import Store
@@ -60,14 +59,6 @@ def filling(rows, seconds):
     return queue
 
 
-def test_requested_flush_waits_for_a_batch_that_is_full_within_two_seconds():
-    soon, later = filling(100, 1.9), filling(100, 2.1)
-
-    assert [None, "wanted"] == [soon.due(0.0), later.due(0.0)]
-    soon.add({"scalars": table(*range(99))}, 1.9)
-    assert "rows" == soon.due(1.9)
-
-
 def test_requested_flush_waits_at_most_two_seconds():
     stopped = filling(100, 0.5)
 
@@ -76,61 +67,6 @@ def test_requested_flush_waits_at_most_two_seconds():
     stopped.add({"scalars": table(1)}, 3.0)
     stopped.want_flush()
     assert "wanted" == stopped.due(3.0)  # by then it is known that they fill no more
-
-
-def test_rest_seconds_returns_the_time_until_a_batch_is_due():
-    empty, by_age, wanted = batcher(), batcher(), filling(100, 0.5)
-    by_age.add({"scalars": table(1)}, 1.0)
-
-    assert [math.inf, 5.0, 0.5, -1.0] == [
-        empty.rest_seconds(9.0),
-        by_age.rest_seconds(1.0),
-        by_age.rest_seconds(5.5),
-        by_age.rest_seconds(7.0),
-    ]
-    by_age.add({"scalars": table(*range(10))}, 1.0)
-    assert 0.0 == by_age.rest_seconds(1.0)  # the flusher may not have had time after the notification
-    assert wanted.due(0.0) is None
-    assert 0 < wanted.rest_seconds(0.0) < SOON_SECONDS
-
-
-def test_flusher_is_notified_when_a_batch_starts_is_full_or_is_wanted():
-    reasons = []
-    queue = batcher()
-    queue.notify(lambda: reasons.append(queue.due(0.0)))
-    queue.want_flush()
-    queue.add({}, 0.0)
-    queue.add({"scalars": table(1)}, 0.0)
-    queue.add({"scalars": table(2)}, 0.0)
-    queue.want_flush()
-    queue.take()
-    queue.add({"scalars": table(*range(9))}, 0.0)
-    queue.add({"scalars": table(9)}, 0.0)
-
-    assert [None, "wanted", None, "rows"] == reasons
-
-
-def test_watermark_without_rows_is_flushed():
-    idle = batcher()
-    idle.add({}, 0.0, watermarks={"a": 3})
-
-    assert "age" == idle.due(5.0)
-    assert {"a": 3} == idle.take().watermarks
-
-
-def test_rows_received_while_a_batch_is_in_flight_form_the_next_one():
-    """Rows count as pending until their commit."""
-    busy = batcher(max_pending_rows=2)
-    busy.add({"scalars": table(1)}, 0.0, watermarks={"a": 1, "b": 1})
-    first = busy.take()
-    busy.add({"scalars": table(2)}, 1.0, watermarks={"a": 2})
-    second = busy.take()
-    before = (busy.pending_rows, busy.is_full)
-    busy.release(first)
-
-    assert [[1], [2]] == [batch.tables()["scalars"]["x"].to_pylist() for batch in (first, second)]
-    assert [{"a": 1, "b": 1}, {"a": 2}] == [first.watermarks, second.watermarks]
-    assert [(2, True), (1, False)] == [before, (busy.pending_rows, busy.is_full)]
 
 
 @settings(deadline=None)

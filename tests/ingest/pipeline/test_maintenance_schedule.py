@@ -33,9 +33,8 @@ EVERY = 600.0
 class Store:
     """A store that records its calls."""
 
-    def __init__(self, left: list[int] | None = None) -> None:
+    def __init__(self) -> None:
         self.done: list[str] = []
-        self.left = left or []
         self.refused = 0
 
     def compact(self) -> CompactionReport:
@@ -47,7 +46,7 @@ class Store:
 
     def retain(self) -> RetentionReport:
         self.done.append("retain")
-        return RetentionReport(left=self.left.pop(0) if self.left else 0)
+        return RetentionReport()
 
 
 def turns(store: Store) -> MaintenanceSchedule:
@@ -82,26 +81,6 @@ def test_compaction_by_the_clock_is_reported_and_logged_if_refused(caplog):
 
     assert [CompactionReport(refused=1)] == reports
     assert ["compaction skipped: another process compacts the store"] == caplog.messages
-
-
-def test_remaining_retention_is_due_after_the_other_jobs():
-    store = Store(left=[2, 1, 0])
-    due = turns(store)
-
-    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS)
-    assert ["compact", "retain"] == done(store, due, FIRST_RETENTION_SECONDS + 1, COMPACT_EVERY_COMMITS)
-    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS + 2, COMPACT_EVERY_COMMITS)
-    assert [] == done(store, due, FIRST_RETENTION_SECONDS + 3, COMPACT_EVERY_COMMITS)
-
-
-def test_failed_job_is_not_retried_every_second():
-    store = Store()
-    due = turns(store)
-    works = due.due(FIRST_RETENTION_SECONDS, 0)
-    assert store.retain.__name__ in next(works).__name__  # and fails: nothing more is heard of it
-
-    assert [] == done(store, due, FIRST_RETENTION_SECONDS + 1)
-    assert ["retain"] == done(store, due, FIRST_RETENTION_SECONDS + EVERY)
 
 
 def configured(tmp_path, text: str):

@@ -30,9 +30,7 @@ from rankscope_contract.model.schema import (
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.pipeline.batcher import Batcher
-from rankscope_ingest.record_channel.arrow_guard import END_OF_STREAM, inflated_bytes, open_stream
+from rankscope_ingest.record_channel.arrow_guard import inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanCache, RowContext, ValidBody, check, plan_ids
 from rankscope_storage.files.sorting import SORT_KEYS, sort_order
@@ -233,27 +231,6 @@ def test_no_prefix_of_a_body_is_accepted():
     assert 3 == open_stream(body).num_rows
 
 
-@settings(max_examples=examples(80), deadline=None)
-@given(st.binary(max_size=300))
-def test_random_bytes_raise_only_decode_error(noise):
-    for body in (noise, noise + END_OF_STREAM):
-        with pytest.raises(DecodeError):
-            checked(body, [])
-
-
-@settings(max_examples=examples(100), deadline=None)
-@given(st.data())
-def test_flipped_bytes_are_decoded_or_raise_decode_error(data):
-    records = [{"seq": n, "ts": 0, "scalars": [{"name": "a", "value": 1.0}]} for n in range(4)]
-    body = bytearray(encode_records(records, max_chunksize=2))
-    for _ in range(data.draw(st.integers(1, 8))):
-        body[data.draw(st.integers(0, len(body) - 9))] = data.draw(st.integers(0, 255))
-    try:
-        checked(bytes(body), [])
-    except DecodeError:
-        return
-
-
 def test_uncompressed_size_of_a_body_is_limited():
     body = encode_records([{"seq": 0, "ts": 0, "values": [0.0] * 100_000}])
     plain = encode_records([{"seq": 0, "ts": 0, "values": [0.0] * 1000}], compression=None)
@@ -283,16 +260,6 @@ def test_plan_is_converted_to_rows_of_tensors_and_rejected_with_another_hash():
     assert ("t", [2, 3], 6, ["u"]) == (row["tensor"], row["shape"], row["numel"], row["aliases"])
     with pytest.raises(DecodeError, match="another hash than the plan id"):
         PlanCache().add("0" * 32, plan.to_json())
-
-
-def test_least_recently_used_plan_is_evicted_from_a_full_cache():
-    cache = PlanCache(size=2)
-    texts = {plan_hash(text): text for text in (json.dumps({"entries": [], "n": n}) for n in range(3))}
-    for plan_id, text in texts.items():
-        cache.add(plan_id, text)
-        cache.get(next(iter(texts)))
-
-    assert [True, False, True] == [cache.get(plan_id) is not None for plan_id in texts]
 
 
 # Many bodies decoded together give the same rows as each body alone, and the rows of a series are adjacent.
@@ -338,16 +305,6 @@ def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
 
     assert 6 * 7 == table.num_rows
     assert np.arange(table.num_rows).tolist() == sort_order(table, SORT_KEYS["tensor_stats"]).tolist()
-
-
-def test_events_of_ranks_and_service_are_in_one_table():
-    gathered = Batcher(flush_rows=10, flush_after_seconds=1.0, max_pending_rows=10)
-    gathered.add_body(checked_with([{"seq": 0, "ts": 0, "events": [{"type": "anomaly"}]}], [], RANK_0), 0.0)
-    gathered.add({"events": rows_table("events", [{"run": "r", "type": "gap"}])}, 0.0)
-    batch = gathered.take()
-
-    assert ["anomaly", "gap"] == batch.tables()["events"]["type"].to_pylist()
-    assert (2, {"i": 0}) == (batch.rows, batch.watermarks)
 
 
 # Bodies of releases whose plans do not name their ops, and of newer releases with ops that the service lacks.

@@ -8,11 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ingest import builders
 
-from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.record_channel.admission import PollBudget
-from rankscope_ingest.record_channel.client import NothingNew, RingStatus
-from rankscope_ingest.record_channel.loop import Pace, TargetLoop
-from rankscope_ingest.record_channel.validate import PlanCache
+from rankscope_ingest.record_channel.loop import Pace
 from rankscope_ingest.runs.models import Health
 
 PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: 1000)
@@ -76,41 +73,6 @@ def test_failures_back_off_with_jitter_up_to_the_cap():
     assert 60 == PACE.after_failure(1, 0.5, 60)
 
 
-class Unreliable:
-    """A rank that misses some polls, and the sink of its loop."""
-
-    is_full = False
-
-    def __init__(self, answers):
-        self.requested = []
-        self.poll_budget = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
-        self.poll_budget.learn(records=1, rows=10, size=100)
-        self._answers = iter(answers)
-
-    async def records(self, url, *, max_bytes, **_):
-        self.requested.append(max_bytes)
-        if not next(self._answers):
-            raise FetchError("timeout", "timed out")
-        return NothingNew(RingStatus(head=40))
-
-    def on_answer(self, target):
-        pass
-
-    def on_failure(self, target, error):
-        pass
-
-
-async def test_rank_that_missed_its_last_poll_is_asked_for_one_record():
-    """A rank that hangs holds its reservation until the timeout."""
-    rank = Unreliable([True, False, False, True, True])
-    loop = TargetLoop(target(), rank, PlanCache(), rank, PACE, clock=lambda: 0.0)
-    for _ in range(5):
-        await loop.poll_once()
-
-    of_one_record = 100
-    assert [False, False, True, True, False] == [size == of_one_record for size in rank.requested]
-
-
 # Admission control, for any number of ranks and any backlog.
 
 MEGABYTE = 1 << 20
@@ -145,19 +107,6 @@ async def test_full_rings_of_1000_ranks_do_not_exceed_the_capacity():
     assert 980 == asked.count(False)
 
 
-async def test_all_ranks_are_polled_if_the_store_keeps_up():
-    store = Store(rows=100)
-
-    async def asked():
-        assert await store.ask(behind=1, arrive=10)
-        store.pending -= 10
-
-    await asyncio.gather(*(asked() for _ in range(200)))
-
-    assert 200 == store.answers
-    assert store.most <= 100
-
-
 async def test_ranks_with_a_larger_backlog_than_known_do_not_exceed_the_capacity():
     """Each rank is known to have one record, but has a full ring, because the service was short of CPU time."""
     store = Store(rows=100_000)
@@ -165,13 +114,6 @@ async def test_ranks_with_a_larger_backlog_than_known_do_not_exceed_the_capacity
     await asyncio.gather(*(store.ask(behind=1, arrive=None) for _ in range(1000)))
 
     assert 50_000 < store.most <= 100_000, "half the room is for what they were known to have"
-
-
-async def test_single_poll_may_request_a_full_response():
-    store = Store(rows=16 * MEGABYTE)
-    store.budget.learn(records=1, rows=1000, size=10_000)
-    async with store.budget.reserved(0) as max_bytes:
-        assert max_bytes == pytest.approx(MEGABYTE, rel=1e-4)
 
 
 async def test_record_larger_than_the_capacity_is_requested_alone():

@@ -329,23 +329,6 @@ async def test_older_launches_found_at_the_start_get_lower_attempt_numbers(start
     assert 2 == rank.attempt
 
 
-@pytest.mark.thorough
-async def test_older_launch_found_late_is_not_the_state_of_the_run(start_service, fake_rank, eventually, root):
-    """Its records arrive while a later launch trains. The state of the later launch is that of the run."""
-    async with start_service(**settings(root)) as service, fake_rank(launch_id="new", started_at=12) as rank:
-        rank.publish_steps(3)
-        await rank.register(service.url)
-        await eventually(lambda: _state(service, "running"))
-        make_spool(root, "old", 2, launch_id="old", started_at=5)
-        await eventually(lambda: not any(root.iterdir()))
-        await rank.deliver(service, 1)
-        state = await service.run_state()
-    attempts = service.rows("SELECT launch_id, state FROM attempts ORDER BY ALL")
-
-    assert "running" == state["state"]
-    assert {"launch_id": "old", "state": "failed"} in attempts
-
-
 async def test_spool_that_waits_for_a_commit_is_not_counted_as_lost(drained, root):
     """The store commits nothing for longer than the timeout of a rank."""
     make_spool(root, "dead", 40, EXIT)
@@ -393,19 +376,3 @@ async def test_hanging_disk_delays_the_start_by_a_limited_time(
         await eventually(lambda: not any(root.iterdir()))
 
     assert "scan timed out" in caplog.text
-
-
-async def test_error_with_one_spool_does_not_affect_the_others(drained, root, monkeypatch):
-    original = orphan_spools.check_registration
-
-    def check(registration):
-        if registration.incarnation == "broken":
-            raise TypeError("not foreseen")
-        original(registration)
-
-    monkeypatch.setattr(orphan_spools, "check_registration", check)
-    make_spool(root, "broken", 3, started_at=1)
-    make_spool(root, "dead", 3, started_at=2)
-    service, _ = await drained("broken")
-
-    assert {"dead"} == {row["incarnation"] for row in service.rows(SEQS)}

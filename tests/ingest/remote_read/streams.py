@@ -3,37 +3,20 @@
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 from tests.ingest.remote_write.messages import message_classes
 
-INT64, DOUBLE, STRING, BYTES, INT32 = 3, 1, 9, 12, 5
 MESSAGES = message_classes(
     {
-        "ReadRequest": [("queries", 1, "Query", True), ("accepted_response_types", 2, INT32, True)],
-        "Query": [
-            ("start_timestamp_ms", 1, INT64, False),
-            ("end_timestamp_ms", 2, INT64, False),
-            ("matchers", 3, "LabelMatcher", True),
-            ("hints", 4, "ReadHints", False),
-        ],
-        "LabelMatcher": [("type", 1, INT32, False), ("name", 2, STRING, False), ("value", 3, STRING, False)],
-        "ReadHints": [
-            ("step_ms", 1, INT64, False),
-            ("func", 2, STRING, False),
-            ("start_ms", 3, INT64, False),
-            ("end_ms", 4, INT64, False),
-            ("range_ms", 7, INT64, False),
-        ],
-        "ReadResponse": [("results", 1, "QueryResult", True)],
-        "QueryResult": [("timeseries", 1, "TimeSeries", True)],
-        "TimeSeries": [("labels", 1, "Label", True), ("samples", 2, "Sample", True)],
-        "Label": [("name", 1, STRING, False), ("value", 2, STRING, False)],
-        "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False)],
-        "ChunkedReadResponse": [("chunked_series", 1, "ChunkedSeries", True), ("query_index", 2, INT64, False)],
-        "ChunkedSeries": [("labels", 1, "Label", True), ("chunks", 2, "Chunk", True)],
-        "Chunk": [
-            ("min_time_ms", 1, INT64, False),
-            ("max_time_ms", 2, INT64, False),
-            ("type", 3, INT32, False),
-            ("data", 4, BYTES, False),
-        ],
+        "ReadRequest": "queries 1 Query*, accepted_response_types 2 int32*",
+        "Query": "start_timestamp_ms 1 int64, end_timestamp_ms 2 int64, matchers 3 LabelMatcher*, hints 4 ReadHints",
+        "LabelMatcher": "type 1 int32, name 2 string, value 3 string",
+        "ReadHints": "step_ms 1 int64, func 2 string, start_ms 3 int64, end_ms 4 int64, range_ms 7 int64",
+        "ReadResponse": "results 1 QueryResult*",
+        "QueryResult": "timeseries 1 TimeSeries*",
+        "TimeSeries": "labels 1 Label*, samples 2 Sample*",
+        "Label": "name 1 string, value 2 string",
+        "Sample": "value 1 double, timestamp 2 int64",
+        "ChunkedReadResponse": "chunked_series 1 ChunkedSeries*, query_index 2 int64",
+        "ChunkedSeries": "labels 1 Label*, chunks 2 Chunk*",
+        "Chunk": "min_time_ms 1 int64, max_time_ms 2 int64, type 3 int32, data 4 bytes",
     }
 )
 

@@ -1,6 +1,5 @@
 """Messages and streamed XOR chunks of remote read, compared with the definitions and bytes of Prometheus."""
 
-import contextlib
 import struct
 
 import numpy as np
@@ -11,11 +10,9 @@ from hypothesis import strategies as st
 from tests.ingest.remote_read.streams import MESSAGES, decoded, frames_of
 from tests.properties import examples
 
-from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.protobuf import packed, unpacked
 from rankscope_ingest.remote_read import handler
 from rankscope_ingest.remote_read.handler import MAX_REQUEST_BYTES, read_request, read_response
-from rankscope_storage.base.errors import QueryError
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.series import Series
 
@@ -87,14 +84,6 @@ def test_hints_restrict_a_query_only_where_results_are_equal(hints, expected):
     (question,) = read_request(request.SerializeToString()).questions
 
     assert expected == (question.start_ms, question.end_ms, question.last_alone)
-
-
-@given(st.binary(max_size=40))
-def test_random_bytes_are_decoded_or_rejected(body):
-    """Only DecodeError and QueryError are raised."""
-    for read in (read_request, lambda data: unpacked(data, MAX_REQUEST_BYTES)):
-        with contextlib.suppress(DecodeError, QueryError):
-            read(body)
 
 
 def test_block_follows_the_snappy_format():

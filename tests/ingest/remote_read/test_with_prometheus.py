@@ -270,27 +270,12 @@ STEPS, STEP_MS = 400, 4_000
 START, END = OLD // 1000, (OLD + STEPS * STEP_MS) // 1000
 LOSS, NORM = "rankscope_loss{%s}", 'rankscope_tensor_value{op="norm",%s}'
 INSTANT = [
-    LOSS,
-    f"{NORM} offset 10m",
-    f"{LOSS} - {LOSS} offset 20m",
-    f"{LOSS} @ {START + 301}",
-    f"topk(1, {NORM})",
-    f"abs({NORM})",
-    f"clamp_min({LOSS}, 2)",
-    f"label_replace({LOSS}, 'other', '$1', 'rank', '(.*)')",
-    f"sum by (tensor) ({NORM})",
-    f"count_values('v', {LOSS})",
-    f"timestamp({LOSS})",
-    f"absent({LOSS})",
-    f"{LOSS}[3m]",
-    f"rate({NORM}[5m])",
-    f"last_over_time({LOSS}[20m])",
-    f"max_over_time({LOSS}[20m])",
-    f"max_over_time({NORM}[10m] offset 5m)",
-    f"max_over_time({LOSS}[10m:30s])",
-    f"max_over_time(({LOSS} + {LOSS})[5m:])",
-    f"avg_over_time(sum({NORM})[10m:7s])",
-    "gone_temperature{%s}",
+    *(LOSS, f"{NORM} offset 10m", f"{LOSS} - {LOSS} offset 20m", f"{LOSS} @ {START + 301}", f"topk(1, {NORM})"),
+    *(f"abs({NORM})", f"clamp_min({LOSS}, 2)", f"label_replace({LOSS}, 'other', '$1', 'rank', '(.*)')"),
+    *(f"sum by (tensor) ({NORM})", f"count_values('v', {LOSS})", f"timestamp({LOSS})", f"absent({LOSS})"),
+    *(f"{LOSS}[3m]", f"rate({NORM}[5m])", f"last_over_time({LOSS}[20m])", f"max_over_time({LOSS}[20m])"),
+    *(f"max_over_time({NORM}[10m] offset 5m)", f"max_over_time({LOSS}[10m:30s])"),
+    *(f"max_over_time(({LOSS} + {LOSS})[5m:])", f"avg_over_time(sum({NORM})[10m:7s])", "gone_temperature{%s}"),
     "temperature{%s}",
 ]
 RANGES = [LOSS, NORM, f"sum({NORM})", f"increase({NORM}[2m])", f"{LOSS} - {LOSS} offset 3m", "temperature{%s}"]

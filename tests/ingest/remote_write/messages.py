@@ -3,33 +3,28 @@
 import aiohttp
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-INT64, DOUBLE, STRING, UINT32 = 3, 1, 9, 13
+KINDS = {"double": 1, "int64": 3, "int32": 5, "string": 9, "message": 11, "bytes": 12, "uint32": 13}
 MESSAGES = {
-    "WriteRequest": [("timeseries", 1, "TimeSeries", True), ("metadata", 3, "MetricMetadata", True)],
-    "MetricMetadata": [("type", 1, INT64, False), ("metric_family_name", 2, STRING, False)],
-    "TimeSeries": [
-        ("labels", 1, "Label", True),
-        ("samples", 2, "Sample", True),
-        ("exemplars", 3, "Exemplar", True),
-        ("histograms", 4, "Histogram", True),
-    ],
-    "Label": [("name", 1, STRING, False), ("value", 2, STRING, False)],
-    "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False)],
-    "Exemplar": [("labels", 1, "Label", True), ("value", 2, DOUBLE, False), ("timestamp", 3, INT64, False)],
-    "Histogram": [("sum", 3, DOUBLE, False), ("timestamp", 15, INT64, False)],
+    "WriteRequest": "timeseries 1 TimeSeries*, metadata 3 MetricMetadata*",
+    "MetricMetadata": "type 1 int64, metric_family_name 2 string",
+    "TimeSeries": "labels 1 Label*, samples 2 Sample*, exemplars 3 Exemplar*, histograms 4 Histogram*",
+    "Label": "name 1 string, value 2 string",
+    "Sample": "value 1 double, timestamp 2 int64",
+    "Exemplar": "labels 1 Label*, value 2 double, timestamp 3 int64",
+    "Histogram": "sum 3 double, timestamp 15 int64",
 }
 
 
 def message_classes(messages):
-    """Return a class for each message of `messages`."""
+    """Return a class for each of `messages`, whose fields have a name, a number and a type; `*` is a repeated field."""
     file = descriptor_pb2.FileDescriptorProto(name=f"{id(messages)}.proto", package="p", syntax="proto3")
-    for name, fields in messages.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated in fields:
-            one = message.field.add(name=field, number=number, label=3 if repeated else 1)
-            one.type = 11 if isinstance(kind, str) else kind
-            if isinstance(kind, str):
-                one.type_name = f".p.{kind}"
+    for message, fields in messages.items():
+        made = file.message_type.add(name=message)
+        for name, number, kind in (field.split() for field in fields.split(", ")):
+            one = made.field.add(name=name, number=int(number), label=3 if kind.endswith("*") else 1)
+            one.type = KINDS.get(kind.rstrip("*"), KINDS["message"])
+            if one.type == KINDS["message"]:
+                one.type_name = f".p.{kind.rstrip('*')}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"p.{name}")) for name in messages}
@@ -68,19 +63,13 @@ async def post(service, data, path="/api/v1/write", **headers):
 
 
 MESSAGES_2 = {
-    "Request": [("symbols", 4, STRING, True), ("timeseries", 5, "TimeSeries", True)],
-    "TimeSeries": [
-        ("labels_refs", 1, UINT32, True),
-        ("samples", 2, "Sample", True),
-        ("histograms", 3, "Histogram", True),
-        ("exemplars", 4, "Exemplar", True),
-        ("metadata", 5, "Metadata", False),
-        ("created_timestamp", 6, INT64, False),
-    ],
-    "Sample": [("value", 1, DOUBLE, False), ("timestamp", 2, INT64, False), ("start_timestamp", 3, INT64, False)],
-    "Exemplar": [("labels_refs", 1, UINT32, True), ("value", 2, DOUBLE, False), ("timestamp", 3, INT64, False)],
-    "Histogram": [("sum", 3, DOUBLE, False), ("timestamp", 15, INT64, False)],
-    "Metadata": [("type", 1, INT64, False), ("help_ref", 3, UINT32, False), ("unit_ref", 4, UINT32, False)],
+    "Request": "symbols 4 string*, timeseries 5 TimeSeries*",
+    "TimeSeries": "labels_refs 1 uint32*, samples 2 Sample*, histograms 3 Histogram*, exemplars 4 Exemplar*, "
+    "metadata 5 Metadata, created_timestamp 6 int64",
+    "Sample": "value 1 double, timestamp 2 int64, start_timestamp 3 int64",
+    "Exemplar": "labels_refs 1 uint32*, value 2 double, timestamp 3 int64",
+    "Histogram": "sum 3 double, timestamp 15 int64",
+    "Metadata": "type 1 int64, help_ref 3 uint32, unit_ref 4 uint32",
 }
 CLASSES_2 = message_classes(MESSAGES_2)
 

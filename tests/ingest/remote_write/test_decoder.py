@@ -135,29 +135,6 @@ def test_samples_are_right_while_the_cache_is_full_and_swept():
     assert sorted(row for one in requests for row in expected_rows(one)) == rows(*decoded)
 
 
-def read_rounds(reader, *rounds):
-    """Read one request after the other; return the numbers of new and repeated samples of the last round."""
-    for at, active in rounds:
-        decoded = [reader.read(request) for request in one_round(at, active, series_per_request=10 - (at % 2) * 2)]
-    return sum(one.rows for one in decoded), sum(one.repeated for one in decoded)
-
-
-def test_inactive_series_are_swept_from_a_full_cache():
-    """After two generations without the old series, repeated samples of the new ones are detected."""
-    reader = WriteReader(max_known_series=100)
-    read_rounds(reader, *((at, range(50, 150) if at else range(100)) for at in range(20)))
-    read_rounds(reader, *((at, range(300, 390)) for at in range(20, 40)))
-
-    assert (0, 90) == read_rounds(reader, (39, range(300, 390)))
-
-
-def test_repeated_samples_of_cached_series_are_detected_in_a_full_cache():
-    reader = WriteReader(max_known_series=100)
-    read_rounds(reader, *((at, range(at, at + 80)) for at in range(9)), (0, range(1000, 1040)))
-
-    assert (0, 80) == read_rounds(reader, (8, range(8, 88)))
-
-
 def test_series_with_long_labels_use_the_capacity_of_several():
     """The cache is bounded in bytes: of 20 series with 10,000 bytes of labels, only 3 fit into the capacity of 100."""
     reader = WriteReader(max_known_series=100)
@@ -300,24 +277,6 @@ def test_symbols_that_are_joined_differently_are_different_series():
     assert len(texts) == len({one.series[0].labels for one in decoded})
 
 
-def test_samples_of_version_2_are_right_while_the_cache_is_full_and_swept():
-    one, two = WriteReader(max_known_series=20), WriteReader(max_known_series=20)
-    for at in range(40):
-        series = [({**UP, "cpu": str(number)}, [(NOW + 1000 * at, 1.0 + number)]) for number in range(at, at + 30)]
-
-        assert rows(*(one.read(data) for data in one_round(at, range(at, at + 30)))) == (
-            rows(two.read_2(write_request_2(*series), LIMIT))
-        )
-
-
-@pytest.mark.parametrize("labels", [{f"l{number}": "x" for number in range(200)}, {"x": "y" * 70_000}])
-def test_oversized_series_of_version_2_is_dropped_and_counted(labels):
-    data = write_request_2(({**UP, **labels}, [(NOW, 1.0)]), (UP, [(NOW, 1.0)]))
-    decoded = WriteReader().read_2(data, LIMIT)
-
-    assert (1, 1) == (decoded.oversized, decoded.written)
-
-
 @pytest.mark.parametrize("length", [65_480, 65_490, 65_500, 65_510])
 def test_limit_of_the_labels_is_that_of_version_1(length):
     series = ({**UP, "x": "é" * (length // 2)}, [(NOW, 1.0)])
@@ -355,20 +314,6 @@ def test_malformed_request_of_version_2_is_rejected_with_the_reason(data, why):
     assert 0 == reader.read_2(write_request_2((UP, [(NOW, 1.0), (NOW, 2.0)])), LIMIT).repeated
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(st.tuples(st.integers(0, 200), st.binary(min_size=1, max_size=3)))
-def test_changed_bytes_of_version_2_are_decoded_or_raise_decode_error(change):
-    data = write_request_2((UP, [(NOW, 1.0)], 1, 1), ({**UP, "cpu": "1"}, [(NOW, 0.0)]))
-    place = change[0] % len(data)
-    data = data[:place] + change[1] + data[place + len(change[1]) :]
-    try:
-        decoded = WriteReader().read_2(data, LIMIT)
-    except DecodeError:
-        return
-
-    assert decoded.rows == len(rows(decoded))
-
-
 # Senders that get only refusals: when they are logged and listed, and when no longer.
 
 
@@ -395,23 +340,6 @@ def test_single_refusals_of_a_sender_that_is_accepted_are_not_listed(caplog):
         clock.now += MIXED_SECONDS
 
     assert ([], []) == (names(senders), caplog.records)
-
-
-def test_sender_that_was_accepted_earlier_is_listed_and_later_recovers(caplog):
-    caplog.set_level("INFO")
-    clock = Clock()
-    senders = Senders(clock)
-    senders.accepted("10.0.0.1", "p/3")
-    for _ in range(5):
-        clock.now += FORGIVEN_SECONDS / 2
-        senders.refused("10.0.0.1", "p/3", "malformed: x")
-    listed = names(senders)
-    senders.accepted("10.0.0.1", "p/3")
-
-    assert (["10.0.0.1 (p/3)"], []) == (listed, names(senders))
-    assert ["are refused", "are accepted now"] == [
-        text for one in caplog.records for text in ("are refused", "are accepted now") if text in one.getMessage()
-    ]
 
 
 @pytest.mark.parametrize(

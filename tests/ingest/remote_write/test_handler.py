@@ -16,7 +16,7 @@ from tests.ingest.remote_write.messages import post, write_request, write_reques
 
 from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_ingest.base.config import RemoteWriteSection
-from rankscope_ingest.base.errors import BusyError, DecodeError
+from rankscope_ingest.base.errors import BusyError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.pipeline.flusher import Quarantine
 from rankscope_ingest.remote_write import handler
@@ -235,16 +235,6 @@ async def test_waiting_request_is_rejected_when_the_receiver_closes():
             await waiting
 
 
-async def test_bytes_of_incoming_bodies_are_bounded():
-    async with receiver(Memory(), max_bytes=65_536) as one:
-        reserved = [one.reserve(size) for size in (65_536, None, None, 60_000)]
-        with pytest.raises(BusyError, match="being received at the same time"):
-            one.reserve(10_000)
-        one.release(reserved[0])
-
-        assert 10_000 == one.reserve(10_000)
-
-
 async def test_body_is_reserved_until_decoded_and_not_kept_while_store_is_slow():
     store, sent, reader = Memory(fails=True), body(1.0), HeldReader()
     references = sys.getrefcount(sent)
@@ -262,18 +252,6 @@ async def test_body_is_reserved_until_decoded_and_not_kept_while_store_is_slow()
         assert 65_536 == one.reserve(None)
         await until(lambda: references == sys.getrefcount(sent))
         waiting.cancel()
-
-
-async def test_malformed_request_leaves_no_samples_and_may_be_repeated():
-    store = Memory()
-    bad = packed(write_request(({"__name__": "m"}, [(NOW, 1.0)]), ({"job": "x"}, [(NOW, 1.0)])))
-    async with receiver(store) as one:
-        for _ in range(2):
-            with pytest.raises(DecodeError, match="has no label __name__"):
-                await one.take(bad)
-        await one.take(body(1.0))
-
-    assert [1.0] == store.values
 
 
 async def test_service_stores_valid_requests_and_reports_why_others_are_rejected(start_service):
@@ -403,23 +381,6 @@ async def test_requests_of_prometheus_3_and_of_other_code_are_stored(start_servi
     assert 'remote_write_dropped_total{reason="exemplar"} 1.0' in page
 
 
-async def test_number_of_stored_samples_of_a_repeated_request_is_kept():
-    """While the first request waits, later, and after a restart."""
-    store = Memory(fails=True)
-    async with receiver(store, answer_seconds=0.05) as one:
-        with pytest.raises(BusyError):
-            await one.take(body_2(1.0, 2.0), 0, Version.V2)
-        waiting = [asyncio.create_task(one.take(body_2(1.0, 2.0), 0, Version.V2)) for _ in range(2)]
-        store.fails = False
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        found = [two for two in found if not isinstance(two, BusyError)]
-        await one.finish()
-    async with receiver(store) as one:
-        found.append(await one.take(body_2(1.0, 2.0), 0, Version.V2))
-
-    assert ({2}, [1.0, 2.0]) == (set(found), store.values)
-
-
 async def test_repeated_samples_are_reported_as_stored_only_if_they_are(rejecting):
     """Samples that occur twice in one request, and samples of an earlier request that is moved to quarantine."""
     store, quarantine = Memory(), rejecting(lambda values: 13.0 in values)
@@ -437,14 +398,6 @@ async def test_repeated_samples_are_reported_as_stored_only_if_they_are(rejectin
         assert [2, 0, 1, 2] == await asyncio.gather(*waiting)
         assert 0 == await one.take(bodies[1], 0, Version.V2)
     assert [12.0, 14.0, 15.0] == store.values
-
-
-async def test_sample_that_is_in_quarantine_is_not_dropped_as_repeated(rejecting):
-    store, quarantine = Memory(), rejecting(lambda values: [13.0] == values)
-    async with receiver(store, aside=quarantine, hold_seconds=0.0) as one:
-        found = [await one.take(body_2(*values), 0, Version.V2) for values in ((13.0,), (13.0, 14.0))]
-
-    assert ([0, 2], [13.0, 14.0]) == (found, store.values)
 
 
 async def test_sender_that_gets_only_refusals_is_logged_once_and_listed(start_service, caplog):

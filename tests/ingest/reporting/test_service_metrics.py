@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +15,12 @@ from tests.ingest import builders
 
 from rankscope_contract.metrics.catalogue import BYTES_INGESTED, CATALOG, RECORDS_INGESTED
 from rankscope_contract.model.events import RUN_FAILED, RunState
-from rankscope_contract.model.schema import DATASETS
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.reporting.goodput import WITHOUT_TIME, GoodputReader
 from rankscope_ingest.reporting.live_tail import KEPT_STEPS, KEPT_VALUES, MOST_NAMES, LiveTails
-from rankscope_ingest.reporting.progress import RunMeter, last_value, run_progress
+from rankscope_ingest.reporting.progress import RunMeter, run_progress
 from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
 from rankscope_ingest.runs.incident import run_incident
 from rankscope_storage.maintenance.compaction import CompactionReport
-from rankscope_storage.sql.goodput import GOODPUT, GOODPUT_ATTEMPTS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "service_page.txt"
 
@@ -40,13 +36,6 @@ def test_page_has_exactly_the_families_of_the_catalogue():
     assert expected == families - {name for name in families if name.endswith("_created")}
     failures = [f'rankscope_ingest_scrape_failures_total{{reason="{reason}"}} 0.0' for reason in FAILURE_REASONS]
     assert [] == [line for line in failures if line not in page]
-
-
-def test_last_value_prefers_values_without_labels_and_keeps_nan():
-    table = losses(("loss", 1.0, None), ("loss", 9.0, '{"loss":"aux"}'), ("loss", math.nan, None))
-
-    assert math.isnan(last_value(table, "loss"))
-    assert last_value(table, "absent") is None
 
 
 def losses(*rows):
@@ -343,70 +332,7 @@ async def test_page_that_is_opened_gets_rows_that_are_not_stored_yet():
     ]
 
 
-async def test_old_responses_are_not_kept():
-    tails = LiveTails(kept_seconds=0.0)
-    tails.add(body(0, {1: 1.0}))
-    tails.add(body(0, {2: 1.0}))
-    with tails.viewing("r"):
-        _, found = await rows(tails)
-
-    assert [2] == [step for _, step, _, _ in found]
-
-
-# Goodput is read after commits, and in a small share of the time.
-
-
-class World:
-    def __init__(self) -> None:
-        self.now, self.commits, self.reads = 0.0, 1, 0
-
-    def read(self) -> dict[str, float]:
-        self.reads += 1
-        return {"r": self.reads / 10}
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-def make_reader(world: World) -> GoodputReader:
-    return GoodputReader(world.read, lambda: world.commits, read_seconds=30, clock=lambda: world.now)
-
-
-def test_goodput_is_read_at_the_start_and_after_each_commit(world):
-    goodput = make_reader(world)
-    assert goodput.is_due
-    goodput.read()
-    world.now = 100
-    assert not goodput.is_due
-    world.commits = 2
-
-    assert goodput.is_due
-    assert {"r": 0.1} == goodput.ratios
-
-
-def test_pause_between_reads_grows_to_15_intervals(world):
-    goodput = make_reader(world)
-    pauses = []
-    for _ in range(17):
-        read_at = world.now
-        goodput.read()
-        world.commits += 1
-        while not goodput.is_due:
-            world.now += 1
-        pauses.append(world.now - read_at)
-
-    assert [30, 60, 90, 120] == pauses[:4]
-    assert [420, 450, 450, 450] == pauses[-4:]
-
-
-def test_datasets_of_the_goodput_queries_are_not_in_without_time():
-    statements = (GOODPUT + GOODPUT_ATTEMPTS).replace("_without_jumps", "")  # views with corrected times
-    queried = DATASETS.keys() & set(re.findall(r"\w+", statements))
-
-    assert {"scalars", "events", "attempts"} == queried
-    assert not queried & WITHOUT_TIME
+# Goodput.
 
 
 def test_page_contains_the_goodput_of_known_runs():

@@ -14,10 +14,7 @@ from rankscope_ingest.runs.tracker import RunTracker
 KEY = ("r", 0)
 START = 1_700_000_000_000_000
 LIMITS = RunsSection(
-    refused_after_seconds=10,
-    failed_after_seconds=25,
-    stalled_after_seconds=300,
-    stalled_in_phase_after_seconds=1800,
+    refused_after_seconds=10, failed_after_seconds=25, stalled_after_seconds=300, stalled_in_phase_after_seconds=1800
 )
 
 

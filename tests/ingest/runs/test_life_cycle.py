@@ -5,12 +5,10 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from tests.ingest.builders import registration
-from tests.ingest.runs.life_steps import KEY, START, Life
+from tests.ingest.runs.life_steps import START, Life
 from tests.properties import examples
 
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.runs.models import Liveness
 
 LOST = "rank {} on h stopped responding without an exit report"
 PEER = "rank 0: RuntimeError: Connection closed by peer [127.0.0.1]:4; which rank failed first is unknown"
@@ -198,32 +196,12 @@ def test_closed_port_is_ignored_while_heartbeats_arrive():
     assert "running" == life.state
 
 
-def test_attempt_is_arriving_until_each_rank_answered_or_6_s_passed():
-    fresh, unreadable = Life(ranks=0), Life(ranks=0)
-    for life in (fresh, unreadable):
-        for rank in (0, 1):
-            life.register(rank, world_size=2)
-    before = fresh.attempt.is_arriving(1.0)
-    for rank in (0, 1):
-        fresh.tracker.answered(KEY, rank)
-
-    assert [True, False] == [before, fresh.attempt.is_arriving(1.0)]
-    assert [True, False] == [unreadable.attempt.is_arriving(now) for now in (5.9, 6.0)]
-
-
 def test_unregistered_ranks_are_missing_but_do_not_fail_the_run():
     life = Life(ranks=1, world_size=8).do("step 0")
     missing = life.attempt.ranks_missing
     life.do("done 0")
 
     assert (8 - 1, "completed", 0) == (missing, life.state, life.attempt.ranks_missing)
-
-
-def test_latest_attempt_is_the_state_of_the_run():
-    life = Life()
-    life.tracker.registered(registration(launch_id="l2", incarnation="n"), 1, Liveness(last_sign=0.0), 5)
-
-    assert 1 == life.tracker.latest()["r"].number
 
 
 def test_configuration_of_a_rank_is_kept_without_secrets():

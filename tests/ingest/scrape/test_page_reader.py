@@ -17,7 +17,7 @@ from tests.properties import examples
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.pipeline.flusher import halves
-from rankscope_ingest.scrape.exposition_parser import parse_exactly, parse_plain
+from rankscope_ingest.scrape.exposition_parser import parse_exactly
 from rankscope_ingest.scrape.page_reader import Page, PageReader
 from rankscope_ingest.scrape.sample_table import Grid, Scrape, Series
 from rankscope_storage.base.schema import conform
@@ -137,19 +137,6 @@ def test_number_in_any_notation_is_parsed_like_prometheus_client(text):
     assert expected == rows_of(read_one(warmed(b"a 1\n"), body))
 
 
-def test_number_in_place_of_a_blank_line_is_detected():
-    rows = read_one(warmed(b"a 1\n\nb 2\n"), b"a 1\nc 3\nb 2\n")
-
-    assert [("a", None, 1.0, None), ("c", None, 3.0, None), ("b", None, 2.0, None)] == rows_of(rows)
-
-
-def test_exactly_parsed_page_becomes_the_new_layout():
-    more = NODE + b"new_metric 1\n"
-    reader = warmed(NODE)
-
-    assert [True, False] == [read_one(reader, more).exact, read_one(reader, more).exact]
-
-
 def test_counter_keeps_its_name_on_the_page():
     """prometheus_client adds `_total` to counters without this suffix; Prometheus does not."""
     names = {metric for metric, *_ in rows_of(read_one(PageReader(), NODE))}
@@ -203,16 +190,6 @@ def test_bad_page_does_not_affect_others():
     assert ["the page is not UTF-8 at byte 0", True] == [str(results[1]), "not a valid exposition" in str(results[2])]
 
 
-def test_pages_parsed_together_give_the_same_samples_as_alone():
-    """A page that differs from its layout is found by halving the batch."""
-    bodies = [NODE, DCGM, NODE.replace(b" 17\n", b" 18\n"), DCGM + b"more 1\n", NODE]
-    reader = warmed(NODE, DCGM, NODE, DCGM, NODE)
-    results = reader.read([page(body, target) for target, body in zip("abcde", bodies, strict=True)])
-
-    assert [reference(body) for body in bodies] == [rows_of(rows) for rows in results]
-    assert [False, False, False, True, False] == [rows.exact for rows in results]
-
-
 def test_line_moved_between_joined_pages_is_detected():
     """The concatenation of two pages must not match layouts that have the same lines in total."""
     reader = warmed(b"a 1\nb 1\n", b"c 1\n")
@@ -233,13 +210,6 @@ def test_change_of_any_byte_of_a_series_is_detected(length):
         assert rows_of(read_one(reader, b"".join(lines))) == reference(b"".join(lines))
         rows = read_one(reader, bytes(changed))
         assert (True, reference(bytes(changed))) == (rows.exact, rows_of(rows))
-
-
-def test_forgotten_target_has_no_layout():
-    reader = warmed(NODE, DCGM)
-    reader.forget({"b"})
-
-    assert [True, False] == [rows.exact for rows in reader.read([page(NODE, "a"), page(DCGM, "b")])]
 
 
 NUMBERS = st.one_of(
@@ -308,17 +278,6 @@ def test_mutated_page_is_parsed_like_prometheus_client(seed):
 # The error for an invalid page.
 
 
-def test_typical_exporter_page_is_plain():
-    page = '# HELP a b\n# TYPE a gauge\na{gpu="0",model="NVIDIA H100 80GB HBM3"} 1.5e-3\n\nb NaN\nc -Inf\n'
-    found = parse_plain(page)
-
-    assert found is not None
-    assert [("a", {"gpu": "0", "model": "NVIDIA H100 80GB HBM3"}, 0.0015), ("c", {}, -math.inf)] == [
-        one[:3] for one in (found[0], found[2])
-    ]
-    assert math.isnan(found[1].value)
-
-
 @pytest.mark.parametrize(
     ("text", "openmetrics", "place"),
     [
@@ -385,19 +344,6 @@ def test_page_that_changes_within_a_flush_loses_no_sample():
     scrapes = [scraped(before, 1), scraped(after, 2), scraped(after, 3)]
 
     assert sorted(map(repr, expected_of(scrapes))) == sorted(map(repr, rows_in(Grid().table(scrapes))))
-
-
-def test_three_exporter_samples_count_as_one_row_for_a_flush():
-    """A flush stores all names again, so that more samples are gathered for it, up to the limit of pending rows."""
-    page = series("x", [("a", None), ("b", "{}")])
-    many, full = (Batcher(flush_rows=2, flush_after_seconds=10.0, max_pending_rows=limit) for limit in (100, 4))
-    due = []
-    for _ in range(3):
-        for batcher in (many, full):
-            batcher.add_scrape(scraped(page, 5), 0.0)
-            due.append(batcher.due(0.0))
-
-    assert [None, None, None, "rows", "rows", "rows"] == due
 
 
 @pytest.mark.parametrize("others", [{}, {"samples": scraped(series("z", [("m", None)]), 9).table()}])

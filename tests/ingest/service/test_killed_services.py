@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.end_to_end.lives import until
 from tests.ingest.pipeline.test_exactly_once import (
     TENSORS,
     ServiceProcess,
@@ -18,7 +19,6 @@ from tests.ingest.pipeline.test_exactly_once import (
     open_channel,
     open_channels,
     step_record,
-    wait_until,
 )
 from tests.storage.crashes.killing import compiled
 
@@ -117,7 +117,7 @@ def test_continued_service_ends_if_another_one_owns_the_shard(tmp_path, free_por
     try:
         for step in range(30):
             first.publish(step_record(step))
-        wait_until(lambda: first.ring.committed >= 10)
+        until(lambda: first.ring.committed >= 10)
         zombie.process.send_signal(signal.SIGSTOP)
         for lock in (zombie.store / "_shards").iterdir():
             lock.unlink()
@@ -127,7 +127,7 @@ def test_continued_service_ends_if_another_one_owns_the_shard(tmp_path, free_por
         second = open_channel(successor, 0, world_size=1, launch_id="second")
         for step in range(30):
             second.publish(step_record(step))
-        wait_until(lambda: second.ring.committed >= 29)
+        until(lambda: second.ring.committed >= 29)
         zombie.process.send_signal(signal.SIGCONT)
         assert 3 == zombie.process.wait(60)
         assert f"taken over by process {successor.process.pid} on {socket.gethostname()}" in zombie.log()
@@ -164,7 +164,7 @@ def test_one_of_two_services_on_one_store_continues(tmp_path, number, free_port,
     for rival in rivals:
         rival.begin()
     try:
-        wait_until(lambda: any(rival.process.poll() is not None for rival in rivals), 60)
+        until(lambda: any(rival.process.poll() is not None for rival in rivals), 60)
         loser, winner = sorted(rivals, key=lambda rival: rival.process.poll() is None)
         assert winner.url == winner.process.stdout.readline().decode().strip()
         channel = open_channel(winner, 0, world_size=1)

@@ -17,7 +17,6 @@ from tests.ingest.conftest import encode_records
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
-from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import CurveRequest, Smoothing, curve
@@ -441,25 +440,6 @@ async def test_poke_causes_an_early_poll(start_service, fake_rank, eventually):
         assert [404, 204] == [await poke(service, name) for name in ("unknown", rank.registration.incarnation)]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("is_failing", [True, False])
-async def test_pokes_cause_at_most_four_extra_polls_per_second(start_service, fake_rank, eventually, is_failing):
-    changes = {"ingest.poll_seconds": 60.0, "ingest.max_backoff_seconds": 60.0}
-    async with fake_rank() as rank, start_service(**changes) as service:
-        if is_failing:
-            rank.behave = functools.partial(answer_with(500), rank)
-        await rank.register(service.url)
-
-        async def poked():
-            assert 204 == await poke(service, rank.registration.incarnation)
-            return len(rank.polls) >= 6
-
-        await eventually(poked)
-        took = rank.polls[5] - rank.polls[0]
-
-    assert 5 * 0.25 <= took + 0.1  # polls are recorded at their arrival, shortly after they were sent
-
-
 @shared
 @pytest.mark.parametrize(("path", "encoding"), [("register", "gzip"), ("poke", "zstd")])
 async def test_compressed_body_is_a_bad_request(shared_service, path, encoding):
@@ -500,43 +480,6 @@ async def test_dead_process_is_no_longer_polled_and_its_lost_records_are_counted
     assert {"ok"} == {snapshot.degraded or "ok" for snapshot in service.snapshots}
 
 
-@pytest.mark.thorough
-async def test_pending_rows_are_not_polled_again_when_a_process_returns(start_service, fake_rank, eventually):
-    slow = {"runs.failed_after_seconds": 1.0, "ingest.flush_after_seconds": 3600.0}
-    async with fake_rank() as rank, start_service(**slow) as service:
-        await rank.register(service.url)
-        rank.publish_steps(1)
-        await eventually(lambda: rank.requests and rank.requests[-1].query["after"] == "0")
-        rank.behave = silent
-
-        async def gone():
-            return (await service.targets())[0]["health"] == "gone"
-
-        async def read_up_to(seq):
-            await rank.register(service.url)  # a heartbeat: here, 1 s without one is the end
-            return rank.requests[-1].query["after"] == seq
-
-        def last_stored():
-            return service.rows("SELECT max(seq) AS last FROM scalars")[0]["last"]
-
-        await eventually(gone)  # this flushes without a report to the rank
-        rank.behave = None
-        await rank.register(service.url)
-        rank.publish_steps(5)
-        await eventually(lambda: read_up_to("5"))
-        rank.behave = silent
-        await eventually(gone)
-        rank.behave = None
-        seen, before = len(rank.requests), last_stored()
-        await rank.register(service.url)
-        await eventually(lambda: len(rank.requests) > seen + 1)
-        asked, behind = rank.requests[seen].query, last_stored()  # a flush may happen at the same time
-
-    assert "5" == asked["after"]
-    assert before <= int(asked["committed"]) <= behind
-    assert list(range(6)) == [row["seq"] for row in service.rows(LOSSES)]
-
-
 async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank, eventually):
     async with fake_rank() as rank, start_service(**{"runs.failed_after_seconds": 1.0}) as service:
         await rank.deliver(service, 5)
@@ -562,24 +505,3 @@ async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank
     assert [{"value": 5.0}, {"value": -5.0}] == gaps
     with connect(service.store) as connection:
         assert 0 == summary(connection, "r").lost_records
-
-
-async def test_rank_that_cannot_be_drained_does_not_affect_the_others(start_service, fake_rank, monkeypatch):
-    """The service polls the remaining records when it stops."""
-    async with fake_rank(world_size=2) as one, fake_rank(rank=1, world_size=2) as other:
-        async with start_service() as service:
-            for rank in (one, other):
-                await rank.deliver(service, 1)
-            original = TargetLoop.poll_once
-
-            async def poll(loop):
-                if loop.target.registration.rank == 0:
-                    raise TypeError("not foreseen")
-                return await original(loop)
-
-            monkeypatch.setattr(TargetLoop, "poll_once", poll)
-            for rank in (one, other):
-                rank.publish_steps(4)
-        rows = service.rows(LOSSES)
-
-    assert 4 == max(row["seq"] for row in rows if row["rank"] == 1)

@@ -9,43 +9,18 @@ from rankscope_ingest.status_page.collect import RunStatus, ServiceStatus, Statu
 STARTED = 1_767_225_600_000_000
 HOSTILE = "</h3><script>alert(1)</script>\u202e&\"'\x1b[2J"
 
-SERVICE = ServiceStatus(
-    status="ok",
-    reason=None,
-    version="0.1.0",
-    schema_version=1,
-    store="/data/history",
-    shard="0/1",
-    url="http://127.0.0.1:9470",
-    started_at=STARTED,
-    uptime_seconds=93_784.2,
-    targets={"pending": 0, "up": 0, "draining": 0, "failing": 0, "gone": 0},
-    rows_pending=0,
-    rows_committed=0,
-    commits=0,
-    last_commit_ago_seconds=None,
-    records_lost=0,
-    samples_dropped=0,
-)
+TARGETS = {"pending": 0, "up": 0, "draining": 0, "failing": 0, "gone": 0}
+ABOUT = {"status": "ok", "reason": None, "version": "0.1.0", "schema_version": 1, "started_at": STARTED}
+PLACE = {"store": "/data/history", "shard": "0/1", "url": "http://127.0.0.1:9470"}
+COUNTS = dict.fromkeys(("rows_pending", "rows_committed", "commits", "records_lost", "samples_dropped"), 0)
+TIMES = {"uptime_seconds": 93_784.2, "last_commit_ago_seconds": None}
+SERVICE = ServiceStatus(targets=TARGETS, **ABOUT, **PLACE, **COUNTS, **TIMES)  # type: ignore[arg-type]
 
-PROGRESS = RunProgress(
-    run="pretraining",
-    attempt=0,
-    state="running",
-    reason=None,
-    step=12_500,
-    planned_steps=100_000,
-    loss=2.31,
-    tokens_per_second=1_048_576.0,
-    rows_stored=48_230_112,
-    lag_records=3,
-    records_lost=0,
-    ranks_alive=2,
-    world_size=2,
-    eta_seconds=176_400.0,
-    started_at=STARTED,
-    steps_per_second=0.496,
-)
+STATE = {"run": "pretraining", "attempt": 0, "state": "running", "reason": None, "started_at": STARTED}
+RANKS = {"ranks_alive": 2, "world_size": 2, "rows_stored": 48_230_112, "lag_records": 3, "records_lost": 0}
+STEPS = {"step": 12_500, "planned_steps": 100_000, "loss": 2.31, "tokens_per_second": 1_048_576.0}
+STEPS |= {"eta_seconds": 176_400.0, "steps_per_second": 0.496}
+PROGRESS = RunProgress(**STATE, **RANKS, **STEPS)  # type: ignore[arg-type]
 
 
 def target(rank: int, **changes: object) -> TargetStatus:
@@ -70,25 +45,16 @@ def empty() -> Status:
 
 def small() -> Status:
     """Two ranks of which one fails, an earlier failed run, and an exporter that is down."""
+    sender = RefusedSender(
+        name="10.0.0.7 (Prometheus/3.5.0)", reason="unsupported: Content-Encoding lz4 is not supported",
+        requests=1_250, last_request_ago_seconds=12.0,
+    )  # fmt: skip
+    counts = {"rows_pending": 5120, "rows_committed": 48_230_112, "commits": 9400, "records_lost": 17}
+    counts |= {"samples_dropped": 2, "remote": {"rankscope_ingest_remote_write_samples_total": 125_000.0}}
     service = dataclasses.replace(
-        SERVICE,
-        targets={"pending": 0, "up": 1, "draining": 0, "failing": 1, "gone": 0},
-        rows_pending=5120,
-        rows_committed=48_230_112,
-        commits=9400,
-        last_commit_ago_seconds=4.25,
-        records_lost=17,
-        samples_dropped=2,
-        remote={"rankscope_ingest_remote_write_samples_total": 125_000.0},
-        refused_senders=[
-            RefusedSender(
-                name="10.0.0.7 (Prometheus/3.5.0)",
-                reason="unsupported: Content-Encoding lz4 is not supported",
-                requests=1_250,
-                last_request_ago_seconds=12.0,
-            )
-        ],
-    )
+        SERVICE, **counts, last_commit_ago_seconds=4.25, targets=TARGETS | {"up": 1, "failing": 1},
+        refused_senders=[sender],
+    )  # fmt: skip
     refused = "http://10.0.0.1:9401: connection refused; is the rank still there?"
     reason = "rank 1: ValueError: loss is not finite"
     trial = {"run": "trial-3", "attempt": 2, "step": 812, "planned_steps": 1000, "ranks_alive": 0, "records_lost": 17}

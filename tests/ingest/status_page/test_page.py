@@ -10,7 +10,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import aiohttp
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,14 +19,12 @@ from tests.properties import examples
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.runs.models import Health
-from rankscope_ingest.status_page import assets, collect
+from rankscope_ingest.status_page import assets
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
-from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, REFRESH_SECONDS, LabelReader, Labels, LagClock
+from rankscope_ingest.status_page.collect import LagClock
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
-from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.runs.tags import edit_tags, remove_tags, set_note, set_tags
+from rankscope_storage.runs.tags import edit_tags, set_note, set_tags
 from rankscope_view.pages.format import duration, number, percent
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
@@ -350,16 +347,6 @@ def test_lag_is_zero_without_waiting_records_and_of_a_removed_target():
     assert 0.0 == clock.seconds(rank, 109.0)
 
 
-def test_observations_are_bounded_and_keep_the_oldest_one():
-    rank, clock = target_at(), LagClock()
-    for second in range(20_000):
-        rank.head = second
-        clock.look([rank], float(second))
-
-    assert 20_000.0 == clock.seconds(rank, 20_000.0)
-    assert len(clock._observations["i0"]) <= MAX_OBSERVATIONS
-
-
 @settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=100))
 def test_lag_differs_from_the_exact_one_only_by_dropped_observations(moves):
@@ -375,37 +362,3 @@ def test_lag_differs_from_the_exact_one_only_by_dropped_observations(moves):
 
 
 # Tags and notes: equal to the view `runs`, read on request and at most every few seconds.
-
-
-@pytest.fixture
-def root(tmp_path):
-    row = {"run": "r", "state": "running", "ordinal": 1}
-    table = pa.Table.from_pylist([row], schema=dataset_schema("runs"))
-    with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
-        writer.append(Batch(tables={"runs": table}, watermarks={}))
-    return tmp_path / "store"
-
-
-async def test_tags_are_refreshed_and_kept_while_the_store_cannot_be_read(root, monkeypatch, caplog):
-    now = [0.0]
-    monkeypatch.setattr(collect, "TIMEOUT_SECONDS", 60.0)
-    reader = LabelReader(str(root), clock=lambda: now[0])
-    try:
-        assert {} == await reader.fresh()
-        edit_tags(root, "r", set_tags({"a": "1", "b": "2"}), sync_to_disk)
-        edit_tags(root, "r", set_note("n"), sync_to_disk)
-        edit_tags(root, "r", remove_tags(["b"]), sync_to_disk)
-        assert {} == await reader.fresh()
-        now[0] = REFRESH_SECONDS
-        assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
-
-        edit_tags(root, "r", set_note(""), sync_to_disk)
-        with monkeypatch.context() as broken:
-            broken.setattr(collect, "_LABELS", "no SQL")
-            now[0] *= 2
-            assert {"r": Labels({"a": "1"}, "n")} == await reader.fresh()
-        assert "tags of runs cannot be read, retrying at the next request" in caplog.text
-        now[0] *= 2
-        assert {"r": Labels({"a": "1"}, None)} == await reader.fresh()
-    finally:
-        reader.close()

@@ -1,11 +1,8 @@
 """Logs that are followed on this machine and over SSH: the conditions of a training, restarts, and the rows."""
 
-import contextlib
-import dataclasses
 import json
 import os
 import re
-import shutil
 import time
 
 import pytest
@@ -13,7 +10,6 @@ from tests.ingest.watch.conftest import Replay, Sshd, imported_rows, keygen, lat
 
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.watch_config import WatchSection
-from rankscope_ingest.watch.address import FOLDER
 from rankscope_ingest.watch.files import LogUnreadableError
 from rankscope_ingest.watch.session import run_names
 from rankscope_storage.api.store import Writer
@@ -288,28 +284,6 @@ def test_logs_of_equal_names_may_be_stored_as_one_run():
     assert ["r", "r"] == run_names([WatchSection(log=f"ssh://{host}/x/train.log", run="r") for host in "ab"])
 
 
-async def test_failing_reads_are_retried_with_growing_pauses(watch, replay):
-    """The pause after a failure is random, below a limit that doubles up to max_backoff_seconds."""
-    pauses: list[float] = []
-
-    class StopError(Exception):
-        pass
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 12:
-            raise StopError
-
-    async with watch.session() as session:
-        watcher = session.watchers[0]
-        watcher.hooks = dataclasses.replace(watcher.hooks, sleep=sleep)
-        with pytest.raises(StopError):
-            await watcher.run()
-
-    assert all(pause <= min(2.0**number, 60.0) for number, pause in enumerate(pauses))
-    assert max(pauses) > 1.0
-
-
 async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lines, tmp_path, monkeypatch):
     def failing(*_: object) -> None:
         raise StoreError("no space left on device")
@@ -536,27 +510,3 @@ async def test_restart_in_a_truncated_log_is_another_attempt(remote, replay, wat
         assert 920 == session.statuses[0].step
     assert "truncated" in caplog.messages[0]
     assert [0, 1] == [row["attempt"] for row in watch.query("SELECT DISTINCT attempt FROM scalars ORDER BY 1")]
-
-
-class KilledError(Exception):
-    """A process was killed: nothing runs at its end."""
-
-
-@pytest.mark.thorough
-async def test_restart_of_watch_repeats_no_row_and_no_message(remote, replay, watch, slow_lines, tmp_path):
-    """Position and state are in the store. The copy of the log can be deleted: it is read again."""
-    for begin in range(0, len(slow_lines), 70):
-        with contextlib.suppress(KilledError):
-            async with watch.session(remote) as session:
-                replay.write(slow_lines[begin : begin + 70])
-                await session.poll()
-                raise KilledError
-        if begin == 70:
-            shutil.rmtree(watch.folder / FOLDER)
-    for _ in range(2):
-        async with watch.session(remote) as session:
-            replay.advance(100.0)
-            await session.poll()
-
-    assert ["RunSlow", "RunStalled"] == [title.split()[2].rstrip(",") for title in watch.receiver.titles]
-    assert watch.rows() == imported_rows(tmp_path / "once", replay.path)

@@ -1,8 +1,6 @@
 """Decisions about a training without a log, firings of rules, and messages about followed logs."""
 
 import datetime as dt
-import email
-import email.policy
 import json
 import math
 import os
@@ -19,6 +17,7 @@ import pyarrow as pa
 import pytest
 from aiosmtpd.controller import Controller
 from apprise.plugins.feishu import NotifyFeishu
+from tests.end_to_end.alerting import Postbox
 from tests.ingest.conftest import running_service
 from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows
 
@@ -157,16 +156,6 @@ def test_time_of_a_row_is_read_in_the_zone_that_fits(zone, writes_utc):
     written = moment if writes_utc or not zone else moment + zone
 
     assert moment == clock.moment(written, moment + 5.0)
-
-
-def test_clock_of_the_growing_log_is_the_least_delayed_change():
-    """A poll finds a change late, so that the difference of the clocks is at least the largest one seen."""
-    clock = RemoteClock()
-    for modified, now in ((1030.0, 1005.0), (1040.0, 1011.0), (1050.0, 1028.0)):
-        clock.observe_change(modified, now)
-
-    assert 1129.0 == clock.now(1100.0)
-    assert "time of the last change of the growing log" == clock.source
 
 
 # Firings of rules in a followed log: one line, one message and one incident for each, until their cause is gone.
@@ -326,17 +315,6 @@ async def test_slow_steps_at_the_end_of_the_log_are_one_message(watch, replay):
 
 
 # Messages by mail and Feishu, logins by password and agent, and [[watch]] of the service.
-
-
-class Postbox:
-    """An SMTP server that keeps the received mails."""
-
-    def __init__(self) -> None:
-        self.mails: list[email.message.EmailMessage] = []
-
-    async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:  # noqa: N802 - aiosmtpd's name
-        self.mails.append(email.message_from_bytes(envelope.content, policy=email.policy.default))
-        return "250 taken"
 
 
 @pytest.fixture
