@@ -5,7 +5,6 @@ import http.client
 import json
 import logging
 import os
-import shutil
 import socket
 import ssl
 import threading
@@ -233,10 +232,6 @@ def change(document: dict[str, Any]) -> dict[str, Any]:
     return {"to_come": [document]}
 
 
-def must_not_change(_document: dict[str, Any]) -> dict[str, Any]:
-    pytest.fail("the sampling was changed")
-
-
 @pytest.fixture
 def guarded(new_rank):
     """Return a rank with a token, whose sampling can be changed."""
@@ -251,16 +246,6 @@ def test_valid_document_changes_the_sampling(guarded, method):
     assert 202 == got.status
     assert {"to_come": [{"quantities": ["gradients"]}]} == json.loads(got.body)
     assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]
-
-
-def test_request_without_the_right_token_changes_nothing(new_rank):
-    sources = RankServerSources(change_sampling=must_not_change)
-    guarded, rank = new_rank(token="secret", sources=sources), new_rank(sources=sources)
-    got = rank.get("/config", "PUT", b"{}")
-
-    for headers in ({}, {"Authorization": "Bearer wrong"}):
-        assert 401 == guarded.get("/config", "PUT", b"{}", **headers).status
-    assert (403, True) == (got.status, "set RANKSCOPE_TOKEN" in got.text)
 
 
 INVALID_CHANGES = {
@@ -286,8 +271,8 @@ def test_rank_without_a_session_answers_503(new_rank):
     assert 503 == rank.get("/stacks", "POST", **RIGHT).status
 
 
-def must_not_take() -> dict[str, object]:
-    pytest.fail("stacks were taken")
+def must_not_be_called(*_: object) -> dict[str, object]:
+    pytest.fail("stacks were taken, or the sampling was changed")
 
 
 def test_stacks_are_sent_for_the_right_token(new_rank):
@@ -300,23 +285,22 @@ def test_stacks_are_sent_for_the_right_token(new_rank):
     assert "ünïcode" == json.loads(got.body)["loss"]
 
 
-def test_request_without_the_right_token_takes_no_stacks(new_rank):
-    rank = new_rank(token="secret", sources=RankServerSources(take_stacks=must_not_take))
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-        got = rank.get("/stacks", "POST", **headers)
-        assert (401, True) == (got.status, "RANKSCOPE_TOKEN" in got.text)
+def test_request_without_the_right_token_takes_no_stacks_and_changes_nothing(new_rank):
+    """Without a token, a rank sends stacks on loopback only."""
+    never = RankServerSources(take_stacks=must_not_be_called, change_sampling=must_not_be_called)
+    guarded, other = new_rank(token="secret", sources=never), new_rank(sources=never, listen="0.0.0.0:0", insecure=True)
+    rank = new_rank(sources=RankServerSources(take_stacks=lambda: {"rank": 0}, change_sampling=must_not_be_called))
 
-
-def test_rank_sends_stacks_without_a_token_only_on_loopback(new_rank):
-    rank = new_rank(sources=RankServerSources(take_stacks=lambda: {"rank": 0}))
-    other = new_rank(sources=RankServerSources(take_stacks=must_not_take), listen="0.0.0.0:0", insecure=True)
-    refused = other.get("/stacks", "POST", b"{}")
-
+    for method, path in (("POST", "/stacks"), ("PUT", "/config")):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            got = guarded.get(path, method, b"{}", **headers)
+            assert (401, True) == (got.status, "RANKSCOPE_TOKEN" in got.text)
+    for refused in (other.get("/stacks", "POST", b"{}"), rank.get("/config", "PUT", b"{}")):
+        assert (403, True) == (refused.status, "set RANKSCOPE_TOKEN" in refused.text)
     assert {"rank": 0} == json.loads(rank.get("/stacks", "POST", b"{}").body)
-    assert (403, True) == (refused.status, "set RANKSCOPE_TOKEN" in refused.text)
 
 
-def test_most_recent_client_is_first_with_its_age():
+def test_most_recent_client_is_first_and_names_are_limited():
     now = 100.0
     readers = RecentClients(lambda: now)
     readers.note("/metrics", "Prometheus/2.42.0")
@@ -333,12 +317,8 @@ def test_most_recent_client_is_first_with_its_age():
         {"page": "/records", "by": "Rankscope/1", "seconds_ago": 2.0},
     ] == readers.latest()
 
-
-def test_number_and_length_of_client_names_are_limited():
-    readers = RecentClients()
     for number in range(1000):
         readers.note("/metrics", f"{number}\x1b[2J{'x' * 1000}")
-
     assert MOST_CLIENTS == len(readers.latest())
     assert all(reader["by"].isprintable() and len(reader["by"]) <= 80 for reader in readers.latest())
     assert readers.latest()[0]["by"].startswith("999?[2J")
@@ -473,20 +453,6 @@ def test_new_certificate_is_used_for_the_next_connection(new_tls_server, certifi
     certificates.web_config(tmp_path / "fresh.json").replace(tmp_path / "web.json")
 
     assert b"/hello {}\n" == asked(server, trusting)
-
-
-def test_files_named_by_a_changed_configuration_are_reloaded(new_tls_server, certificates, tmp_path, trusting):
-    server = new_tls_server()
-    cert, key = tmp_path / "copy.cert", tmp_path / "copy.key"
-    shutil.copy(certificates.cert("server"), cert)
-    shutil.copy(certificates.key("server"), key)
-    certificates.web_config(tmp_path / "web.json", cert_file=str(cert), key_file=str(key))
-
-    assert b"/hello {}\n" == asked(server, trusting)
-    shutil.copy(certificates.cert("expired"), cert)
-    shutil.copy(certificates.key("expired"), key)
-    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-        asked(server, trusting)
 
 
 def test_url_and_discovery_file_of_a_rank_with_tls_have_the_scheme(new_rank, certificates, tmp_path, service, until):

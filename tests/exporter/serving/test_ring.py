@@ -235,23 +235,6 @@ def _whole(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
     return {field.name: None for field in NESTED[dataset]} | row
 
 
-def test_row_that_does_not_fit_its_columns_is_counted():
-    """One invalid row must not block the records after it."""
-    good = _whole("features", {"kind": "act_out", "module": "a", "value": 1.0})
-    bad = [
-        {**good, "index": 1 << 40},
-        {**good, "value": "much"},
-        {**good, "module": "\ud800"},
-        {"kind": "act_out", "index": None, "value": 1.0},
-    ]
-    records = [StepRecord(ts=0, features=(bad[0], good, bad[1])), StepRecord(ts=1, features=(*bad[2:], good))]
-    encoded = encode(0, records)
-    rows = pa.ipc.open_stream(encoded.body).read_all().to_pylist()
-
-    assert [[good], [good]] == [row["features"] for row in rows]
-    assert 4 == encoded.unencodable
-
-
 _float32 = st.one_of(st.none(), st.floats(width=32, allow_nan=False))
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 

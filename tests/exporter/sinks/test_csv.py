@@ -5,22 +5,24 @@ import datetime as dt
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.end_to_end.stored_rows import tables_of
 from tests.exporter.sinks.records import ABSENT, FINITE, Numbers, entry, identity, imported, record
 from tests.properties import examples
 
-from rankscope_contract.model.kinds import COUNT_OPS, Kind
-from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_contract.protocol.channel import PLAN_PATH
+from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.formats import ExportOptions, export_formats
 
@@ -366,7 +368,6 @@ SCALARS = (
     Scalar("learning_rate", 1e-05, labels={"group": 'a"b', "b": "1,5"}),
     Scalar("=x", float("nan"), unit="s"),
 )
-ENTRY = ("kind", "tensor", "index", "micro_step", "vpp_stage", "call_seq", "placement", "shard_group")
 
 
 def read(folder: Path) -> dict[str, list[list[str]]]:
@@ -388,36 +389,21 @@ def _number(cell: str) -> str:
         return cell
 
 
-def exported(folder: Path, steps: int) -> Path:
-    """Store the rows as the service does, and export them."""
-    own = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i"}
-    tables: dict[str, list[dict[str, object]]] = {"tensor_stats": [], "features": [], "scalars": [], "tensors": []}
-    for step in range(1, steps + 1):
-        common = {**own, "step": step, "seq": step}
-        for what, numbers in ROWS:
-            said = {op: numbers.get(op) for op in (*WIRE_VALUE_OPS, *COUNT_OPS)}
-            tables["tensor_stats"].append({**common, **{name: getattr(what, name) for name in ENTRY}, **said})
-        tables["features"] += [{**common, **row} for row in FEATURES]
-        for one in SCALARS:
-            scalar = {"name": one.name, "value": one.value, "unit": one.unit, "labels": one.labels_text}
-            tables["scalars"].append({**common, **scalar})
-    for what, _ in ROWS:
-        known = {name: getattr(what, name) for name in ("kind", "tensor", "index", "dtype")}
-        tables["tensors"].append({**own, **known, "shape": [*what.shape]})
-    made = {
-        name: pa.Table.from_pylist([{**row, "ordinal": place} for place, row in enumerate(rows)], dataset_schema(name))
-        for name, rows in tables.items()
-    }
+def exported(folder: Path, records: list[StepRecord]) -> Path:
+    """Store the records as the service does, and export them."""
+    body, plan = encode(0, records).body.to_pybytes(), records[0].statistics.plan.json.encode()
+    rank: Any = SimpleNamespace(get=lambda path, **_: plan if path.startswith(PLAN_PATH) else body)
     with Store.open(folder / "store", create=True).claim(owner="test") as writer:
-        writer.append(Batch(tables=made, watermarks={"i": steps}))
+        writer.append(Batch(tables=tables_of(rank), watermarks={"i": len(records) - 1}))
     with connect(folder / "store") as connection:
         export_formats()["csv"].export(connection, "r", folder / "exported", ExportOptions(step_count_per_record=2))
     return folder / "exported"
 
 
 def test_live_csv_equals_the_export_of_the_same_run(tmp_path):
+    records = [record(step, *ROWS, features=FEATURES, scalars=SCALARS) for step in (1, 2, 3)]
     sink = Csv(CsvOptions(folder=str(tmp_path / "live"), steps_per_file=2), identity())
-    for step in (1, 2, 3):
-        sink.put(record(step, *ROWS, features=FEATURES, scalars=SCALARS))
+    for one in records:
+        sink.put(one)
 
-    assert read(exported(tmp_path, 3)) == read(tmp_path / "live")
+    assert read(exported(tmp_path, records)) == read(tmp_path / "live")

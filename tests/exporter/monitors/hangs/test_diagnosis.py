@@ -5,8 +5,6 @@ import os
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from rankscope_contract.diagnostics.stacks import (
     ThreadStack,
 )
 from rankscope_contract.model.events import Event
-from rankscope_exporter import MonitorConfig
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs import diagnosis
 from rankscope_exporter.monitors.hangs.diagnosis import (
@@ -94,66 +91,39 @@ def test_dump_fits_its_limit_and_keeps_the_training_thread():
     assert 100 == len(cut.threads) + cut.left_out
     assert len(cut.threads) > 50
 
-
-def test_dump_of_long_frames_fits_its_limit():
     frames = tuple(Frame("x" * 2000, i, "y" * 400) for i in range(100))
     monster = StackDump(reason="hang", threads=(ThreadStack(ident=1, is_training=True, frames=frames),))
     cut = within(monster, MAX_DETAILS_BYTES)
-
     assert frames[:5] == cut.training
     assert len(cut.to_json().encode()) <= MAX_DETAILS_BYTES
 
 
-HAS_ENDED = threading.Event()
-
-
-def read_by_module(end: int) -> None:
+def loop_then_read(end: int, is_over: threading.Event) -> None:
+    while not is_over.is_set():
+        for _ in range(10_000):
+            pass
     os.read(end, 1)
 
 
-def loop_in_python(_end: int) -> None:
-    count = 0
-    while not HAS_ENDED.is_set():
-        for _ in range(10_000):
-            count += 1
-
-
-@contextmanager
-def in_a_thread(function: Callable[[int], None]) -> Iterator[int]:
-    """Yield the id of a thread that executes `function` until the end of the block."""
-    end, begin = os.pipe()
-    HAS_ENDED.clear()
-    thread = threading.Thread(target=function, args=(end,), daemon=True)
+def test_training_thread_has_the_name_of_its_call_and_a_python_loop_has_none(eventually):
+    (end, begin), is_over = os.pipe(), threading.Event()
+    thread = threading.Thread(target=loop_then_read, args=(end, is_over), daemon=True)
     thread.start()
-    yield thread.ident or 0
-    HAS_ENDED.set()
+
+    def call() -> str | None:
+        found = innermost_call(thread.ident or 0)
+        return found[1] if found is not None and found[0].function == "loop_then_read" else None
+
+    eventually(lambda: call() == "")
+    is_over.set()
+    eventually(lambda: call() == "posix.read")
+    dump = take_stacks("hang", thread.ident or 0)
     os.write(begin, b"x")
     thread.join(10)
     os.close(begin)
     os.close(end)
 
-
-def seen(ident: int, function: Callable[..., Any], wanted: Callable[[str | None], bool]) -> str | None:
-    """Return the current call of the thread when it equals the expected one, or after a timeout."""
-    deadline = time.monotonic() + 10
-    while True:
-        found = innermost_call(ident)
-        name = found[1] if found is not None and found[0].function == function.__name__ else None
-        if wanted(name) or time.monotonic() > deadline:
-            return name
-
-
-def test_thread_in_a_python_loop_is_in_no_function():
-    with in_a_thread(loop_in_python) as ident:
-        assert "" == seen(ident, loop_in_python, lambda found: found == "")
-
-
-def test_only_the_training_thread_has_a_call_name():
-    with in_a_thread(read_by_module) as ident:
-        seen(ident, read_by_module, lambda found: found is not None)
-        dump = take_stacks("hang", ident)
-
-    assert {"posix.read", None} == {thread.calls for thread in dump.threads}
+    assert {"posix.read", None} == {stack.calls for stack in dump.threads}
     assert "posix.read" == dump.threads[0].calls
     assert Place.OUTSIDE is place_of(dump)
     assert None is innermost_call(1)  # no thread
@@ -438,10 +408,3 @@ def test_signal_used_by_faulthandler_is_refused():
             )
             print(named, monitor.address is not None, os.fstat(file.fileno()).st_size > 0, monitor.faults)
     """)
-
-
-def test_environment_sets_signal_and_limit():
-    variables = {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
-    config = MonitorConfig().with_environment(variables)
-
-    assert ("SIGUSR1", 7.5) == (config.stacks_signal, config.hang_after_seconds)
