@@ -3,13 +3,11 @@
 import functools
 import urllib.request
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from tests.exporter.conftest import wait_until
-from tests.exporter.parts import QUIET, Training, Watched, small
+from tests.exporter.parts import QUIET, Training, small
 from tests.programs import run_program
 
 from rankscope_exporter import AnomalyNan, Monitor
@@ -18,7 +16,6 @@ from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPol
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.throughput.meter import Throughput
-from rankscope_exporter.publishing import publisher as publisher_module
 from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
@@ -183,37 +180,6 @@ time.sleep(60)
 # A step.
 
 
-class Idle(torch.optim.SGD):
-    """An optimizer that reads no learning rate."""
-
-    def step(self, closure: Any = None) -> None:
-        """Do nothing."""
-
-
-def test_unreadable_learning_rate_keeps_the_other_values():
-    net, _ = small()
-    optimizer = Idle(net.parameters(), lr=0.1)
-    with Watched(net, optimizer) as watched:
-        optimizer.param_groups[0]["lr"] = {"of": "nothing"}
-        net(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-
-    assert [1] == watched.steps("param_before", "0.weight")
-    assert 1 == watched.faults
-
-
-def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, caplog):
-    monkeypatch.setattr(publisher_module, "finish", broken)
-    with Training(rules=[AnomalyNan()]) as training:
-        training.train(loss=1.0)
-        training.train(loss=float("nan"))
-
-    assert (1, 1.0) == training.scalars("loss")[0]
-    assert training.events("anomaly")
-    assert training.events("fault")
-    assert ["computing the statistics of a step"] == named(caplog)
-
-
 def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, caplog):
     """Also if the console fails."""
     told: list[int | None] = []
@@ -230,21 +196,6 @@ def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, c
 
 
 # The page.
-
-
-def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
-    training = Training()
-    training.train()
-    channel = training.session.channel
-    for part in ("_overhead", "_dropped"):
-        monkeypatch.setattr(channel, part, broken)
-    monkeypatch.setattr(channel, "_sources", replace(channel._sources, collectives=broken, stretch=broken))
-    page = urllib.request.urlopen(f"{training.monitor.address}/metrics", timeout=30).read().decode()
-    training.finish()
-
-    assert "rankscope_run_info{" in page
-    assert "rankscope_ring_records{" in page
-    assert 4 == len(named(caplog))
 
 
 @pytest.mark.parametrize("part", ["persistence", "_server", "_registration"])

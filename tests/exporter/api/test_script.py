@@ -64,18 +64,6 @@ def test_value_that_cannot_be_logged_loses_only_itself():
     assert [] == training.scalars("bad")
 
 
-def test_logged_nan_is_in_gauge_and_counter():
-    labels = (("kind", ""), ("rule", "AnomalyNan"))
-    names = ("rankscope_rule_firing", "rankscope_anomaly_events_total")
-    with Training() as training:
-        before = page(training)
-        training.train(loss=math.nan)
-        training.publish()
-        after = page(training)
-
-    assert [(0.0, 1.0)] * 2 == [(before[name, labels], after[name, labels]) for name in names]
-
-
 def test_first_cause_is_kept_when_all_rules_fire():
     """The second micro-batch does not change the order of the gradients of the first one."""
     net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(40)))

@@ -222,9 +222,11 @@ def test_infinite_or_too_large_number_is_rejected(number: float) -> None:
 
 
 def test_environment_variables_override_the_file() -> None:
-    config = MonitorConfig(every=3).with_environment({"RANKSCOPE_DISABLED": "1", "RANKSCOPE_TOKEN": "secret"})
+    hang = {"RANKSCOPE_STACKS_SIGNAL": "SIGUSR1", "RANKSCOPE_HANG_AFTER_SECONDS": "7.5"}
+    config = MonitorConfig(every=3).with_environment({"RANKSCOPE_DISABLED": "1", "RANKSCOPE_TOKEN": "secret", **hang})
 
     assert (False, "secret", 3) == (config.enabled, config.serve.token, config.every)
+    assert ("SIGUSR1", 7.5) == (config.stacks_signal, config.hang_after_seconds)
     assert "secret" not in repr(config)
 
 

@@ -11,7 +11,6 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.curve import evaluate, needed_values, next_baseline, to_float32
-from rankscope_contract.rules.defaults import DEFAULT_RULES
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
@@ -134,29 +133,12 @@ def test_baselines_equal_the_reference_evaluator(story):
             assert bits(expected) == bits(float(shown[JUDGED_OPS.index(op), entry]))
 
 
-def test_default_rules_give_no_verdict_on_the_first_100_values():
-    """An absent, null or infinite value does not count."""
-    steps = [norm_of(1.0)] * 50 + [norm_of(50.0)] + [norm_of(NULL), norm_of(math.inf), norm_of(1.0, present=False)]
-    steps += [norm_of(1.0)] * 48 + [norm_of(500.0), norm_of(500.0)]
-    verdicts = one_entry(DEFAULT_RULES, steps)
-
-    assert [len(steps) - 1] == [at for at, verdict in enumerate(verdicts) if verdict.firings]
-    assert 102 == sum(math.isnan(verdict.baselines[0, 0]) for verdict in verdicts) - 1
-
-
 def test_infinite_values_and_large_thresholds_never_raise():
     steps = [norm_of(1.0), norm_of(math.inf), norm_of(3.4e38), norm_of(NULL)]
     with np.errstate(all="raise"):
         judged = one_entry([AnomalyTurbulence(threshold=1e300), AnomalyNan(threshold=10**300)], steps)
 
     assert [0, 1, 0, 0] == [len(judgement.firings) for judgement in judged]
-
-
-def test_an_absent_entry_never_fires():
-    values, counts = np.full((len(VALUE_OPS), 1), math.nan, np.float32), np.full((len(COUNT_OPS), 1), 5)
-    detector = AnomalyDetector([AnomalyNan(threshold=1.0)], plan(["act_out"]))
-
-    assert () == detector.observe(Finished(values, counts, np.array([False]))).firings
 
 
 def test_firings_are_ordered_limited_and_counted():
@@ -198,15 +180,6 @@ def test_scalars_are_evaluated_by_scalar_rules_with_a_baseline_per_label():
 
     assert [None, None, "AnomalyNan", "AnomalyNan"] == [firing and firing.rule.name for firing in firings]
     assert [False] * 4 + [True] == [labelled.check_scalar("loss", value, label) is not None for label, value in values]
-
-
-def test_empty_plan_has_a_verdict():
-    values, counts = np.zeros((len(VALUE_OPS), 0), np.float32), np.zeros((len(COUNT_OPS), 0), np.int64)
-    empty = Finished(values, counts, np.zeros(0, np.bool_))
-    judgement = AnomalyDetector([AnomalyNan(), AnomalyTurbulence(threshold=1)], []).observe(empty)
-
-    assert () == judgement.firings
-    assert (len(JUDGED_OPS), 0) == judgement.baselines.shape
 
 
 def test_verdict_is_not_changed_by_later_steps():

@@ -12,7 +12,7 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.parts import QUIET, hooks_of
 from tests.programs import run_two_ranks
 
-from rankscope_exporter import Anomaly, AnomalyNan, AnomalyTurbulence, Monitor, MonitorConfig
+from rankscope_exporter import Anomaly, AnomalyNan, Monitor
 
 NAN = float("nan")
 CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}
@@ -92,22 +92,6 @@ def test_quantity_can_be_captured_with_other_options():
 
     usual, captured = ["0.weight", "2.bias", "2.weight"], ["0.bias", "0.weight"]
     assert {1: usual, 3: usual, 5: captured, 6: captured, 7: captured, 9: usual} == found
-
-
-@pytest.mark.parametrize(("options", "count"), [({}, 6), ({"targets": ["0.*"]}, 0)])
-def test_entries_of_a_capture_leave_the_plan_and_return_with_the_next_one(options, count):
-    quantity = "parameters" if options else "activations"
-    capture = {**CAPTURE, "quantities": [quantity], "options": {quantity: options}, "cooldown_steps": 1}
-    with Training(capture=capture, every=1) as training:
-        training.train()
-        training.fire()
-        training.train(30)
-        training.fire()
-        training.train(6)
-    plans = [len(r.statistics.plan.plan.entries) for r in training.records if r.statistics is not None]
-
-    assert plans[0] == plans[1] == plans[31] < plans[2] == plans[33]
-    assert count == len(training.steps("act_out"))
 
 
 def test_firings_in_the_cooldown_or_above_the_limit_start_no_capture():
@@ -206,15 +190,6 @@ def test_sample_ids_of_an_evaluation_belong_to_no_step():
     assert [{"1": [[7]]}] == training.samples()
 
 
-def test_sample_ids_of_training_in_evaluation_mode_belong_to_the_step():
-    with Training() as training:
-        training.net.eval()
-        training.train(2)
-        training.fire()
-
-    assert [{"3": [[3]]}] == training.samples()
-
-
 @pytest.mark.parametrize("ids", [range(10**12), [f"{'x' * 40}{i}" for i in range(5000)]])
 def test_sample_ids_that_do_not_fit_an_event_are_counted(ids):
     with Training() as training:
@@ -262,14 +237,6 @@ def test_failing_or_slow_on_anomaly_delays_nothing():
 
     assert (100, 35) == (published, dropped)  # one call is running, 64 wait
     assert 65 == training.faults
-
-
-def test_capture_rules_are_names_of_rules_of_the_monitor_or_all():
-    rules = (AnomalyTurbulence(threshold=3.0, name="spike"),)
-    for capture in ({"rules": "*"}, {}, {"rules": ["spike"]}):
-        config = MonitorConfig(rules=rules, capture=capture)  # type: ignore[arg-type]  # a mapping
-        assert config.capture is not None
-        assert ("rules" not in capture or capture["rules"] == "*") == config.capture.chooses("anything")
 
 
 # Independent parts of a capture.

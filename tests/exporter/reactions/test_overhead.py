@@ -18,7 +18,7 @@ from rankscope_exporter import quantities
 from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.quantities.parameters import Parameters
-from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, MOST_STRETCH, PATIENCE, OverheadWindow, Verdict
+from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict
 
 PROGRAM = """
 import json, os, statistics, sys, time, urllib.request
@@ -118,27 +118,6 @@ class _Slow:
         return 1.0
 
 
-_MEASUREMENT = """
-import torch
-from rankscope_exporter import Monitor
-torch.set_num_threads(2)
-net = torch.nn.Linear(2048, 2048)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-settings = {"quantities": ["parameters"], "statistics": "torch", "console": False, "exit_wait_seconds": 0}
-with Monitor(settings).attach(net, optimizer) as monitor:
-    net(torch.ones(1, 2048)).sum().backward()
-    optimizer.step()
-    assert 0.0 < monitor.overhead_seconds()["intra_op"]
-"""
-
-
-def test_measurements_in_a_training_count_the_threads_of_torch():
-    """In a training, in a forked process. The tests of the process room compare the times of each thread."""
-    done = run_program(_MEASUREMENT)
-
-    assert 0 == done.returncode, done.stderr
-
-
 def test_stored_overhead_equals_the_metrics_page():
     """There is a row for each thread at intervals."""
     with Training() as training:
@@ -189,31 +168,6 @@ class SimulatedTraining:
 )
 def test_share_accepts_percent_and_fraction(given_as, expected):
     assert expected == share_of(given_as)
-
-
-def test_interval_is_halved_after_consecutive_low_windows():
-    """A sampled step costs 10 ms more than the 100 ms of a step; one in 16 costs 0.6 %.
-
-    Then steps become 16 times as long, as with a larger batch: the share falls below 0.04 %.
-    """
-    training = SimulatedTraining(0.01, step=0.1, sampled=0.01, idle=0.0)
-    training.train(600)
-    ((stretched_at, *_),) = training.changes
-    training.step = 1.6
-    training.train(8000)
-
-    assert [(1, 16), (16, 8), (8, 4), (4, 2), (2, 1)] == [(before, after) for _, before, after in training.changes]
-    gaps = [later[0] - earlier[0] for earlier, later in zip(training.changes[1:], training.changes[2:], strict=False)]
-    assert stretched_at == pytest.approx(LEAST_SECONDS, rel=0.2)
-    assert min(gaps) >= PATIENCE * LEAST_SECONDS
-
-
-def test_overhead_not_from_sampling_ends_at_the_largest_stretch():
-    training = SimulatedTraining(0.01, step=0.01, sampled=0.0001, idle=0.001)
-    training.train(600)
-
-    assert MOST_STRETCH == training.window.stretch
-    assert MOST_STRETCH == training.changes[-1][2]
 
 
 @settings(deadline=None, max_examples=examples(40))

@@ -31,7 +31,7 @@ from rankscope_exporter.compat.msprobe.config_translation import (
 )
 from rankscope_exporter.compat.msprobe.trainer_mon import AS_IN_THE_CODE
 from rankscope_exporter.config.loader import without_comments
-from rankscope_exporter.model.parameter_names import Targets, target_notices
+from rankscope_exporter.model.parameter_names import Targets
 from rankscope_exporter.model.pytree import OBJECTS
 from rankscope_exporter.sampling.sampling_config import sampling_config_from
 
@@ -246,18 +246,6 @@ def test_parameter_target_matches_a_parameter_or_its_module(target, squashed, fo
     targets = Targets((parameter_pattern(target, squashed=squashed),))
 
     assert found == {name for name in PARAMETERS if targets.selects(name)}
-
-
-def test_target_without_a_match_is_reported_with_the_nearest_name():
-    parameters = Targets(tuple(map(parameter_pattern, ["0:layer.1.weight", "hed.weight"])))
-    modules = Targets((module_pattern("0:module.layer.1"),))
-    told = [*target_notices(parameters, PARAMETERS, "parameter"), *target_notices(modules, MODULES, "module")]
-
-    assert [
-        "target 'layer.1.weight' matches no parameter; nearest: layers.1.weight",
-        "target 'hed.weight' matches no parameter; nearest: head.weight",
-        "target 'layer.1' matches no module; nearest: layers.1",
-    ] == [sentence.partition(",")[0] for sentence in told]
 
 
 def test_name_may_contain_regex_characters():

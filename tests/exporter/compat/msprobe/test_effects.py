@@ -18,11 +18,8 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import parse_folder
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sinks import csv_msprobe
 from rankscope_exporter.sinks.csv_msprobe import Anomalies, AnomalyOptions
 from rankscope_exporter.statistics.selection import ALL_OPS
-from rankscope_ingest.importers.common.importer import Faults
-from rankscope_ingest.importers.msprobe.json_files import read_anomalies
 
 GRADIENTS = {"grad_unreduced", "grad_reduced"}
 ACTIVATIONS = {"act_in", "act_out", "act_grad_in", "act_grad_out"}
@@ -42,10 +39,6 @@ XY, WG = {"xy_distribution": True}, {"wg_distribution": True}
         ({**WG, "xy_distribution": False}, GRADIENTS),
         ({**XY, "forward_only": True}, {"act_in", "act_out"}),
         ({**XY, "backward_only": True}, {"act_grad_in", "act_grad_out"}),
-        ({**XY, "targets": {"layers.1": {"input": "tensor"}}}, {"act_in"}),
-        ({**XY, "targets": {"layers.1": {"output": "tuple[2]:0"}}}, {"act_out"}),
-        ({**XY, "targets": {"layers.1": {"input_grad": "tensor"}}}, {"act_grad_in"}),
-        ({**XY, "targets": {"layers.1": {"output_grad": "tuple[2]:0"}}}, {"act_grad_out"}),
         ({**XY, "targets": {"layers.1": {}}}, ACTIVATIONS),
     ],
 )
@@ -413,25 +406,6 @@ def test_entry_has_msprobes_fields_key_and_message(tmp_path):
     assert {**place, "tag_name": name, "message": message, "group_mates": [0, 1, 2, 3]} == entry
 
 
-def test_importer_restores_the_anomalies(tmp_path):
-    found = [
-        (2, anomaly("layers.0", kind="act_out", micro_step=1, op="nans", rule="AnomalyNan", baseline=None)),
-        (3, anomaly("w", kind="exp_avg")),
-        (3, anomaly("w", kind="param_after", call_id=None)),
-    ]
-    written = sink(tmp_path)
-    for step, event in found:
-        written.put(record(step, event))
-    back = list(read_anomalies(tmp_path / "anomaly_detected/rank3/anomaly.json", Faults(), attempt=0, source="x"))
-    rows = [(item.step, item.micro_step, item.rows["events"][0]) for item in back]
-
-    assert [(step, event.micro_step, event.kind, event.tensor, event.op, event.rule, event.call_id)
-            for step, event in found] == [
-        (step, micro, row["kind"], row["tensor"], row["op"], row["rule"], row["call_id"]) for step, micro, row in rows
-    ]  # fmt: skip
-    assert math.isnan(rows[0][2]["baseline"])
-
-
 def test_file_is_complete_after_every_step_and_replaced_by_a_new_run(tmp_path):
     first = sink(tmp_path)
     for step in range(1, 6):
@@ -461,16 +435,6 @@ def test_partial_write_leaves_the_file_complete(tmp_path, monkeypatch):
 
     written.put(record(3, anomaly()))
     assert [0, 2] == [entry["step"] for entry in read(tmp_path).values()]
-
-
-def test_file_size_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_msprobe, "MOST_BYTES", 600)
-    written = sink(tmp_path)
-    written.put(record(1, anomaly()))
-    with pytest.raises(OSError, match="limit of"):
-        written.put(record(2, anomaly()))
-
-    assert 1 == len(read(tmp_path))
 
 
 def test_events_without_a_tensor_are_omitted_and_any_name_is_a_valid_key(tmp_path):

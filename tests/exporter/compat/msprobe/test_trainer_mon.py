@@ -21,11 +21,9 @@ from tests.exporter.compat.msprobe.monitored_runs import (
 )
 from tests.programs import run_command, run_program
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from rankscope import TrainerMon
 from rankscope_exporter import ConfigError
-from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.api import session
 from rankscope_exporter.compat.msprobe.trainer_mon import Attachment, Construction, first_step, wrong_hints
 
@@ -258,13 +256,6 @@ def test_pipeline_group_gives_stage_and_group_mates(tmp_path, group, output):
     assert {0} == {event.pp_stage for record in run.records for event in record.events if event.type == "anomaly"}
 
 
-def test_pipeline_module_gives_its_own_stage(group):
-    stage = PipelineStage(nn.Linear(4, 2), 0, 1, torch.device("cpu"))
-
-    assert 0 == framework_of(stage).pp_stage
-    assert framework_of(nn.Linear(4, 2)).pp_stage is None
-
-
 ORDERED = nn.Linear(2, 2)
 SGD = torch.optim.SGD(ORDERED.parameters(), lr=0.1)
 DATA, TENSOR = object(), object()
@@ -371,14 +362,6 @@ def test_wrong_constructor_argument_is_rejected(positional, named, words):
 
 def hints(*, said: Construction | None = None, **given: Any) -> list[str]:
     return list(wrong_hints(said or Construction(), Attachment(**{"model": ORDERED, "optimizer": SGD, **given})))
-
-
-def test_correct_and_missing_hints_are_not_reported():
-    given = Attachment.of("set_monitor", (ORDERED, SGD), {})
-
-    assert (1, None, None, 0) == (given.grad_acc_steps, given.dp_group, given.tp_group, given.start_iteration)
-    assert [] == hints()
-    assert [] == hints(said=Construction(params_have_main_grad=False), grad_acc_steps=4, start_iteration=7)
 
 
 @pytest.mark.parametrize(
