@@ -45,7 +45,7 @@ test-all: test-thorough test-crashes soak test-hour test-fuzz test-examples test
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
-		tests/storage/maintenance/test_torn_log.py tests/ingest/service/test_killed_services.py $(PYTEST)
+		tests/storage/maintenance/test_check_and_repair.py tests/ingest/service/test_killed_services.py $(PYTEST)
 
 soak: $(VENV)/.installed-dev ## slow and full disks, a service that is away: for a minute each (RANKSCOPE_SOAK_SECONDS=600 for ten)
 	RANKSCOPE_SOAK=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak $(PYTEST)

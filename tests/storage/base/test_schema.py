@@ -12,13 +12,7 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import (
-    conform,
-    dataset_schema,
-    fingerprint,
-    schema_version,
-    table_schema,
-)
+from rankscope_storage.base.schema import conform, dataset_schema, fingerprint, schema_version, table_schema
 from rankscope_storage.files.encoding import STAGING, write_file
 from rankscope_storage.files.older_integers import has_older_integers
 

@@ -19,10 +19,9 @@ from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import FilesGoneError, QueryError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.connection.view_binding import LATEST, LOSS
+from rankscope_storage.connection.view_binding import LATEST
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.query import file_facts
-from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
 
 COUNT = "SELECT count(*) FROM scalars"
 
@@ -372,35 +371,32 @@ def losses(*steps: int | None, **columns) -> list[dict]:
     return [{"run": "r", "attempt": 0, "rank": 0, **LOGGED, "step": step, **columns} for step in steps]
 
 
-ONCE, SOLE = LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT
-CHEAPER = {
-    "one file": ([losses(1, 2)], SOLE),
-    "null attempts count as 0": ([losses(1), losses(2, attempt=None)], SOLE),
-    "two attempts": ([losses(1, 2), losses(2, attempt=1)], ONCE),
-    "a later attempt": ([losses(1, attempt=3)], ONCE),
-    "again in a file": ([losses(1, 2, 1)], None),
-    "again as a null attempt": ([losses(1) + losses(1, attempt=None)], None),
-    "again in another file": ([losses(1, 2), losses(2, 3), losses(9)], None),
-    "within the range of another file": ([losses(0, 100), losses(10, 20), losses(200, 300)], None),
-    "beside the ranges of other files": ([losses(0, 100), losses(200, 300), losses(101, 199)], SOLE),
-    "in any order of files": ([losses(9), losses(5), losses(1), losses(5)], None),
-    "of two ranks, micro-batches and labels": (
-        [losses(1) + losses(1, rank=1) + losses(1, labels="{}") + losses(1, micro_step=0)], SOLE,
-    ),
-    "rows that are no losses": ([losses(1, None, None) + losses(1, name="lr") + losses(1, value=None)], SOLE),
-    "another run": ([losses(1), losses(1, 1, run="s", attempt=1)], SOLE),
-}  # fmt: skip
+AGAIN = {
+    "one file": [losses(1, 2)],
+    "null attempts count as 0": [losses(1), losses(2, attempt=None)],
+    "two attempts": [losses(1, 2), losses(2, attempt=1)],
+    "a later attempt": [losses(1, attempt=3)],
+    "again in a file": [losses(1, 2, 1)],
+    "again as a null attempt": [losses(1) + losses(1, attempt=None)],
+    "again in another file": [losses(1, 2), losses(2, 3), losses(9)],
+    "within the range of another file": [losses(0, 100), losses(10, 20), losses(200, 300)],
+    "beside the ranges of other files": [losses(0, 100), losses(200, 300), losses(101, 199)],
+    "in any order of files": [losses(9), losses(5), losses(1), losses(5)],
+    "other series": [losses(1) + losses(1, rank=1) + losses(1, labels="{}") + losses(1, micro_step=0)],
+    "rows that are no losses": [losses(1, None, None) + losses(1, name="lr") + losses(1, value=None)],
+    "another run": [losses(1), losses(1, 1, run="s", attempt=1)],
+}
 
 
-@pytest.mark.parametrize("case", CHEAPER)
-def test_loss_curve_is_cheaper_if_no_rank_logged_a_step_again(writer, connection, monkeypatch, case):
+@pytest.mark.parametrize("case", AGAIN)
+def test_loss_curve_with_steps_that_are_logged_again_is_that_of_all_rows(writer, connection, monkeypatch, case):
     """The facts of many files are found in several queries."""
     monkeypatch.setattr(file_facts, "_BATCH_FILES", 2)
-    rows, expected = CHEAPER[case]
-    for some in rows:
-        put(writer, "scalars", some)
-    found = ask(connection, "SELECT DISTINCT step FROM loss_curve WHERE run = 'r' ORDER BY ALL")
-    made_of = connection._views.instance.defined[LOSS]
+    for number, some in enumerate(AGAIN[case]):
+        values = [None if row["value"] is None else 10.0 * number + place for place, row in enumerate(some)]
+        rows = [row | {"value": value} for row, value in zip(some, values, strict=True)]
+        put(writer, "scalars", [row | {"ordinal": 10 * number + place} for place, row in enumerate(rows)])
+    sooner = ask(connection, "FROM loss_curve WHERE run = 'r' ORDER BY ALL")
 
-    assert found
-    assert expected == (made_of if made_of in {ONCE, SOLE} else None)
+    assert sooner
+    assert sooner == ask(connection, "FROM query('FROM loss_curve WHERE run = ''r''') ORDER BY ALL")

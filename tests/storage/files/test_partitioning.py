@@ -21,14 +21,7 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema
 from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, round_bits, rounded
-from rankscope_storage.files.sorting import (
-    LONGEST_PART,
-    OWN_PART_ROWS,
-    file_mantissa_bits,
-    own_part,
-    parts,
-    sort_order,
-)
+from rankscope_storage.files.sorting import LONGEST_PART, OWN_PART_ROWS, file_mantissa_bits, own_part, parts
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
@@ -66,34 +59,6 @@ def test_part_is_one_safe_folder_name_for_any_run_name():
         assert name == ("" if part == "%" else unquote(part))
     long = own_part("学" * 100)
     assert ("学" * 20, 1) == (unquote(long, errors="strict")[:20], long.count("~"))  # whole characters of its start
-
-
-TEXT = st.one_of(st.none(), st.sampled_from(["", "a", "ab", "b", "é", "学", "🦊", "\U0010ffff"]), st.text(max_size=3))
-INTEGER = st.one_of(
-    st.none(), st.integers(-3, 3), st.integers(-(1 << 40), 1 << 40), st.integers(-(1 << 63), (1 << 63) - 1)
-)
-
-
-@given(st.lists(st.tuples(TEXT, INTEGER, INTEGER), max_size=40), st.booleans())
-def test_packed_sort_order_is_the_stable_order_with_nulls_last(rows, encoded):
-    text, one, other = ([row[place] for row in rows] for place in range(3))
-    column = pa.array(text, pa.string())
-    numbers = {"one": pa.array(one, pa.int64()), "other": pa.array(other, pa.int64())}
-    table = pa.table({"text": column.dictionary_encode() if encoded else column, **numbers})
-
-    def plain(row: int) -> tuple:
-        # UTF-8 order equals code point order: Python's comparison is the reference.
-        name, *numbers = rows[row]
-        return name is None, name or "", *((value is None, value or 0) for value in numbers)
-
-    assert sorted(range(len(rows)), key=plain) == sort_order(table, ("text", "one", "other")).tolist()
-
-
-def test_dictionary_that_contains_a_text_twice_sorts_by_text():
-    doubled = pa.DictionaryArray.from_arrays(pa.array([2, 0, 1]), pa.array(["a", "b", "a"]))
-    table = pa.table({"text": doubled, "number": [1, 2, 0]})
-
-    assert [0, 1, 2] == sort_order(table, ("text", "number")).tolist()
 
 
 @given(st.text(alphabet="aä学%/.", min_size=60, max_size=400), st.text(alphabet="aä学", min_size=60, max_size=400))

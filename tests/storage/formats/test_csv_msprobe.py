@@ -227,8 +227,7 @@ def test_time_zone_of_folders_is_an_option(shelf):
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
-    [("a,b\n1,2\n", "has the columns a,b"), ("vpp_stage,name,step,norm\n", "micro_step are needed")],
+    ("header", "said"), [("a,b\n1,2\n", "has the columns a,b"), ("vpp_stage,name,step,norm\n", "micro_step are needed")]
 )
 def test_file_of_another_shape_is_not_continued(shelf, header, said):
     folder = shelf.folder / "out" / "Dec03_21-34-40-rank0-aaaaaaaa"

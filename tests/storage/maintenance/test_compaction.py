@@ -16,12 +16,7 @@ from rankscope_storage.log.delta import MUTEX, Log
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.maintenance import compaction, retention
 from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.compaction import (
-    SILENCE,
-    compact,
-    open_and_closed,
-    plan,
-)
+from rankscope_storage.maintenance.compaction import SILENCE, compact, open_and_closed, plan
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.maintenance.vacuum import maintain
 
@@ -211,23 +206,6 @@ def test_files_to_merge(case):
         assert ["_shared-2026-11-16"] == [merge.part for merge in merges]
     if described is SLOW_DAYS:
         assert [compaction.MERGE_ROWS] * 2 == [merge.rows for merge in merges]
-
-
-def test_thirty_days_of_flushes_leave_few_files():
-    """Each day has 25 flushes of small runs and a compaction: no row is lost, and the remaining files are large."""
-    sizes: list[dict] = []
-    for day in range(60):
-        now = NOW + dt.timedelta(days=day)
-        part = f"_shared-{now.date()}"
-        sizes += [{"part": part, "rows": 3000, "ts_max": now, "path": f"{day}-{flush}"} for flush in range(25)]
-        for merge in plan(listed(*sizes), now):
-            gone = {file.path for file in merge.files}
-            rows = sum(file.rows for file in merge.files)
-            sizes = [file for file in sizes if file["path"] not in gone]
-            sizes.append({"part": merge.part, "rows": rows, "ts_max": now, "path": f"{day}-m{len(sizes)}"})
-
-    assert 60 * 25 * 3000 == sum(file["rows"] for file in sizes)
-    assert len(sizes) <= 1 + compaction.PAST_FILES + 60 * 25 * 3000 // compaction.SMALL_ROWS
 
 
 def test_thirty_days_of_a_run_leave_few_files_with_three_writes_per_row():
