@@ -15,7 +15,8 @@ EXPECTED = {"unequal": "3.620", "missing": "2.120", "stage": "7.120", "diverged"
 NOTES = {"missing": "1 of 2 ranks"}
 
 TRAINING = """
-import os, time
+import os, socket, time
+other = socket.socketpair()
 rank = 1 if (child := os.fork()) == 0 else 0  # before any thread is started
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ for port, (run, loss) in enumerate(LOSSES.items()):
             optimizer.zero_grad()
             monitor.log(loss=loss(rank, step))
             time.sleep(0.002)  # samples of one millisecond are one sample of Prometheus
+        other[rank].send(b".")
+        other[rank].recv(1)  # the end of the first rank is behind the last step of both
 if rank == 0:
     assert 0 == os.waitpid(child, 0)[1]
 """

@@ -193,7 +193,7 @@ def test_values_logged_by_trainers_have_their_step(count, everything):
     for trainer, lightning in zip(trainers, lightnings, strict=True):
         assert {1, 2, 3} == {step for step, name in lightning.scalars if name == "own"}
         assert {1, 2, 3} == {step for step, name in lightning.scalars if name == "loss"}
-        assert {2} == {step for step, name in lightning.scalars if name == "val_loss"}
+        assert {2} == {step for step, name in lightning.scalars if name == "eval_loss"}
         assert {1, 2, 3} == {step for step, name in trainer.scalars if name == "learning_rate"}
     assert {1, 2, 3} == {step for step, name in trainers[0].scalars if name == "grad_norm"}
 
