@@ -10,7 +10,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,22 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # programs of tests begin el
 
 import heavy_watching
 from heavy_watching import train_all
-from tests.exporter.adapters.expectations import (
-    ALL,
-    GRADIENTS,
-    LOCAL,
-    NAMES,
-    REPLICA,
-    SHARD,
-    Owed,
-    check,
-    check_calls,
-    close,
-    count_of,
-)
+from tests.exporter.adapters import expectations
+from tests.exporter.adapters.expectations import ALL, LOCAL, REPLICA, SHARD, Owed, Steps, check_calls, of_kind
 from tests.exporter.adapters.loops import SKIPPED, WORLD
-from tests.exporter.adapters.observation import Found, Outcome, by_chunk, outcomes
-from tests.exporter.adapters.training import STEPS, Truth, truths
+from tests.exporter.adapters.observation import Outcome, by_chunk, outcomes
+from tests.exporter.adapters.training import Truth, truths
 from tests.exporter.parts import session_of
 
 from rankscope_exporter import Monitor, MonitorConfig
@@ -67,8 +55,6 @@ def _is_missing(name: str) -> bool:
 class HeavyOwed(Owed):
     """The expectations of a loop, in addition to those of all frameworks."""
 
-    everywhere_in_forward: bool = True
-    """True if each rank computes all layers; otherwise each layer is on one rank."""
     skipping: bool = False
     """True if the second step is skipped."""
     hidden: int = 8
@@ -109,7 +95,7 @@ DEEPSPEED = {
     "zero 3, offloaded": part(),
     "zero 3, infinite": part(skipping=True),
 }
-PIPELINE = part(local="full", shared=frozenset({"full"}), everywhere_in_forward=False, ranks=(0,), micros=4)
+PIPELINE = part(local="full", shared=frozenset({"full"}), ranks=(0,), micros=4)
 CHUNKED = "pipeline, interleaved"  # names begin with the number of the chunk
 MEGATRON = {
     "ddp": HeavyOwed(),
@@ -161,14 +147,9 @@ def truth_of(package: str, owed: HeavyOwed) -> list[Truth]:
     return truths(owed.ranks, owed.micros, skipped=skipped, clip=clip, hidden=owed.hidden, primed=owed.primed)
 
 
-def trained_steps(package: str, owed: HeavyOwed) -> list[tuple[int, Truth]]:
-    """Return the number and the reference of each step that was not skipped."""
+def steps_of(package: str, owed: HeavyOwed) -> Steps:
     steps = enumerate(truth_of(package, owed), 1)
-    return [(step, truth) for step, truth in steps if not (owed.skipping and step == SKIPPED)]
-
-
-def of_kind(found: Outcomes, name: str, kind: str, step: int) -> list[Found]:
-    return [row for rank in range(WORLD) for row in found[name, rank].rows if (str(row.kind), row.step) == (kind, step)]
+    return [(step, truth, owed.scale) for step, truth in steps if not (owed.skipping and step == SKIPPED)]
 
 
 @every_loop
@@ -181,46 +162,20 @@ def test_training_is_bit_identical_and_without_a_fault(package, name, found):
 
 @every_loop
 def test_every_kind_is_on_every_rank_for_every_step(package, name, found):
-    """A skipped step has its gradients."""
     owed = OWED[package][name]
-    for rank in range(WORLD):
-        by_step: dict[int, set[str]] = defaultdict(set)
-        for row in found[name, rank].rows:
-            by_step[row.step].add(str(row.kind))
-        for step in range(1, STEPS + 1):
-            skipped = owed.skipping and step == SKIPPED
-            activations = {kind for kind in by_step[step] if kind.startswith("act_")}
-            assert set(GRADIENTS[:2] if skipped else ALL) == by_step[step] - activations, (rank, step)
-            assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
+    expectations.check_kinds(found, name, ALL, activations=owed.activations, skipping=owed.skipping)
 
 
 @every_loop
 def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(package, name, found):
     owed = OWED[package][name]
-    for step, truth in trained_steps(package, owed):
-        for micro in (None, *range(owed.micros)):
-            rows = [row for row in of_kind(found, name, LOCAL, step) if row.micro_step == micro]
-            for rank in range(WORLD) if owed.local == "partial" else [None]:
-                place = rank or 0
-                own = truth.local(place) if micro is None else truth.micro[place][micro]
-                here = [row for row in rows if rank is None or row in found[name, rank].rows]
-                assert {owed.local} <= {row.placement for row in here} <= {owed.local, "replica"}
-                check(here, {key: owed.scale * value for key, value in own.items()}, owed.rel)
+    expectations.check_own_gradients(found, name, owed, steps_of(package, owed))
 
 
 @every_loop
 def test_tensors_combined_over_ranks_equal_the_reference(package, name, found):
-    """Reduced gradients, parameters and moments equal the reference, combined over ranks or on each rank."""
     owed = OWED[package][name]
-    for step, truth in trained_steps(package, owed):
-        for kind in ALL:
-            if kind != LOCAL:
-                rows = of_kind(found, name, kind, step)
-                assert owed.shared == {row.placement for row in rows}, kind
-                scale = owed.scale if kind == "grad_reduced" else 1.0
-                check(rows, {key: scale * value for key, value in truth.shared[kind].items()}, owed.rel)
-                if owed.everywhere:
-                    assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+    expectations.check_combined(found, name, owed, steps_of(package, owed), ALL)
 
 
 @every_loop
@@ -235,27 +190,13 @@ def test_shard_names_the_ranks_of_the_other_shards(package, name, found):
 
 @every_loop
 def test_activations_of_each_rank_and_micro_batch_equal_the_reference(package, name, found):
-    owed, count = OWED[package][name], 0
-    for rank in range(WORLD):
-        for step, truth in trained_steps(package, owed):
-            rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
-            seen: list[Any] = truth.seen[rank if len(owed.ranks) > 1 else 0]
-            for row in rows:
-                assert row.micro_step is not None
-                scale = owed.scale if "grad" in row.kind else 1.0
-                close([row], scale * seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
-            count += len(rows)
-    # A layer is on every rank, or on the one of its stage.
-    assert (STEPS - owed.skipping) * owed.micros * (WORLD if owed.everywhere_in_forward else 1) * len(seen[0]) == count
+    owed = OWED[package][name]
+    expectations.check_activations(found, name, owed, steps_of(package, owed))
 
 
 @pytest.mark.parametrize(("package", "name"), [one for one in EVERY if OWED[one.values[0]][one.values[1]].skipping])
 def test_skipped_step_has_its_gradients(package, name, found):
-    for rank in range(WORLD):
-        rows = [row for row in found[name, rank].rows if row.step == SKIPPED]
-        assert (SKIPPED, "step_skipped") in found[name, rank].events
-        assert {"grad_unreduced", "grad_reduced"} <= {str(row.kind) for row in rows}
-        assert all(row.counts["nans"] + row.counts["infs"] for row in rows if row.kind in GRADIENTS)
+    expectations.check_skipped(found, name)
 
 
 @NEEDED["megatron"]

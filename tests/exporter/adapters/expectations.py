@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.exporter.adapters.loops import WORLD
+from tests.exporter.adapters.loops import SKIPPED, WORLD
 from tests.exporter.adapters.observation import Found, FoundOfModule, Outcome
-from tests.exporter.adapters.training import Net, Truth, batches, entropies
+from tests.exporter.adapters.training import STEPS, Net, Truth, batches, entropies
 
 GRADIENTS = ("grad_unreduced", "grad_reduced", "grad_clipped")
 ALL = (*GRADIENTS, "param_before", "param_after", "exp_avg", "exp_avg_sq")
@@ -42,6 +42,9 @@ class Owed:
     """float32 against float64, over three steps of Adam."""
 
 
+Outcomes = Mapping[tuple[str, int], Outcome]
+Steps = Sequence[tuple[int, Truth, float]]
+"""The number, the reference and the loss scale of each step that is not skipped."""
 REPLICA, SHARD = frozenset({"replica"}), frozenset({"shard"})
 
 
@@ -77,6 +80,81 @@ def close(rows: list[Found], value: torch.Tensor, rel: float) -> None:
     assert float(value.norm()) == pytest.approx(norm, rel=rel), where
     assert float(value.min()) == pytest.approx(least, abs=margin), where
     assert float(value.max()) == pytest.approx(most, abs=margin), where
+
+
+def check_kinds(found: Outcomes, name: str, kinds: Collection[str], *, activations: bool, skipping: bool) -> None:
+    """Check that every kind is on every rank for every step; a skipped step has its gradients."""
+    for rank in range(WORLD):
+        for step in range(1, STEPS + 1):
+            own = {str(row.kind) for row in found[name, rank].rows if row.step == step}
+            acts = {kind for kind in own if kind.startswith("act_")}
+            assert set(GRADIENTS[:2] if skipping and step == SKIPPED else kinds) == own - acts, (rank, step)
+            assert {"act_in", "act_out", "act_grad_out"} <= acts or not activations
+
+
+def check_own_gradients(found: Outcomes, name: str, owed: Owed, steps: Steps) -> None:
+    """Check the gradients of each rank, of its step and of each micro-batch, before they are reduced."""
+    for step, truth, scale in steps:
+        for micro in (None, *range(owed.micros)):
+            groups = [(rank,) for rank in range(WORLD)] if owed.local == "partial" else [tuple(range(WORLD))]
+            for place, ranks in enumerate(groups):
+                own = truth.local(place) if micro is None else truth.micro[place][micro]
+                rows = [row for row in of_kind(found, name, LOCAL, step, ranks) if row.micro_step == micro]
+                if micro is None and step < owed.is_summed_from:
+                    assert [] == rows
+                    continue
+                assert {owed.local} <= {row.placement for row in rows} <= {owed.local, "replica"}
+                check(rows, {key: scale * value for key, value in own.items()}, owed.rel)
+
+
+def check_combined(
+    found: Outcomes, name: str, owed: Owed, steps: Steps, kinds: Collection[str], divided: Collection[str] = ()
+) -> None:
+    """Check reduced gradients, parameters and moments, combined over the ranks or on each rank.
+
+    A kind in `divided` may be on one rank only.
+    """
+    for step, truth, scale in steps:
+        for kind in kinds:
+            if kind == LOCAL:
+                continue
+            rows = of_kind(found, name, kind, step)
+            assert owed.shared == {row.placement for row in rows}, kind
+            known = "grad_clipped" if owed.by_loop and kind == "grad_reduced" else kind
+            factor = scale if kind == "grad_reduced" else 1.0
+            check(rows, {key: factor * value for key, value in truth.shared[known].items()}, owed.rel)
+            if owed.everywhere and kind not in divided:
+                assert {(tensor, WORLD) for tensor in NAMES} == set(count_of(rows).items())
+
+
+def check_activations(found: Outcomes, name: str, owed: Owed, steps: Steps) -> None:
+    count = 0
+    for rank in range(WORLD):
+        for step, truth, scale in steps:
+            seen = truth.seen[rank if len(owed.ranks) > 1 else 0]
+            rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
+            for row in rows:
+                assert row.micro_step is not None
+                factor = scale if "grad" in row.kind else 1.0
+                close([row], factor * seen[row.micro_step][str(row.kind), row.tensor], owed.rel)
+            count += len(rows)
+    pairs = WORLD if owed.local != "full" else 1  # a layer is on every rank, or on the one of its stage
+    assert len(steps) * owed.micros * pairs * len(seen[0]) == count
+
+
+def check_skipped(found: Outcomes, name: str) -> None:
+    """Check that the skipped step is reported, and that its gradients have rows."""
+    for rank in range(WORLD):
+        rows = [row for row in found[name, rank].rows if row.step == SKIPPED]
+        assert (SKIPPED, "step_skipped") in found[name, rank].events
+        assert {"grad_unreduced", "grad_reduced"} <= {str(row.kind) for row in rows}
+        assert all(row.counts["nans"] + row.counts["infs"] for row in rows if row.kind in GRADIENTS)
+
+
+def of_kind(
+    found: Outcomes, name: str, kind: str, step: int, ranks: Sequence[int] = tuple(range(WORLD))
+) -> list[Found]:
+    return [row for rank in ranks for row in found[name, rank].rows if (str(row.kind), row.step) == (kind, step)]
 
 
 def check_calls(outcomes: Sequence[Outcome], truths: Sequence[Truth], micros: int, *, split: bool) -> None:

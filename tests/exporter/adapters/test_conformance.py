@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 from tests.exporter.adapters import expectations, loops
-from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, REPLICA, SHARD, Owed, check, close
+from tests.exporter.adapters.expectations import ALL, LOCAL, REPLICA, SHARD, Owed, Steps
 from tests.exporter.adapters.loops import ALONE, CHUNKED, LOOPS, MICROS, MISFORTUNES, SHARDED, SKIPPED, WORLD
-from tests.exporter.adapters.observation import EVERY, Found, Outcome, by_chunk, outcomes, train_all
+from tests.exporter.adapters.observation import EVERY, Outcome, by_chunk, outcomes, train_all
 from tests.exporter.adapters.training import STEPS, Net, Truth, truths
 from tests.properties import THOROUGH, named
 
@@ -87,75 +87,34 @@ def test_training_is_bit_identical_and_without_a_fault(name, found):
         assert name in ALONE or found[name, rank].hooked
 
 
+def steps_of(owed: Owed) -> Steps:
+    """Return the steps that are not skipped; the skipped one halves the loss scale."""
+    steps = [(step, truth) for step, truth in enumerate(truth_of(owed), 1) if not (owed.scaled and step == SKIPPED)]
+    return [(step, truth, 1.0 if not owed.scaled else 8.0 if step < SKIPPED else 4.0) for step, truth in steps]
+
+
 @pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_own_gradients_of_each_rank_and_micro_batch_equal_the_reference(name, found):
-    owed = OWED[name]
-    for step, truth in enumerate(truth_of(owed), 1):
-        if owed.scaled and step == SKIPPED:
-            continue
-        scale = scale_at(owed, step)
-        for micro in (None, *range(owed.micros)):
-            groups = [(rank,) for rank in range(WORLD)] if owed.local == "partial" else [tuple(range(WORLD))]
-            for place, ranks in enumerate(groups):
-                own = truth.local(place) if micro is None else truth.micro[place][micro]
-                rows = [row for rank in ranks for row in rows_of(found[name, rank], step, LOCAL)]
-                rows = [row for row in rows if row.micro_step == micro]
-                if micro is None and step < owed.is_summed_from:
-                    assert [] == rows
-                    continue
-                assert {owed.local} <= {row.placement for row in rows} <= {owed.local, "replica"}
-                check(rows, {key: scale * value for key, value in own.items()}, owed.rel)
+    expectations.check_own_gradients(found, name, OWED[name], steps_of(OWED[name]))
 
 
 @pytest.mark.parametrize("name", named(USUAL, OWED))
 def test_tensors_combined_over_ranks_equal_the_reference(name, found):
     """Every kind is on every rank for every step."""
     owed = OWED[name]
-    for step, truth in enumerate(truth_of(owed), 1):
-        skipped = owed.scaled and step == SKIPPED
-        for rank in range(WORLD):
-            kinds = {str(row.kind) for row in found[name, rank].rows if row.step == step}
-            activations = {kind for kind in kinds if kind.startswith("act_")}
-            assert set(GRADIENTS[:2] if skipped else kinds_of(owed)) == kinds - activations
-            assert {"act_in", "act_out", "act_grad_out"} <= activations or not owed.activations
-        for kind in () if skipped else kinds_of(owed):
-            if kind == LOCAL:
-                continue
-            scale = scale_at(owed, step) if kind == "grad_reduced" else 1.0
-            rows = [row for rank in range(WORLD) for row in rows_of(found[name, rank], step, kind)]
-            assert owed.shared == {row.placement for row in rows}, kind
-            known = "grad_clipped" if owed.by_loop and kind == "grad_reduced" else kind
-            expected = {key: scale * value for key, value in truth.shared[known].items()}
-            check(rows, expected, owed.rel)
-            if owed.everywhere and kind != "grad_clipped":  # of no elements, it equals the reduced one
-                assert {(tensor, WORLD) for tensor in expectations.NAMES} == set(expectations.count_of(rows).items())
+    kinds = [kind for kind in ALL if not (owed.by_loop and kind == "grad_clipped")]
+    expectations.check_kinds(found, name, kinds, activations=owed.activations, skipping=owed.scaled)
+    # A shard of no elements has a clipped gradient that equals the reduced one.
+    expectations.check_combined(found, name, owed, steps_of(owed), kinds, divided=("grad_clipped",))
 
 
 @pytest.mark.parametrize("name", named(USUAL, [name for name, owed in OWED.items() if owed.activations]))
 def test_activations_of_each_rank_and_micro_batch_equal_the_reference(name, found):
-    owed = OWED[name]
-    count = 0
-    for rank, (step, truth) in itertools.product(range(WORLD), enumerate(truth_of(owed), 1)):
-        if owed.scaled and step == SKIPPED:
-            continue
-        of_rank = truth.seen[rank if len(owed.ranks) > 1 else 0]
-        rows = [row for row in found[name, rank].rows if row.step == step and row.kind.startswith("act_")]
-        for row in rows:
-            assert row.micro_step is not None
-            scale = scale_at(owed, step) if "grad" in row.kind else 1.0
-            close([row], scale * of_rank[row.micro_step][str(row.kind), row.tensor], owed.rel)
-        count += len(rows)
-    pairs = WORLD if owed.local != "full" else 1  # a layer is on every rank, or on the one of its stage
-    assert (STEPS - owed.scaled) * owed.micros * pairs * len(of_rank[0]) == count
+    expectations.check_activations(found, name, OWED[name], steps_of(OWED[name]))
 
 
 def test_step_skipped_by_the_scaler_has_its_gradients(found):
-    for rank in range(WORLD):
-        outcome = found["ddp, gradient scaler", rank]
-        rows = [row for row in outcome.rows if row.step == SKIPPED]
-        assert (SKIPPED, "step_skipped") in outcome.events
-        assert all(row.counts["nans"] + row.counts["infs"] for row in rows if row.kind in GRADIENTS)
-        assert {"grad_unreduced", "grad_reduced"} <= {row.kind for row in rows}
+    expectations.check_skipped(found, "ddp, gradient scaler")
 
 
 @pytest.mark.parametrize("name", named(USUAL, SHARDED))
@@ -217,18 +176,5 @@ def test_forward_pass_that_raises_is_no_step(name, found):
         failing = [row for row in found[name, rank].rows if row.micro_step is None]
         usual = [row for row in found[name.removesuffix(", failing"), rank].rows if row.micro_step is None]
         assert usual == failing
-        rows = rows_of(found[name, rank], loops.FAILED, LOCAL)
+        rows = expectations.of_kind(found, name, LOCAL, loops.FAILED, [rank])
         assert {None, 1} == {row.micro_step for row in rows}  # the second forward pass of its step
-
-
-def rows_of(outcome: Outcome, step: int, kind: str) -> list[Found]:
-    return [row for row in outcome.rows if (row.step, row.kind) == (step, kind)]
-
-
-def kinds_of(owed: Owed) -> list[str]:
-    return [kind for kind in ALL if not (owed.by_loop and kind == "grad_clipped")]
-
-
-def scale_at(owed: Owed, step: int) -> float:
-    """Return the loss scale, which the skipped step halves."""
-    return (8.0 if step < SKIPPED else 4.0) if owed.scaled else 1.0

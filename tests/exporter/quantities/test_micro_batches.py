@@ -75,23 +75,33 @@ def abundant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "free_bytes", lambda _device: ABUNDANT)
 
 
-def test_sum_is_kept_from_the_step_after_the_first_accumulation():
-    run = Run()
+TAKES = "the sum of this rank's own gradients takes 32 bytes of memory at sampled steps"
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "micros", "kept", "notice"),
+    [
+        ({}, ABUNDANT, 3, [False, True, True], TAKES),  # after the first accumulation
+        ({}, 4 * SIZE, 2, [False, True, True], TAKES),
+        ({}, 4 * SIZE - 1, 2, [False, False, False], "set sum_micro_batches = true to keep the sum"),
+        ({}, ABUNDANT, 1, [True, True, True], None),  # the gradient itself
+        ({"sum_micro_batches": True}, 0, 2, [True, True, True], TAKES),
+        ({"sum_micro_batches": False}, ABUNDANT, 2, [False, False, False], None),
+    ],
+    ids=["abundant", "a quarter of free memory", "more than a quarter", "one micro-batch", "requested", "declined"],
+)
+def test_sum_is_kept_if_it_is_requested_or_memory_is_abundant(options, free, micros, kept, notice, monkeypatch):
+    monkeypatch.setattr(gradients, "free_bytes", lambda _device: free)
+    run = Run(**options)
     for _ in range(3):
-        run.step(micros=3)
+        run.step(micros=micros)
     norms = run.ends()
 
-    assert norms[1] is None
-    assert run.owned[1:] == pytest.approx([norms[2], norms[3]])
-    assert ["gradients: the sum of this rank's own gradients takes 32 bytes of memory at sampled steps"] == run.notices
-
-
-def test_requested_sum_is_kept_from_the_first_step_with_little_free_memory(monkeypatch):
-    monkeypatch.setattr(gradients, "free_bytes", lambda _device: 0)
-    run = Run(sum_micro_batches=True)
-    run.step(micros=2)
-
-    assert run.owned == pytest.approx([run.ends()[1]])
+    assert [pytest.approx(own) if is_kept else None for own, is_kept in zip(run.owned, kept, strict=True)] == [
+        norms[step] for step in (1, 2, 3)
+    ]
+    assert (0 if notice is None else 1) == len(run.notices)
+    assert notice is None or notice in run.notices[0]
 
 
 def test_parameter_may_be_frozen_and_unfrozen_between_sampled_steps():
@@ -103,38 +113,6 @@ def test_parameter_may_be_frozen_and_unfrozen_between_sampled_steps():
 
     assert {1, 3, 5} == norms.keys()
     assert [run.owned[step - 1] for step in norms] == pytest.approx([*norms.values()])
-
-
-def test_without_accumulation_no_sum_is_kept_and_no_hook_registered():
-    run = Run()
-    for _ in range(2):
-        run.step(micros=1)
-
-    assert set() == run.sums.hooks.hooked
-    assert run.owned == pytest.approx([*run.ends().values()])
-    assert [] == run.notices
-
-
-def test_declined_sum_is_absent_without_a_notice():
-    run = Run(sum_micro_batches=False)
-    for _ in range(3):
-        run.step(micros=2)
-
-    assert {1: None, 2: None, 3: None} == run.ends()
-    assert [] == run.notices
-
-
-@pytest.mark.parametrize(("free", "kept"), [(4 * SIZE, True), (4 * SIZE - 1, False)])
-def test_automatic_sum_takes_at_most_a_quarter_of_free_memory(free, kept, monkeypatch):
-    monkeypatch.setattr(gradients, "free_bytes", lambda _device: free)
-    run = Run()
-    for _ in range(3):
-        run.step(micros=2)
-    norms = run.ends()
-
-    assert kept == (norms[3] is not None)
-    assert kept or "set sum_micro_batches = true to keep the sum" in run.notices[0]
-    assert 1 == len(run.notices)
 
 
 @pytest.mark.parametrize("updates", [True, False])

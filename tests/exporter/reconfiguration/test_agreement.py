@@ -25,34 +25,26 @@ from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
 from rankscope_exporter.serving.config import ServeConfig
 
 
-class Shelf:
-    """The functions of torch's stores, with a dictionary."""
+class Shelf(dist.HashStore):
+    """A store that calls `between` before each call that reads or writes it."""
 
-    def __init__(self) -> None:
-        self.data: dict[str, str] = {}
-        self.between: Callable[[], None] = lambda: None  # called before each call of the store
+    between: Callable[[], None] = staticmethod(lambda: None)
 
     def get(self, key: str) -> bytes:
         self.between()
-        return self.data[key].encode()
+        return super().get(key)
 
     def set(self, key: str, value: str) -> None:
         self.between()
-        self.data[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.data for key in keys)
+        super().set(key, value)
 
     def add(self, key: str, amount: int) -> int:
         self.between()
-        self.data[key] = str(int(self.data.get(key, "0")) + amount)
-        return int(self.data[key])
+        return super().add(key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.between()
-        if self.data.get(key, "") == expected:
-            self.data[key] = desired
-        return self.data.get(key, expected).encode()
+        return super().compare_set(key, expected, desired)
 
 
 @dataclass

@@ -81,34 +81,36 @@ def test_scenario_1_static_mode_ignores_dynamic_on(path, monkeypatch, variable):
     assert "rankscope-switch" not in {thread.name for thread in threading.enumerate()}
 
 
+LATER: dict[str, Any] = {
+    "options": {"parameters": {"start_step": 50}}
+}  # a change begins at once
+ON = {"dynamic_on": True}
+
+
 @pytest.mark.usefixtures("_dynamic")
-@pytest.mark.parametrize("settings", [{"dynamic_on": False}, {}])
-def test_scenario_2_off_at_start_measures_nothing(path, settings):
+@pytest.mark.parametrize(
+    ("settings", "edit", "expected", "told", "is_on"),
+    [
+        ({"dynamic_on": False}, None, [], [], False),
+        ({}, None, [], [], None),
+        ({**ON, "times": 2, **LATER}, None, [1, 2], [(1, "file"), (3, "times")], False),
+        ({"dynamic_on": False}, {**ON, "times": 2, **LATER}, [4, 5], [(4, "file"), (6, "times")], False),
+        (ON, {"dynamic_on": False}, [1, 2, 3], [(1, "file"), (4, "file")], False),
+        # Otherwise a rank without quantities would switch off the file while other ranks measure.
+        ({**ON, "times": 2, "options": {"parameters": {"ranks": [1]}}}, None, [], [(1, "file")], True),
+    ],
+    ids=["2, off", "2, not set", "3, on at start", "4, switched on in step 3", "switched off", "other ranks only"],
+)
+def test_scenarios_2_to_4_of_on_and_off(settings, edit, expected, told, is_on, path):
     training = Training(path, **settings)
-    training.train(3)
-
-    assert ([], []) == training.ended()
-
-
-@pytest.mark.usefixtures("_dynamic")
-def test_scenario_3_on_at_start_measures_from_step_1(path):
-    training = Training(path, dynamic_on=True, times=2, options={"parameters": {"start_step": 50}})
-    training.train(5)
-    steps, told = training.ended()
-
-    assert [1, 2] == steps
-    assert [(1, "file"), (3, "times")] == [(event["at"], event["source"]) for event in told]
-    assert not training.is_on()
-
-
-@pytest.mark.usefixtures("_dynamic")
-def test_scenario_4_switched_on_in_step_3_measures_from_step_4(path):
-    training = Training(path, dynamic_on=False)
     training.train(4)
-    training.edit(dynamic_on=True, times=2, options={"parameters": {"start_step": 50}})
+    if edit is not None:
+        training.edit(**edit)
     training.train(5)
+    steps, found = training.ended()
 
-    assert [4, 5] == training.ended()[0]
+    assert (expected, told) == (steps, [(event["at"], event["source"]) for event in found])
+    assert is_on == json.loads(path.read_text()).get("dynamic_on")
 
 
 @pytest.mark.usefixtures("_dynamic")
@@ -146,27 +148,6 @@ def test_scenario_6_file_is_off_after_the_end_and_can_switch_on(path):
     assert ["file", "times", "file", "times"] == [event["source"] for event in told]
     assert 0o640 == path.stat().st_mode & 0o777
     assert [path] == list(path.parent.iterdir())
-
-
-@pytest.mark.usefixtures("_dynamic")
-def test_rank_without_quantities_does_not_end_sampling(path):
-    """Otherwise the rank would switch off the file while other ranks measure."""
-    training = Training(path, dynamic_on=True, times=2, options={"parameters": {"ranks": [1]}})
-    training.train(4)
-    steps, told = training.ended()
-
-    assert ([], ["file"]) == (steps, [event["source"] for event in told])
-    assert training.is_on()
-
-
-@pytest.mark.usefixtures("_dynamic")
-def test_dynamic_on_false_stops_immediately(path):
-    training = Training(path, dynamic_on=True)
-    training.train(3)
-    training.edit(dynamic_on=False)
-    training.train(2)
-
-    assert [1, 2] == training.ended()[0]
 
 
 @pytest.mark.usefixtures("_dynamic")

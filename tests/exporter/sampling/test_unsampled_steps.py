@@ -165,19 +165,6 @@ def test_module_hooks_are_removed_after_the_last_sampled_step(quantity):
     assert ("Linear" in structure) == (quantity == "structure")
 
 
-def test_quantity_that_ended_can_be_switched_on_again():
-    net, optimizer = small()
-    with Monitor(config_of("activations", times=1)).attach(net, optimizer) as monitor:
-        train(net, optimizer, 3)
-        monitor.switch({"times": 2})
-        train(net, optimizer, 4)
-        rows = rows_by_step(published(monitor))
-        assert 0 == monitor.faults
-
-    assert {1, 4, 5} == rows.keys()
-    assert {"act_in", "act_out", "act_grad_out"} <= {kind for kind, *_ in rows[5]}
-
-
 class Codes(torch.Tensor):
     """A wrapper of integer codes that knows few operations, as the weights and moments of torchao."""
 

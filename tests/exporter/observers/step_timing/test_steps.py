@@ -242,24 +242,6 @@ def test_no_marks_are_kept_without_step_timing(training):
     assert {"checkpoint"} == set(totals(records))
 
 
-def test_step_with_a_late_end_is_timed(quiet, training, reader, eventually, monkeypatch):
-    """The record of a step does not wait for a long evaluation after it; its phases follow in a later record."""
-    monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.1)
-
-    def loop(monitor: Monitor) -> None:
-        read = reader(monitor)
-        for step in training.steps(3):
-            if step == 2:
-                eventually(lambda: 2 in {record["step"] for record in read.records()})
-                assert 2 not in phase_rows(read.records())
-                with monitor.phase("evaluation"):
-                    training.watch.sleep("evaluation", 0.05)
-
-    records = training.run(loop, last=2)
-
-    assert training.watch.slept["evaluation"] <= phase_rows(records)[2]["evaluation"]
-
-
 def test_phase_on_another_thread_is_ignored(training):
     over = threading.Event()
 
