@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.conftest import Reader, wait_until
-from tests.exporter.observers.throughput.small_models import Adapted
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,9 +41,21 @@ def llama() -> Any:
 
 
 def mixture() -> Any:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
-    )
+    config = transformers.MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank product (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(requires_grad=False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
 def adapted() -> Any:
@@ -80,11 +91,8 @@ def batch_of(model: Any) -> dict[str, torch.Tensor]:
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(BATCH, 3, 32, 32)}
     ids = torch.randint(3, VOCABULARY, (BATCH, SEQUENCE))
-    return (
-        {"input_ids": ids}
-        if isinstance(model, transformers.BertForSequenceClassification)
-        else {"input_ids": ids, "labels": ids}
-    )
+    labels = {} if isinstance(model, transformers.BertForSequenceClassification) else {"labels": ids}
+    return {"input_ids": ids, **labels}
 
 
 def by_torch(model: nn.Module, batch: dict[str, torch.Tensor]) -> float:
@@ -159,12 +167,8 @@ def test_tokens_of_a_step_equal_the_count_of_trainer(tmp_path):
             results["tokens"] = reader.scalars("tokens")
             pairs = zip(reader.scalars("tflops_per_gpu"), reader.scalars("step_seconds"), strict=True)
             results["flops"] = [rate * seconds * 1e12 for (_, rate), (_, seconds) in pairs]
-            results["labels"] = {
-                scalar["labels"]
-                for record in reader.records()
-                for scalar in record["scalars"] or ()
-                if scalar["name"] == "tflops_per_gpu"
-            }
+            all_scalars = [scalar for record in reader.records() for scalar in record["scalars"] or ()]
+            results["labels"] = {scalar["labels"] for scalar in all_scalars if scalar["name"] == "tflops_per_gpu"}
 
     rows = [{"input_ids": torch.arange(LENGTH), "labels": torch.arange(LENGTH)}] * 12
     arguments = transformers.TrainingArguments(

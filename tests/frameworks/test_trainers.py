@@ -75,9 +75,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
     folder = tmp_path_factory.mktemp("trainers")
     script = (sys.executable, str(Path(__file__).with_name("trainings_run.py")), str(folder))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        script, capture_output=True, text=True, timeout=LONGEST_SECONDS + 50, check=False, env=environment
-    )
+    how = {"capture_output": True, "text": True, "timeout": LONGEST_SECONDS + 50, "env": environment}
+    done = subprocess.run(script, check=False, **how)
     names = ("0", "1", "alone", *FAILING)
     paths = {name: (folder / name).with_suffix(".pickle") for name in names}
     assert [] == [name for name, path in paths.items() if not path.exists()], done.stderr[-5000:]

@@ -54,8 +54,6 @@ class Seeing(torch.nn.Module):
 
 @dataclass(slots=True)
 class TrainingResults:
-    """The results of one rank for one training."""
-
     rows: list[Found] = field(default_factory=list)
     scalars: dict[tuple[int, str], float] = field(default_factory=dict)
     events: list[tuple[int, str, str]] = field(default_factory=list)
@@ -113,14 +111,9 @@ def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: An
         label_names=[],
         **options,
     )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=DATA,
-        eval_dataset=DATA[:8],
-        optimizers=(model.adam(), None),
-        callbacks=[Watched(CONFIG)] if watch is not None else [],
-    )
+    callbacks = [Watched(CONFIG)] if watch is not None else []
+    data = {"train_dataset": DATA, "eval_dataset": DATA[:8]}
+    trainer = Trainer(model=model, args=arguments, optimizers=(model.adam(), None), callbacks=callbacks, **data)
     trainer.train(resume_from_checkpoint=resume)
 
 
@@ -210,15 +203,11 @@ def lightning_module(base: type, model: Seeing, *, by_hand: bool) -> Any:
 
 
 def results_of(train: Callable[..., None], folder: Path, *, at: int | None = None, **options: Any) -> TrainingResults:
-    """Train without the monitor, and with it."""
     alone, watched, watch = Seeing(at), Seeing(at), Watch()
     train(None, folder / "alone", alone, **options)
     train(watch, folder / "watched", watched, **options)
     results = watch.results()
     results.seen = watched.seen
-    results.unequal = [
-        name
-        for (name, one), other in zip(alone.named_parameters(), watched.parameters(), strict=True)
-        if unequal(one.detach(), other.detach())
-    ]
+    pairs = zip(alone.named_parameters(), watched.parameters(), strict=True)
+    results.unequal = [name for (name, one), other in pairs if unequal(one.detach(), other.detach())]
     return results

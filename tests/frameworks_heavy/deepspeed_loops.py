@@ -32,7 +32,6 @@ class Engine(Loop):
         return self.attached.optimizer
 
     def state(self) -> list[torch.Tensor]:
-        """Return parameters, and the state of the optimizer."""
         parameters = [_without_padding(item).detach() for item in self.model.module.parameters()]
         inner = getattr(self.attached.optimizer, "optimizer", self.attached.optimizer)
         kept = [value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor)]

@@ -55,7 +55,6 @@ class Trained(Loop):
         return self.made
 
     def state(self) -> list[torch.Tensor]:
-        """Return parameters, and the state of the optimizers."""
         states = [state for one in self.made.chained_optimizers for state in one.optimizer.state.values()]
         kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return [tensor.detach().clone() for tensor in (*self.model.parameters(), *kept)]
@@ -140,12 +139,8 @@ def trained(
         gradient_accumulation_fusion=False,
     )
     models = _models(config, tensor_parallel, pipeline, chunks, hidden)
-    sharing = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlapping,
-        use_distributed_optimizer=distributed,
-        bucket_size=40 if overlapping else None,
-    )
+    overlap = {"overlap_grad_reduce": overlapping, "bucket_size": 40 if overlapping else None}
+    sharing = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, **overlap)
     wrapped = [
         DistributedDataParallel(config, sharing, Float16Module(config, model) if bf16 else model) for model in models
     ]
@@ -182,15 +177,9 @@ def trained(
         place = parallel_state.get_data_parallel_rank()
         infinite = float("inf") if scaled and step == SKIPPED else 1.0
         data = [iter([batch(place, step, micro) * infinite for micro in range(micros)]) for _ in wrapped]
-        reported = run(
-            forward_step_func=forward_step,
-            data_iterator=data if chunks > 1 else data[0],
-            model=wrapped,
-            num_microbatches=micros,
-            seq_length=ROWS,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        sizes = {"num_microbatches": micros, "seq_length": ROWS, "micro_batch_size": 1}
+        given = {"data_iterator": data if chunks > 1 else data[0], "model": wrapped}
+        reported = run(forward_step_func=forward_step, forward_only=False, **given, **sizes)
         return torch.stack([one["loss"] for one in reported]) if reported else None
 
     also = OF_CALLS if chunks > 1 else {}

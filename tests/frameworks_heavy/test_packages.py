@@ -53,8 +53,6 @@ def _is_missing(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeavyOwed(Owed):
-    """The expectations of a loop, in addition to those of all frameworks."""
-
     skipping: bool = False
     """True if the second step is skipped."""
     hidden: int = 8
@@ -122,8 +120,6 @@ every_loop = pytest.mark.parametrize(("package", "name"), EVERY)
 
 @pytest.fixture(scope="module")
 def outcomes_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
-    """Return a function that trains all loops of a package once."""
-
     @functools.cache
     def trained(package: str) -> Outcomes:
         work = functools.partial(train_all, loops=f"{package}_loops")
@@ -277,10 +273,8 @@ print(framework_of(model).name, framework_of(DistributedDataParallel(model)).nam
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RANKSCOPE_INGEST_URL": ""}
-    command = (sys.executable, *arguments)
-    return subprocess.run(
-        command, cwd=EXAMPLES, capture_output=True, text=True, timeout=800, check=False, env=environment
-    )
+    how = {"capture_output": True, "text": True, "timeout": 800, "env": environment}
+    return subprocess.run((sys.executable, *arguments), cwd=EXAMPLES, check=False, **how)
 
 
 @require("deepspeed", "megatron.core")

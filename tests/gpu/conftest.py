@@ -36,10 +36,8 @@ def cuda(device: Device) -> torch.device:
 
 @pytest.fixture(scope="session")
 def group(device: Device) -> Iterator[None]:
-    """Have a process group of one rank, on NCCL if the device is a GPU."""
     backend = "nccl" if device.is_cuda else "gloo"
-    dist.init_process_group(
-        backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device.name if device.is_cuda else None
-    )
+    on = device.name if device.is_cuda else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=on)
     yield
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exporter.parts import records_of, session_of
-from tests.exporter.statistics.conftest import assert_is_true, check_all, exact, truth  # noqa: F401 - a fixture
+from tests.exporter.statistics.conftest import assert_is_true, check, check_all, exact, truth  # noqa: F401
 from tests.exporter.statistics.test_definitions import *  # noqa: F403 - pytest collects them here with these fixtures
 from tests.gpu.trainings import Device, configured
 from torch import nn
@@ -34,14 +34,11 @@ def _kernels(device: Device) -> None:
 
 @pytest.fixture(params=["compiled", "torch"])
 def compiled(request: pytest.FixtureRequest, _kernels: None) -> bool:
-    """Run the test with the compiled kernel, then with torch operations alone."""
     return bool(request.param == "compiled")
 
 
 @pytest.fixture
 def measured(device: Device, compiled: bool) -> Callable[..., Finished]:
-    """Return a function that measures tensors on the device, with group, table and host copy."""
-
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
         table = StatisticsTable(len(tensors), device.name)
         table.accumulate(VALUE_OPS)
@@ -50,16 +47,6 @@ def measured(device: Device, compiled: bool) -> Callable[..., Finished]:
             MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(own, table)
             copy = HostCopy(table)
         return finish(copy)
-
-    return run
-
-
-@pytest.fixture
-def check() -> Callable[..., None]:
-    """Return a function that compares an entry with the reference of a CPU tensor."""
-
-    def run(finished: Finished, entry: int, tensor: torch.Tensor, zero_below: float = 0.0) -> None:
-        assert_is_true(finished, entry, truth(exact(tensor), zero_below), VALUE_OPS)
 
     return run
 
@@ -96,9 +83,8 @@ def test_norm_of_a_hundred_million_elements_does_not_overflow(device, compiled):
 
     assert pytest.approx(value * 50_000_000**0.5, rel=1e-5) == finished.values[VALUE_OPS.index("norm"), 0]
     assert pytest.approx(value / 2, rel=1e-5) == finished.values[VALUE_OPS.index("mean"), 0]
-    assert (pytest.approx(least), pytest.approx(value)) == tuple(
-        finished.values[VALUE_OPS.index(op), 0] for op in ("min", "max")
-    )
+    ends = tuple(finished.values[VALUE_OPS.index(op), 0] for op in ("min", "max"))
+    assert (pytest.approx(least), pytest.approx(value)) == ends
 
 
 def finish_of(tensor: torch.Tensor, device: Device, *, compiled: bool) -> Finished:
@@ -132,10 +118,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.flo
 
 def hashes(tensors: list[torch.Tensor], device: torch.device, words: int | None = None) -> list[int]:
     partials = Hasher(device, words).partials([tensor.to(device) for tensor in tensors])
-    return [
-        finished(int(partial), tensor.numel() * tensor.element_size())
-        for partial, tensor in zip(partials.tolist(), tensors, strict=True)
-    ]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return [finished(int(partial), size) for partial, size in zip(partials.tolist(), sizes, strict=True)]
 
 
 @pytest.mark.parametrize("words", [None, 64])
@@ -151,8 +135,6 @@ def test_hash_of_equal_bits_is_equal_on_the_device(dtype, words, device):
 
 
 class Attention(nn.Module):
-    """A model with attention and linear layers, whose features are known."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(32, 96, bias=False)  # the gradient of the bias of keys is 0, and rounding alone

@@ -39,8 +39,6 @@ class InBackward(torch.autograd.Function):
 
 
 class Phased(nn.Module):
-    """A layer with work of a known duration in both passes."""
-
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
@@ -52,8 +50,6 @@ class Phased(nn.Module):
 
 
 class SlowSGD(torch.optim.SGD):
-    """SGD with work of a known duration in each step."""
-
     device: Device
 
     def step(self, closure: Any = None) -> Any:
@@ -75,7 +71,7 @@ def test_phases_have_the_durations_of_the_device(device):
     model = Phased(device).to(device.name)
     optimizer = SlowSGD(model.parameters(), lr=0.1)
     optimizer.device = device
-    expected = [device.timed(lambda s=s: device.sleep(s))[1] for s in (FORWARD, BACKWARD, UPDATE) * 2][3:]
+    expected = [device.timed(lambda s=s: device.sleep(s)) for s in (FORWARD, BACKWARD, UPDATE) * 2][3:]
     with Monitor(configured("default")).attach(model, optimizer) as monitor:
         session = session_of(monitor)
         for _ in range(6):
@@ -115,10 +111,8 @@ def test_nvml_values_of_the_device_are_plausible(cuda):
     gpu = Gpu.open(nvml, str(uuid_of(cuda)))
     assert gpu is not None
     failures: list[Any] = []
-    found = {
-        (scalar.name, *(value for name, value in scalar.labels.items() if name != "gpu")): scalar.value
-        for scalar in gpu.read(lambda *failure: failures.append(failure))
-    }
+    read = gpu.read(lambda *failure: failures.append(failure))
+    found = {(item.name, *(label for key, label in item.labels.items() if key != "gpu")): item.value for item in read}
     gpu.close()
 
     assert [] == failures

@@ -33,14 +33,11 @@ CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {
 
 
 def configured(name: str, **settings: Any) -> MonitorConfig:
-    """Return the configuration `name` of CONFIGURATIONS with further settings."""
     return MonitorConfig.from_mapping({**QUIET, **CONFIGURATIONS[name], **settings})
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The tested device."""
-
     name: torch.device
 
     @property
@@ -55,24 +52,22 @@ class Device:
             time.sleep(seconds)
 
     def synchronize(self) -> None:
-        """Wait until all queued work is done."""
         if self.is_cuda:
             torch.cuda.synchronize(self.name)
 
-    def timed(self, work: Callable[[], object]) -> tuple[float, float]:
-        """Return the seconds of the host, without a wait, and the seconds of the device for `work`."""
-        self.synchronize()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self.is_cuda else []
+    def timed(self, work: Callable[[], object]) -> float:
+        """Return the seconds of the device for `work`."""
         began = time.perf_counter()
-        if events:
-            events[0].record()
+        if not self.is_cuda:
+            work()
+            return time.perf_counter() - began
+        self.synchronize()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
         work()
-        host = time.perf_counter() - began
-        if not events:
-            return host, host
         events[1].record()
         self.synchronize()
-        return host, events[0].elapsed_time(events[1]) / 1e3
+        return events[0].elapsed_time(events[1]) / 1e3
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
@@ -93,7 +88,7 @@ def _cycles_per_second() -> float:
     device = Device(torch.device("cuda", torch.cuda.current_device()))
     for _ in range(4):
         torch.cuda._sleep(cycles)  # the clock of the device rises under load
-    return cycles / device.timed(lambda: torch.cuda._sleep(cycles))[1]
+    return cycles / device.timed(lambda: torch.cuda._sleep(cycles))
 
 
 STEPS = 6
@@ -171,7 +166,6 @@ class Case:
     """Initial scale of a GradScaler; large scales overflow, so that steps are skipped."""
     micro_batches: int = 1
     clips: bool = False
-    sparse: bool = False
 
     def build(self, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -263,5 +257,4 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 def differences(expected: dict[str, bytes], found: dict[str, bytes]) -> list[str]:
-    """Return the names of the parts whose bits differ."""
     return [name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)]

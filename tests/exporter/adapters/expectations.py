@@ -143,7 +143,6 @@ def check_activations(found: Outcomes, name: str, owed: Owed, steps: Steps) -> N
 
 
 def check_skipped(found: Outcomes, name: str) -> None:
-    """Check that the skipped step is reported, and that its gradients have rows."""
     for rank in range(WORLD):
         rows = [row for row in found[name, rank].rows if row.step == SKIPPED]
         assert (SKIPPED, "step_skipped") in found[name, rank].events

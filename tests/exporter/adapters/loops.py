@@ -41,7 +41,6 @@ class Loop:
     """Further quantities, or options of those that are always measured."""
 
     def train(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Return the loss of each step."""
         return [self._step(step, optimizer) for step in range(1, STEPS + 1)]
 
     def _step(self, step: int, optimizer: torch.optim.Optimizer) -> Any:
@@ -64,7 +63,6 @@ class Loop:
         return torch.optim.Adam(self.model.parameters(), foreach=self.foreach, **ADAM)
 
     def state(self) -> list[torch.Tensor]:
-        """Return the trained tensors of this rank's part of the model."""
         parameters = [parameter.detach() for parameter in self.model.parameters()]
         return [(item.to_local() if isinstance(item, DTensor) else item).clone() for item in parameters]
 
@@ -152,10 +150,8 @@ def summed(loop: Loop) -> Loop:
 
 
 def fsdp1(rank: int, micros: int = 1, holding: Any = no_sync) -> Loop:
-    policy = ModuleWrapPolicy({Block})
-    model = FullyShardedDataParallel(
-        Net(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
-    )
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(Net(), use_orig_params=True, **options)
     return plainly(model, rank, micros, holding)
 
 
@@ -202,7 +198,6 @@ PARTS = ("enter", "0", "1", "leave")
 
 
 def part_of(model: Net, kept: str) -> Net:
-    """Return the model with only one of its parts."""
     model.blocks = nn.ModuleDict({name: block for name, block in model.blocks.items() if name == kept})
     model.enter = model.enter if kept == "enter" else None
     model.leave = model.leave if kept == "leave" else None
@@ -212,9 +207,8 @@ def part_of(model: Net, kept: str) -> Net:
 def interleaved(rank: int, schedule: Any = ScheduleInterleaved1F1B) -> Loop:
     """Each rank has two stages, every second one; the later is listed first."""
     device = torch.device("cpu")
-    stages = [
-        PipelineStage(part_of(Net(), PARTS[number]), number, len(PARTS), device) for number in (rank, rank + WORLD)
-    ]
+    numbers = (rank, rank + WORLD)
+    stages = [PipelineStage(part_of(Net(), PARTS[number]), number, len(PARTS), device) for number in numbers]
     model = nn.ModuleList(stage.submod for stage in stages)
     return Loop(stages[::-1], model, scheduled(rank, stages, schedule), also=OF_CALLS)
 

@@ -22,16 +22,13 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.sinks import memory
 
 EVERY = {**LOOPS, **MISFORTUNES, **ALONE}
-QUANTITIES = (
-    *("gradients", "micro_gradients", "parameters", "optimizer_state", "adam_updates", "direction", "activations"),
-)
+KINDS = ("gradients", "micro_gradients", "parameters", "optimizer_state")
+QUANTITIES = (*KINDS, "adam_updates", "direction", "activations")
 OPTIONS = {"activations": {"targets": [*OUTER, *(f"[0-9].{name}" for name in OUTER)]}}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One row: its position and its numbers."""
-
     step: int
     kind: str
     tensor: str
@@ -101,7 +98,6 @@ def outcomes(
 
 
 def _next(results: Any, workers: Sequence[Any], exit_codes: Sequence[int], wait_seconds: float) -> Any:
-    """Return the next result; a worker that failed leaves none."""
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -156,7 +152,6 @@ def unequal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def left_behind(model: torch.nn.Module) -> list[str]:
-    """Return the hooks of the monitor that still exist."""
     hooks = [(name, hook) for name, module in model.named_modules() for hook in _hooks_of(module)]
     return [name for name, hook in hooks if "rankscope" in type(hook).__module__ + getattr(hook, "__module__", "")]
 
@@ -194,9 +189,7 @@ def of_modules(record: Any) -> list[FoundOfModule]:
     names = ("kind", "module", "index", "micro_step", "vpp_stage")
     found = [FoundOfModule(record.step, *map(row.get, names), row["value"]) for row in record.features]
     called = [row for row in record.modules if row["inputs"] is not None]
-    return found + [
-        FoundOfModule(record.step, "called", row["module"], None, None, row["vpp_stage"], None) for row in called
-    ]
+    return found + [FoundOfModule(record.step, "called", x["module"], None, None, x["vpp_stage"], None) for x in called]
 
 
 def rows_of(record: Any) -> list[Found]:

@@ -4,7 +4,6 @@ import copy
 import pickle
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,11 +56,10 @@ class OfFlattened(PartitionedOptimizer):
     def __init__(self, model: Net, flattened: Flattened) -> None:
         super().__init__(model)
         self.flattened = flattened
+        flats, inner = flattened.flats, flattened.optimizer
         self.parts = {
-            id(parameter): ParameterPartition(
-                flattened.flats[group], flattened.optimizer, group, start, parameter.numel()
-            )
-            for parameter, group, start in flattened.places()
+            id(item): ParameterPartition(flats[group], inner, group, start, item.numel())
+            for item, group, start in flattened.places()
         }
 
     def reduced_gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -128,26 +126,6 @@ def test_every_kind_is_combined_from_the_parts_of_all_groups(outcome):
             check(rows, truth.local(0) if kind == LOCAL else truth.shared[kind], 1e-4)
         for micro in range(2):
             check(local_rows(outcome, step, micro), truth.micro[0][micro], 1e-4)
-
-
-class OfScattered(OfFlattened):
-    traits = replace(PartitionedOptimizer.traits, reduces_each_micro_batch=None)
-
-
-def test_missing_sum_over_micro_batches_is_kept_after_it_was_detected():
-    def make(_rank: int) -> FlatLoop:
-        loop = flat_loop(micros=2)
-        loop.attached = OfScattered(loop.model, loop.attached.flattened)
-        return loop
-
-    outcome = watched(make, 0)
-
-    assert {(step, micro) for step in range(1, STEPS + 1) for micro in (0, 1, None)} - {(1, None)} == {
-        (row.step, row.micro_step) for row in outcome.rows if row.kind == LOCAL
-    }
-    for step, truth in list(enumerate(truths((0,), 2), 1))[1:]:
-        check(local_rows(outcome, step, None), truth.local(0), 1e-4)
-    assert ([], 0) == (outcome.unequal, outcome.faults)
 
 
 def test_update_without_an_optimizer_step_is_a_skipped_step():

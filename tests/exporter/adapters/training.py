@@ -127,9 +127,8 @@ def _run(model: nn.Module, data: torch.Tensor) -> tuple[Gradients, Seen]:
     alone.zero_grad()
     seen: Seen = {}
     for name in OUTER:
-        alone.get_submodule(name).register_forward_hook(
-            lambda _, inputs, out, name=name: _keep(seen, name, inputs, out)
-        )
+        module = alone.get_submodule(name)
+        module.register_forward_hook(lambda _, inputs, out, name=name: _keep(seen, name, inputs, out))
     loss_of(alone(data.double())).backward()
     gradients = {name: item.grad for name, item in alone.named_parameters() if item.grad is not None}
     for (kind, name), tensor in list(seen.items()):

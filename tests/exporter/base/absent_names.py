@@ -113,7 +113,6 @@ class Attribute:
 
 
 def hide() -> None:
-    """Prepare the modules and classes of torch: names in `absent` are then absent for the exporter."""
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"]:
         if isinstance(module, types.ModuleType) and type(module) is types.ModuleType:
             module.__class__ = Module
@@ -136,8 +135,6 @@ class Module(types.ModuleType):
 
 
 class Lines(logging.Handler):
-    """Collects the warnings and errors of the exporter."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.texts: list[str] = []

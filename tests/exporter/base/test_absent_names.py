@@ -15,16 +15,9 @@ OF_ALL_RELEASES = {"_modules", "_parameters"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the result of the training without each name, by name."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("absent_names.py"))],
-        cwd=tmp_path_factory.mktemp("runs"),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    how: Any = {"cwd": tmp_path_factory.mktemp("runs"), "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "timeout": 250}
+    program = Path(__file__).with_name("absent_names.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False, **how)
     assert 0 == done.returncode, done.stderr[-3000:]
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
 
@@ -40,9 +33,8 @@ def test_training_ends_with_equal_bits_without_any_name(found):
 
 
 def test_each_step_is_published_without_any_name(found):
-    assert {*OF_ALL_RELEASES, "old pyarrow", "no prometheus_client"} == {
-        name for name, one in found.items() if one["steps"] != [1, 2, 3]
-    }
+    unpublished = {name for name, one in found.items() if one["steps"] != [1, 2, 3]}
+    assert {*OF_ALL_RELEASES, "old pyarrow", "no prometheus_client"} == unpublished
 
 
 def test_at_most_one_line_is_printed_for_a_missing_name(found):

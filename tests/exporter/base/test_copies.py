@@ -83,9 +83,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 TOKEN = "not-for-a-file"
-QUIET = MonitorConfig(
-    console=False, exit_wait_seconds=0, sinks={"api": {}}, serve=ServeConfig(token=TOKEN, spool_dir=None)
-)
+SERVE = ServeConfig(token=TOKEN, spool_dir=None)
+QUIET = MonitorConfig(console=False, exit_wait_seconds=0, sinks={"api": {}}, serve=SERVE)
 TLS = TlsServer(cert_file=Path("cert.pem"), key_file=Path("key.pem"))
 EVENT = Event(type="anomaly", message="it is NaN", rule="nan", tensor="w", kind="grad_reduced", op="nans", value=1.0)
 Factory = Callable[[pytest.FixtureRequest], Any]
@@ -133,8 +132,6 @@ def callback_class(module: str) -> type[Any]:
 
 
 def callback_of(module: str) -> Factory:
-    """Return a function that creates a trainer callback during a training."""
-
     def make(request: pytest.FixtureRequest) -> Any:
         made = callback_class(module)(QUIET)
         net = Holding()
@@ -176,7 +173,6 @@ def copies(made: Any) -> dict[str, Any]:
 
 
 def ours(hint: Any) -> Iterator[type[Any]]:
-    """Yield the classes of this package that a type hint names."""
     for part in typing.get_args(hint):
         yield from ours(part)
     if inspect.isclass(hint) and hint.__module__.startswith("rankscope") and not typing.get_args(hint):
@@ -187,17 +183,14 @@ def returned(found: Any) -> Iterator[type[Any]]:
     """Yield the classes that a public function, or the methods, properties and fields of a class, return."""
     members = inspect.getmembers(found) if inspect.isclass(found) else [(found.__name__, found)]
     functions = [getattr(member, "fget", member) for name, member in members if not name.startswith("_")]
-    hints = [
-        typing.get_type_hints(function, localns={"Monitor": Monitor}).get("return")
-        for function in functions
-        if isinstance(function, types.FunctionType) and function.__module__.startswith("rankscope")
-    ]
+    functions = [item for item in functions if isinstance(item, types.FunctionType)]
+    functions = [item for item in functions if item.__module__.startswith("rankscope")]
+    hints = [typing.get_type_hints(item, localns={"Monitor": Monitor}).get("return") for item in functions]
     for hint in [*hints, *(typing.get_type_hints(found).values() if is_dataclass(found) else ())]:
         yield from ours(hint)
 
 
 def public_classes() -> set[type[Any]]:
-    """Return the classes of the public API and the classes that they return."""
     found: set[type[Any]] = set()
     names = [(module, name) for module in (rankscope, rankscope_exporter) for name in module.__all__]
     waiting = [getattr(module, name) for module, name in names if not name.startswith("__")]

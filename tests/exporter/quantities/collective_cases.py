@@ -109,12 +109,9 @@ def every_function(rank: int) -> dict[str, tuple[Any, list[Any], list[Any]]]:
                 work.wait()
 
     def batch() -> None:
-        operations = [
-            dist.P2POp(dist.isend, uneven[0], 1 - rank),
-            dist.P2POp(dist.irecv, buffer(3), 1 - rank),
-            dist.P2POp(dist.isend, uneven[1], 1 - rank),
-            dist.P2POp(dist.irecv, buffer(5), 1 - rank),
-        ]
+        pairs = [(tensor, buffer(tensor.numel())) for tensor in uneven]
+        calls = [call for sent, received in pairs for call in ((dist.isend, sent), (dist.irecv, received))]
+        operations = [dist.P2POp(function, tensor, 1 - rank) for function, tensor in calls]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
@@ -158,7 +155,6 @@ LISTS = {
 
 
 def functions(rank: int) -> Any:
-    """Return the rows of every function, and the expected rows."""
     table = every_function(rank)
     refused: dict[str, str] = {}
 
@@ -186,8 +182,6 @@ def functions(rank: int) -> Any:
 
 
 def sequences(rank: int) -> Any:
-    """Return runs by name, for example with repeated, asynchronous or selected calls."""
-
     def repeated(step: int) -> None:
         for number in range(3):
             dist.all_reduce(given(rank, number) * step)
@@ -361,8 +355,6 @@ def logged(rank: int) -> Any:
 
 
 def compiled(rank: int) -> Any:
-    """Return the result of a compiled function with a reduction, without and with the monitor, and the rows."""
-
     @torch.compile(backend="eager", fullgraph=True)
     def reduced(x: torch.Tensor) -> torch.Tensor:
         y = x * 2

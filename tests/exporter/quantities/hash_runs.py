@@ -29,8 +29,6 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Net(nn.Module):
-    """A model with a layer, a BatchNorm with buffers, and a small parameter."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -146,17 +144,11 @@ def _left(monitor: Monitor) -> dict[str, Any]:
     with urllib.request.urlopen(f"{monitor.address}/metrics", timeout=60) as answer:
         page = answer.read().decode()
     found = ended(monitor)
-    return {
-        "rows": found.of("hashes"),
-        "notices": found.notices,
-        "faults": monitor.faults,
-        "page": page,
-        "measured": bool(found.norms("param_after")),
-    }
+    told = {"notices": found.notices, "faults": monitor.faults, "page": page}
+    return {"rows": found.of("hashes"), "measured": bool(found.norms("param_after")), **told}
 
 
 def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
-    """Fork two ranks that train `cases`, and wait for both."""
     children = []
     for rank in range(WORLD):
         pid = os.fork()

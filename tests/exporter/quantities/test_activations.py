@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import os
 import re
 import urllib.request
 from collections import OrderedDict
@@ -401,8 +400,6 @@ def test_unmeasurable_tensor_is_reported_once_and_has_no_row():
 
 
 class Explosive(dict):  # type: ignore[type-arg]  # any dict
-    """A result that raises when it is read."""
-
     def items(self) -> Any:
         raise RuntimeError("no")
 
@@ -512,21 +509,6 @@ def test_dataparallel_replicas_are_reported_and_not_measured():
 
     assert {""} == run.kinds_by_module().keys()
     assert ["activations: linear: runs as replicas of DataParallel, which are not measured"] == run.notices
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_forked_child_measures_nothing():
-    net = stack(nn.Linear(6, 6))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with Monitor(config_of("activations")).attach(net, optimizer) as monitor:
-        net(batch(1)).sum().backward()
-        child = os.fork()
-        if not child:
-            x = batch(2).requires_grad_()
-            net(x)
-            os._exit(0 if not x._backward_hooks and monitor.faults == 0 else 1)
-
-        assert 0 == os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -66,9 +66,8 @@ def test_rows_are_named_by_function_and_call_site(outcomes):
 
     place = r"\w+@tests/exporter/quantities/collective_cases\.py\[\d+\]"
     assert all(re.fullmatch(place, entry.tensor) for entry in run.entries)
-    assert ((4,), "float32", None, "full") in {
-        (entry.shape, entry.dtype, entry.micro_step, entry.placement) for entry in run.entries
-    }
+    found = {(entry.shape, entry.dtype, entry.micro_step, entry.placement) for entry in run.entries}
+    assert ((4,), "float32", None, "full") in found
 
 
 def test_calls_of_one_call_site_are_numbered_within_the_step(runs):
@@ -160,12 +159,9 @@ def test_log_only_reports_calls_of_torch_itself_in_the_first_step(outcomes):
         ] == calls  # fmt: skip
         assert "float32[4] -> float32[4], group default_pg of 2 ranks, called from " in notices[0]
         assert "int64[1] -> int64[2, 1], group default_pg of 2 ranks, called from " in notices[1]  # DDP compares shapes
-        assert (
-            "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in notices[4]
-        )  # gradients, one bucket
-        assert all(
-            re.search(r" > tests/exporter/quantities/collective_cases\.py\[\d+\] logged$", text) for text in notices
-        )
+        assert "float32[10] -> float32[10], group default_pg of 2 ranks, called from " in notices[4]  # one bucket
+        place = r" > tests/exporter/quantities/collective_cases\.py\[\d+\] logged$"
+        assert all(re.search(place, text) for text in notices)
         assert (0, {}) == (run.faults, run.rows)
 
 
@@ -219,7 +215,6 @@ NAMES = ("all_reduce", "isend", "irecv", "batch_isend_irecv", "all_to_all_single
 
 @pytest.fixture
 def originals():
-    """Return the functions of torch.distributed, and restore them after the test."""
     found = {name: getattr(dist, name) for name in NAMES}
     waits = vars(dist.Work)["wait"]
     yield found
@@ -229,7 +224,6 @@ def originals():
 
 
 def attached(**options: Any) -> tuple[Monitor, Callable[[], None]]:
-    """Return a monitor of a layer, and a function that trains one step."""
     net, optimizer = small()
     monitor = Monitor(config_of("collectives", options={"collectives": options})).attach(net, optimizer)
     return monitor, functools.partial(train, net, optimizer)

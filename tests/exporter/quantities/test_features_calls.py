@@ -12,8 +12,6 @@ from torch import nn
 
 
 class Gate(nn.Module):
-    """A router that returns a given function of its logits."""
-
     def __init__(self, answer: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self.answer = answer
@@ -125,8 +123,6 @@ def test_missing_router_features_are_reported_once():
 
 
 def called(core: nn.Module, call: Callable[[nn.Module, torch.Tensor], Any]) -> nn.Module:
-    """Return a model that calls `core` in a given form."""
-
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         call(net.core, x)
         return (x * net.scale).sum()
@@ -137,8 +133,6 @@ def called(core: nn.Module, call: Callable[[nn.Module, torch.Tensor], Any]) -> n
 
 
 class Signature(nn.Module):
-    """A core with the usual parameters; computes nothing."""
-
     def forward(
         self, q: Any, k: Any, v: Any = None, attention_mask: Any = None, is_causal: Any = None, **_: Any
     ) -> Any:
@@ -334,9 +328,8 @@ def test_features_equal_those_of_the_returned_attention_weights(case):
 
 def test_module_that_adds_its_own_keys_is_reported():
     call = MULTIHEAD["itself"][1]
-    run = measure(
-        multihead(call, batch_first=True, add_bias_kv=True), whole_loss, {"attention": {"targets": ["attention"]}}
-    )
+    model = multihead(call, batch_first=True, add_bias_kv=True)
+    run = measure(model, whole_loss, {"attention": {"targets": ["attention"]}})
 
     assert (0, {}) == (run.faults, run.features)
     assert ["attention: attention: adds its own keys (bias_k, add_zero_attn)"] == run.notices

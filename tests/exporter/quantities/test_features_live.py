@@ -85,11 +85,8 @@ def losses(note_of: Callable[[int], Note] = lambda _micro: nothing) -> list[Call
     return [lambda model, step, m=micro: model(batch(step, m), note_of(m)).square().mean() for micro in range(2)]
 
 
-EVERYTHING: dict[str, dict[str, Any]] = {
-    "attention": {"targets": ["*.core"], "causal": False},
-    "linear": {},
-    "router": {"targets": ["*.gate"]},
-}
+ATTENTION: dict[str, Any] = {"targets": ["*.core"], "causal": False}
+EVERYTHING: dict[str, dict[str, Any]] = {"attention": ATTENTION, "linear": {}, "router": {"targets": ["*.gate"]}}
 
 
 class Seen:
@@ -140,7 +137,6 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[Run, dict[int, dict[Feature, float]]]:
-    """Return the results of a run without a monitor that records its own tensors."""
     seen = {1: Seen(), 2: Seen()}
 
     def loss_of(micro: int) -> Callable[[nn.Module, int], torch.Tensor]:

@@ -48,22 +48,16 @@ def apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
 def really_apart(ranks: list[Found], case: str) -> set[tuple[int, str, str]]:
     """Return the expected rows, computed from the bits that the test reads after each step."""
     one, other = (found[case]["truth"] for found in ranks)
-    return {
-        (step, "param_after", name)
-        for step in SAMPLED
-        for name in NAMES
-        if one[str(step)][name] != other[str(step)][name]
-    }
+    pairs = {(step, name): (one[str(step)][name], other[str(step)][name]) for step in SAMPLED for name in NAMES}
+    return {(step, "param_after", name) for (step, name), (a, b) in pairs.items() if a != b}
 
 
 def test_hash_is_computed_from_the_bits_after_the_update(ranks: list[Found]) -> None:
     for case in ("equal", "disturbed", "two optimizers", "ZeRO"):
         for found in (rank[case] for rank in ranks):
-            expected = {
-                (step, "param_after", name): reference(struct.pack(f"<{len(bits)}i", *bits))
-                for step in SAMPLED
-                for name, bits in found["truth"][str(step)].items()
-            }
+            bits_of = {(step, name): bits for step in SAMPLED for name, bits in found["truth"][str(step)].items()}
+            hashed = {key: reference(struct.pack(f"<{len(bits)}i", *bits)) for key, bits in bits_of.items()}
+            expected = {(step, "param_after", name): value for (step, name), value in hashed.items()}
 
             assert expected == {key: value for key, value in hashes(found).items() if key[1] == "param_after"}
             assert 0 == found["faults"], found["notices"]

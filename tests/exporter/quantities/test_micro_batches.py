@@ -31,8 +31,6 @@ class Reducing(Plain):
 
 
 class Run:
-    """A model with gradients that the test reduces, and its measurements."""
-
     def __init__(self, *, every: int = 1, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2)
@@ -97,9 +95,8 @@ def test_sum_is_kept_if_it_is_requested_or_memory_is_abundant(options, free, mic
         run.step(micros=micros)
     norms = run.ends()
 
-    assert [pytest.approx(own) if is_kept else None for own, is_kept in zip(run.owned, kept, strict=True)] == [
-        norms[step] for step in (1, 2, 3)
-    ]
+    owned = [pytest.approx(own) if is_kept else None for own, is_kept in zip(run.owned, kept, strict=True)]
+    assert owned == [norms[step] for step in (1, 2, 3)]
     assert (0 if notice is None else 1) == len(run.notices)
     assert notice is None or notice in run.notices[0]
 

@@ -4,6 +4,7 @@ import pytest
 
 from rankscope_exporter import ConfigError, MonitorConfig
 
+NO_ELEMENT = "does not select an element of an argument or result"
 NOTHING = dict.fromkeys(("inputs", "outputs", "input_grads", "output_grads"), False)
 
 
@@ -11,16 +12,8 @@ NOTHING = dict.fromkeys(("inputs", "outputs", "input_grads", "output_grads"), Fa
     ("quantity", "options", "text"),
     [
         ("activations", {"targets": {"head": {"input": "tuple[2]:2"}}}, "element 2 of 2 does not exist"),
-        (
-            "activations",
-            {"targets": {"head": {"input": "garbage"}}},
-            "does not select an element of an argument or result: write 'tensor', 'tuple",
-        ),
-        (
-            "activations",
-            {"targets": {"head": {"inputs": "tensor"}}},
-            "'inputs' is unknown; valid names are input, output, input_grad",
-        ),
+        ("activations", {"targets": {"head": {"input": "garbage"}}}, f"{NO_ELEMENT}: write 'tensor', 'tuple"),
+        ("activations", {"targets": {"head": {"inputs": "tensor"}}}, "'inputs' is unknown; valid names are input, out"),
         ("activations", {"targets": {"head": "tensor"}}, "must be a table of input, output"),
         ("activations", {"targets": ["a"], "parts": {"b": {}}}, "is not in targets: add 'b' to targets"),
         ("activations", {"parts": ["a"]}, "parts must be a table of tables"),
@@ -35,22 +28,15 @@ NOTHING = dict.fromkeys(("inputs", "outputs", "input_grads", "output_grads"), Fa
         ("attention", {"scale": "big"}, "scale must be a finite number"),
         ("attention", {"rows": 0}, "rows must be a whole number of at least 1"),
         ("linear", {"tolerance": 0}, "tolerance must be a number of at least 1e-05 and below 1"),
-        ("linear", {"tolerance": 1.0}, "tolerance must be a number of at least 1e-05 and below 1"),
         ("router", {"top_k": 0}, "top_k must be a whole number of at least 1"),
         ("router", {"logits": "guessed"}, "logits must be 'returned' or 'computed', not 'guessed'"),
-        ("router", {"output": "second"}, "'second' does not select an element of an argument or result"),
-        ("structure", {"print_struct": "yes"}, "print_struct must be true or false"),
+        ("router", {"output": "second"}, f"'second' {NO_ELEMENT}"),
         ("structure", {"output_dir": 3}, "output_dir must be the path of a folder"),
         ("structure", {"stack": True}, "Did you mean options.structure.stacks"),
         ("gradients", {"sum_micro_batches": "yes"}, "sum_micro_batches must be true, false or null, not 'yes'"),
         ("collectives", {"call_sites": ["("]}, "call_sites: '(' is not a regular expression"),
         ("collectives", {"call_sites": "train"}, "call_sites must be a list of regular expressions"),
-        ("collectives", {"inputs": 1}, "inputs must be true or false"),
-        ("collectives", {"log_only": "yes"}, "log_only must be true or false"),
         ("collectives", {"most_calls": 0}, "most_calls must be a whole number of at least 1"),
-        ("collectives", {"most_calls": None}, "most_calls must be a whole number of at least 1"),
-        ("collectives", {"input": True}, "Did you mean options.collectives.inputs"),
-        ("hashes", {"state": 1}, "state must be true or false"),
         ("hashes", {"evry": 3}, "evry"),
         ("hashes", {"of": "some"}, "of must be"),
     ],

@@ -52,7 +52,6 @@ class Training:
             model(batch(step, micro)).square().mean().backward()
 
     def watched(self, *quantities: str, **options: Any) -> Published:
-        """Train with a monitor; return all that it published."""
         model = self.make()
         optimizer = self.optimizer(model)
         with Monitor(config_of(*quantities, options=options)).attach(model, optimizer) as monitor:
@@ -161,16 +160,11 @@ def test_micro_gradients_are_summands_and_no_running_sum():
         return clipped(moment, step, model, _)
 
     whole = training.observed(alone)
-    rows = [(row.entry, row) for row in found.rows if row.entry.kind == "grad_unreduced"]
+    rows = [row for row in found.rows if row.entry.kind == "grad_unreduced" and row.entry.micro_step is not None]
+    summands = {(row.step, row.entry.tensor, row.entry.micro_step): row.numbers["norm"] for row in rows}
+
     assert close(whole, found.norms("grad_unreduced"))
-    assert close(
-        expected,
-        {
-            (row.step, entry.tensor, entry.micro_step): row.numbers["norm"]
-            for entry, row in rows
-            if entry.micro_step is not None
-        },
-    )
+    assert close(expected, summands)
 
 
 @pytest.mark.parametrize(
@@ -194,13 +188,9 @@ def test_optimizer_state_is_selected_by_name(training, names, states):
             for key, norm in of_parameters(model, step, lambda item, name=name: optimizer.state[item][name]).items()
         }
 
+    kinds = {row.entry.kind for row in found.rows}
     assert close(
-        training.observed(state),
-        {
-            (kind, *key): norm
-            for kind in {row.entry.kind for row in found.rows}
-            for key, norm in found.norms(kind).items()
-        },
+        training.observed(state), {(kind, *key): norm for kind in kinds for key, norm in found.norms(kind).items()}
     )
 
 
@@ -249,10 +239,8 @@ def test_update_norm_covers_all_optimizers_of_a_step():
     model = net()
     model(batch(1)).square().mean().backward()
 
-    assert close(
-        {(1, name): 2.0 ** int(name[0]) * item.grad.norm().item() for name, item in model.named_parameters()},
-        features(found),
-    )
+    norms = {name: item.grad.norm().item() for name, item in model.named_parameters()}
+    assert close({(1, name): 2.0 ** int(name[0]) * norm for name, norm in norms.items()}, features(found))
 
 
 def test_update_norm_is_off_by_default():
@@ -323,10 +311,10 @@ def through_numpy(gradient: torch.Tensor) -> None:
     gradient.numpy()[...] *= 0.5
 
 
-SCALES = {
+SCALES: dict[str, Callable[[torch.Tensor], object]] = {
     "through data": lambda gradient: gradient.data.mul_(0.5),
-    "by foreach": lambda gradient: torch._foreach_mul_([gradient.data], 0.5),
     "replaced data": replaced_data,
+    "by foreach": lambda gradient: torch._foreach_mul_([gradient.data], 0.5),
     "through numpy": through_numpy,
 }
 

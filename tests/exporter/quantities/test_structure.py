@@ -156,12 +156,8 @@ def test_other_argument_forms_first_calls_and_uncalled_modules(tmp_path):
     assert ("Linear", None, None, None) == (never["class"], never["inputs"], never["outputs"], never["stack"])
     assert "never: Linear, not called" in text.splitlines()
     assert ["", ".mask"] == [item["path"].replace("[0]", "") for item in json.loads(by_name["pair"]["inputs"])]
-    assert {
-        "config": "dict[3]",
-        "y": "size=(1, 4), dtype=torch.float32",
-        "count": "<class 'int'>",
-        "both": "<class 'tuple'>",
-    } == document["0:pair"]["output"]
+    types = {"count": "<class 'int'>", "both": "<class 'tuple'>"}
+    assert {"config": "dict[3]", "y": "size=(1, 4), dtype=torch.float32", **types} == document["0:pair"]["output"]
     assert {"0:twice", "0:pair"} == document.keys()
 
 

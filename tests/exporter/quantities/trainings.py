@@ -17,8 +17,6 @@ KINDS = {"in": ("act_in", "act_grad_in"), "out": ("act_out", "act_grad_out")}
 
 
 class Key(NamedTuple):
-    """The key of a row within a step."""
-
     kind: str
     module: str
     number: int | None = None
@@ -27,8 +25,6 @@ class Key(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """The key of a feature within a step."""
-
     kind: str
     module: str
     index: int | None = None
@@ -62,7 +58,6 @@ class Notes:
 
 
 def nothing(_side: str, _module: str, tensor: Any = None, *_: Any, **__: Any) -> Any:
-    """Record nothing, for the run with the monitor."""
     return tensor
 
 
@@ -79,7 +74,6 @@ class Run:
     losses: list[float]
 
     def kinds_by_module(self) -> dict[str, set[tuple[str, int | None]]]:
-        """Return the kind and number of all rows of each module."""
         found: dict[str, set[tuple[str, int | None]]] = {}
         for key in (key for rows in self.rows.values() for key in rows):
             found.setdefault(key.module, set()).add((key.kind, key.number))
@@ -127,10 +121,8 @@ def measure(
         key = Feature(row["kind"], row["module"], row["index"], row["micro_step"])
         assert key not in of_step, "two rows of one name"
         of_step[key] = row["value"]
-    state = {
-        name: local(value).detach().clone()
-        for name, value in itertools.chain(model.named_parameters(), model.named_buffers())
-    }
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    state = {name: local(value).detach().clone() for name, value in tensors}
     placements = {row.entry.placement for row in found.rows}
     return Run(rows, features, found.notices, placements, monitor.faults, state, losses)
 
@@ -170,12 +162,10 @@ def same(expected: Mapping[Key, torch.Tensor], rows: Mapping[Key, Mapping[str, A
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that is on this rank."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def equal_bits(one: Run, other: Run) -> bool:
-    """Return whether two runs have bit-identical parameters and losses."""
     states = one.state.keys() == other.state.keys()
     return states and one.losses == other.losses and all(torch.equal(one.state[n], other.state[n]) for n in one.state)
 

@@ -93,15 +93,9 @@ def ranks(world: int, clock: Clock | None = None, store: object = None, margin: 
     made: list[Rank] = []
     shelf = store or Shelf()
     for number in range(world):
-        agreement = Agreement(
-            shelf,  # type: ignore[arg-type]  # whichever store
-            "switch",
-            number,
-            world,
-            lambda number=number: (made[number].step, made[number].seconds),
-            margin_seconds=margin,
-            clock=clock or Clock(),
-        )
+        state = lambda number=number: (made[number].step, made[number].seconds)  # noqa: E731
+        how: Any = {"margin_seconds": margin, "clock": clock or Clock()}
+        agreement = Agreement(shelf, "switch", number, world, state, **how)
         agreement.begin(0, "{}", 0)
         made.append(Rank(agreement))
     return made
@@ -244,10 +238,8 @@ def test_requests_up_to_a_stamp_are_accepted_from_one_rank_only():
     one, other = ranks(2)
 
     assert one.agreement.propose("of one", "capture", 7, until=20, is_additional=True)
-    assert all(
-        other.agreement.propose("of the other", "capture", step, until=step + 13, is_additional=True)
-        for step in (7, 20)
-    )
+    for step in (7, 20):
+        assert other.agreement.propose("of the other", "capture", step, until=step + 13, is_additional=True)
     look(one, other, times=3)
     assert other.agreement.propose("later", "capture", 21, until=34, is_additional=True)
     look(one, other, times=3)
@@ -259,12 +251,8 @@ MOST_STEPS = 20_000
 
 
 def changed(path: Path) -> dict[str, Any]:
-    return {
-        "quantities": ["parameters"],
-        "switch_file": str(path),
-        "switch_poll_seconds": 0.05,
-        "serve": ServeConfig(token="secret", ring_records=MOST_STEPS),
-    }
+    serve = ServeConfig(token="secret", ring_records=MOST_STEPS)
+    return {"quantities": ["parameters"], "switch_file": str(path), "switch_poll_seconds": 0.05, "serve": serve}
 
 
 def put(monitor: Monitor, **document: Any) -> int:
@@ -274,11 +262,8 @@ def put(monitor: Monitor, **document: Any) -> int:
         return int(answer.status)
 
 
-CASES = {
-    "in step, by file": "file",
-    "each at its own pace, by request": "request",
-    "each at its own pace, by call": "call",
-}
+PACE = "each at its own pace, by"
+CASES = {"in step, by file": "file", f"{PACE} request": "request", f"{PACE} call": "call"}
 
 
 def work(rank: int, store: str, _names: list[str], results: Any) -> None:

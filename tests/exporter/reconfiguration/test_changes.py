@@ -22,8 +22,6 @@ SETTINGS: dict[str, Any] = parts.QUIET | {"quantities": ["parameters"], "switch_
 
 
 class Training(parts.Training):
-    """A training whose configuration file is edited between steps."""
-
     def __init__(self, path: Path, **settings: Any) -> None:
         write(path, **settings)
         self.path = path
@@ -46,7 +44,6 @@ class Training(parts.Training):
         return bool(json.loads(self.path.read_text())["dynamic_on"])
 
     def modules_of(self, step: int) -> set[tuple[str, str | None]]:
-        """Return the kinds and modules with activations at a step."""
         return {(row.entry.kind, row.entry.module) for row in self.rows("act_in", "act_out") if row.step == step}
 
 
@@ -81,9 +78,7 @@ def test_scenario_1_static_mode_ignores_dynamic_on(path, monkeypatch, variable):
     assert "rankscope-switch" not in {thread.name for thread in threading.enumerate()}
 
 
-LATER: dict[str, Any] = {
-    "options": {"parameters": {"start_step": 50}}
-}  # a change begins at once
+LATER: dict[str, Any] = {"options": {"parameters": {"start_step": 50}}}  # a change begins at once
 ON = {"dynamic_on": True}
 
 

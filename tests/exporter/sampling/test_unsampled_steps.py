@@ -26,7 +26,6 @@ def rows_by_step(found: Published) -> dict[int, set[tuple[str, str, int | None]]
 
 
 def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
-    """Return the number of calls of each function of the exporter while `function` runs on this thread."""
     calls: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, _argument: object) -> None:
@@ -42,11 +41,8 @@ def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
 
 
 def hooked_parameters(net: nn.Module) -> list[str]:
-    return [
-        name
-        for name, parameter in net.named_parameters()
-        if parameter._post_accumulate_grad_hooks or parameter._backward_hooks
-    ]
+    named = net.named_parameters()
+    return [name for name, item in named if item._post_accumulate_grad_hooks or item._backward_hooks]
 
 
 EVERYTHING = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "structure", "linear")

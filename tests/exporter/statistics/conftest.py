@@ -50,12 +50,8 @@ def truth(numbers: np.ndarray, zero_below: float = 0.0) -> Truth:
                 "kurtosis": float(np.square(squares).mean() / squares.mean() / squares.mean()),
             }
     zeros = np.abs(numbers) < zero_below if zero_below > 0 else numbers == 0
-    counts = {
-        "nans": int(np.isnan(numbers).sum()),
-        "infs": int(np.isinf(numbers).sum()),
-        "zeros": int(zeros.sum()),
-        "numel": numbers.size,
-    }
+    nans, infs = int(np.isnan(numbers).sum()), int(np.isinf(numbers).sum())
+    counts = {"nans": nans, "infs": infs, "zeros": int(zeros.sum()), "numel": numbers.size}
     return Truth(values, counts, float(np.abs(finite).mean()) if finite.size else 0.0)
 
 
@@ -88,9 +84,8 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequenc
         rounded = float(np.float32(wanted)) if math.isfinite(wanted) and abs(wanted) < 3.5e38 else wanted
         # Below 1e-38 the resolution is half a unit of the smallest float32.
         # The kurtosis divides twice by the sum of squares.
-        slack = (2e-5 if op == "kurtosis" else 1e-5) * (
-            expected.mean_magnitude if op == "mean" else abs(wanted)
-        ) + 1e-45
+        magnitude = expected.mean_magnitude if op == "mean" else abs(wanted)
+        slack = (2e-5 if op == "kurtosis" else 1e-5) * magnitude + 1e-45
         if math.isnan(wanted):
             assert math.isnan(value), op
         elif math.isinf(rounded) or abs(wanted) > 3.5e38:
@@ -100,8 +95,6 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequenc
 
 
 class Operations(TorchDispatchMode):
-    """A mode that records the names of all operations, and the bytes of their largest result."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
@@ -118,8 +111,6 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def check() -> Callable[..., None]:
-    """Return a function that compares an entry with the reference of a tensor."""
-
     def run(
         finished: Finished, entry: int, tensor: torch.Tensor, zero_below: float = 0.0, ops: Sequence[str] = VALUE_OPS
     ) -> None:
@@ -160,8 +151,6 @@ def compiled(request: pytest.FixtureRequest, _kernel: bool) -> bool:
 
 @pytest.fixture
 def measured(compiled: bool) -> Callable[..., Finished]:
-    """Return a function that measures tensors with group, table and host copy."""
-
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
         table = StatisticsTable(len(tensors), CPU)
         table.accumulate(VALUE_OPS)

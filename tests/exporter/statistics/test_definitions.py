@@ -169,8 +169,6 @@ def test_sparse_gradient_has_the_statistics_of_the_dense_gradient(check_all):
 
 
 class Shard:
-    """Wraps a tensor as a DTensor does."""
-
     def __init__(self, local: torch.Tensor) -> None:
         self.local = local
 

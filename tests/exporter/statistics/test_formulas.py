@@ -209,13 +209,10 @@ def test_formulas_have_no_host_synchronisation():
         everything()
 
     waiting = ("_local_scalar_dense", "nonzero", "equal.default", "masked_select", "linalg", "unique", "bincount")
-    assert not {
-        name for name in operations.names if any(word in name for word in waiting) and "vector_norm" not in name
-    }
+    assert not {op for op in operations.names if any(word in op for word in waiting) and "vector_norm" not in op}
 
 
 def norms_of(weights: list[torch.Tensor], tolerance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return spectral and Frobenius norm of each weight, by the device and then the host."""
     return norms(spectral_numbers(weights, tolerance).numpy())
 
 
@@ -274,17 +271,6 @@ def test_batched_products_have_the_numbers_of_single_products(dtype, shape):
 
     for expected, found in zip(single, norms(spectral_numbers(weights, 1e-3, together=True).numpy()), strict=True):
         assert expected == pytest.approx(found, rel=1e-5)
-
-
-def test_norms_of_zero_and_non_finite_weights():
-    weights = [torch.zeros(6, 9), normal(6, 9), normal(6, 9), normal(6, 9)]
-    weights[1][2, 3] = math.nan
-    weights[2][2, 3] = -math.inf
-    spectral, frobenius = norms_of(weights, 0.01)
-
-    assert [0, math.nan, math.nan] == pytest.approx(spectral.tolist()[:3], nan_ok=True)
-    assert [0, math.nan, math.nan] == pytest.approx(frobenius.tolist()[:3], nan_ok=True)
-    assert float(torch.linalg.svdvals(weights[3])[0]) == pytest.approx(float(spectral[3]), rel=1e-4)
 
 
 def test_large_weight_is_processed_in_blocks(monkeypatch):

@@ -173,9 +173,8 @@ def test_each_tensor_has_one_row_with_the_statistics_of_its_dtype(statistics):
         assert not tensor.numel() or torch.equal(tensor.view(torch.uint8), trained.view(torch.uint8)), name
 
 
-needs_numba = pytest.mark.skipif(
-    importlib.util.find_spec("numba") is None, reason="numba is not installed: run pip install numba"
-)
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed: run pip install numba")
 
 MEASURE = """
 import sys, torch

@@ -115,18 +115,6 @@ def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeyp
     check(finish(HostCopy(table)), 0, tensors[0], ops=DEFAULT_OPS)
 
 
-def test_interpreted_kernel_is_not_used_on_a_device(kernels, caplog):
-    """Triton's interpreter runs on the host and would read addresses of the device there, which ends the process."""
-    assert not kernels.IS_COMPILED
-    device = torch.device("cuda", 15)
-    thread = loading.warm_up(device)
-    assert thread is not None
-    thread.join()
-
-    assert "triton cannot be used (RuntimeError: TRITON_INTERPRET is set)" in caplog.text
-    assert "torch" == loading.backend_name(device)
-
-
 def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):
     for owner, name in ((kernels, "CHUNK"), (kernels, "_BLOCK"), (device_arguments, "CHUNK")):
         monkeypatch.setattr(owner, name, 16_384)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.exporter.adapters.loops import WORLD
 from tests.exporter.adapters.observation import begin, outcomes
+from tests.exporter.parts import QUIET
 from tests.properties import THOROUGH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,20 +23,10 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.quantities import quantity_classes
 
 STEPS = 3
-OPTIONS = {
-    "structure": {"times": None},
-    "hashes": {"of": "all", "every": 1, "state": True},
-    "router": {"targets": ["gate"]},
-    "attention": {"targets": ["attend"]},
-}
-CONFIG = {
-    "quantities": list(quantity_classes()),
-    "options": OPTIONS,
-    "capture": {},
-    "throughput": {"method": "off"},  # the FLOP counter holds the model while it runs on another thread
-    "console": False,
-    "exit_wait_seconds": 0,
-}
+HASHES = {"of": "all", "every": 1, "state": True}
+TARGETS = {"router": {"targets": ["gate"]}, "attention": {"targets": ["attend"]}}
+OPTIONS = {"structure": {"times": None}, "hashes": HASHES, **TARGETS}
+CONFIG = {"quantities": list(quantity_classes()), "options": OPTIONS, "capture": {}, **QUIET}
 
 
 class Attend(nn.Module):
@@ -81,8 +72,6 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Training:
-    """Some training steps of a model, and the tensors that remain after them."""
-
     def __init__(self, model: nn.Module, *, watched: bool, every: int = 1) -> None:
         self.model: nn.Module | None = model
         self.optimizer: torch.optim.Optimizer | None = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -111,7 +100,6 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def left(storages: Mapping[str, StorageWeakRef]) -> list[str]:
-    """Return the names of the tensors that still have memory."""
     return [name for name, storage in storages.items() if not storage.expired()]
 
 
@@ -130,7 +118,6 @@ def convert(training: Training) -> None:
 
 
 def convert_with(choose: Callable[[bool], None], training: Training) -> None:
-    """Convert the parameters while the setting of torch that `choose` sets is on."""
     choose(True)
     try:
         convert(training)
@@ -139,12 +126,10 @@ def convert_with(choose: Callable[[bool], None], training: Training) -> None:
 
 
 def convert_to_others(training: Training) -> None:
-    """Convert the parameters to other objects."""
     convert_with(torch.__future__.set_overwrite_module_params_on_conversion, training)
 
 
 def swap(training: Training) -> None:
-    """Convert the parameters by torch.utils.swap_tensors."""
     convert_with(torch.__future__.set_swap_module_params_on_conversion, training)
 
 
@@ -188,9 +173,9 @@ def test_parameters_are_freed_when_the_model_drops_them(way):
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("updates", [True, False])
 def test_activations_are_freed_as_early_as_without_a_monitor(updates, every):
-    assert alive_in_forward(watched=False, updates=updates) == alive_in_forward(
-        watched=True, updates=updates, every=every
-    )
+    alone = alive_in_forward(watched=False, updates=updates)
+
+    assert alone == alive_in_forward(watched=True, updates=updates, every=every)
 
 
 def alive_in_forward(*, watched: bool, updates: bool, every: int = 1) -> list[int]:
@@ -220,11 +205,8 @@ def test_no_tensor_of_the_model_has_a_weak_reference_in_a_step():
     assert net is not None
 
     def count(*arguments: Any) -> None:
-        tensors = [
-            *net.parameters(),
-            *net.buffers(),
-            *(item.grad for item in net.parameters() if item.grad is not None),
-        ]
+        gradients = [item.grad for item in net.parameters() if item.grad is not None]
+        tensors = [*net.parameters(), *net.buffers(), *gradients]
         tensors += [item for item in arguments if isinstance(item, torch.Tensor) and item.is_leaf]
         found.append(sum(len(weakref.getweakrefs(tensor)) for tensor in tensors))
 
@@ -260,9 +242,8 @@ def test_tensor_with_the_id_of_a_freed_tensor_has_its_own_numbers():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with Monitor({**CONFIG, "quantities": ["activations"], "options": {}}).attach(net, optimizer) as monitor:
         net(torch.ones(2)).sum().backward()
-        rows = {
-            row.entry.call_seq: row.numbers["max"] for row in monitor.current("act_in") if row.entry.module == "inner"
-        }
+        inner = [row for row in monitor.current("act_in") if row.entry.module == "inner"]
+        rows = {row.entry.call_seq: row.numbers["max"] for row in inner}
 
     assert {None: 1.0, 1: 2.0, 2: 3.0} == rows
 
@@ -298,12 +279,8 @@ def fsdp2() -> nn.Module:
     return net
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ddp": ddp,
-    "fsdp1": fsdp1,
-    "fsdp1, flat": partial(fsdp1, use_orig_params=False),
-    "fsdp2": fsdp2,
-}
+FLAT = partial(fsdp1, use_orig_params=False)
+MODELS: dict[str, Callable[[], nn.Module]] = {"ddp": ddp, "fsdp1": fsdp1, "fsdp1, flat": FLAT, "fsdp2": fsdp2}
 RANKS_WAYS = {way.__name__: way for way in (assign, convert, delete, detach_and_delete)}
 USUAL = ("ddp: delete", "fsdp1: delete", "fsdp2: assign", "fsdp2: convert", "fsdp2: delete")
 CASES = [f"{model}: {way}" for model in MODELS for way in RANKS_WAYS] if THOROUGH else USUAL
@@ -314,9 +291,8 @@ def work(rank: int, store: str, names: list[str], results: Any) -> None:
     begin(rank, store)
     for name in names:
         model, _, way = name.partition(": ")
-        results.put(
-            (name, rank, [left_after(RANKS_WAYS[way], MODELS[model], watched=watched) for watched in (False, True)])
-        )
+        both = [left_after(RANKS_WAYS[way], MODELS[model], watched=watched) for watched in (False, True)]
+        results.put((name, rank, both))
     dist.destroy_process_group()
 
 

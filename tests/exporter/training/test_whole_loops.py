@@ -23,8 +23,6 @@ Key = tuple[int, str, str]
 
 
 class Loop(Watched):
-    """A training with a monitor, and the tensors that its rows must describe."""
-
     def __init__(self, *more: str, net: nn.Module | None = None, explicit: bool = False, every: int = 1) -> None:
         torch.manual_seed(0)
         self.net = net or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -130,9 +128,8 @@ def test_foreign_forward_passes_between_steps_change_no_step():
 @pytest.mark.parametrize("logs_first", [True, False])
 def test_loop_under_transforms_has_steps_by_its_updates(logs_first):
     loop, optimizer = attached("activations")
-    per_sample = vmap(
-        grad_and_value(lambda own, x: functional_call(loop.net, own, (x[None],)).square().sum()), in_dims=(None, 0)
-    )
+    own_loss = lambda own, x: functional_call(loop.net, own, (x[None],)).square().sum()  # noqa: E731
+    per_sample = vmap(grad_and_value(own_loss), in_dims=(None, 0))
     for step in range(1, STEPS + 1):
         gradients, losses = per_sample(detached(loop.net), torch.randn(3, 4))
         loop.losses[step] = float(losses.mean())

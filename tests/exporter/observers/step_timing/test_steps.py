@@ -13,7 +13,6 @@ import torch
 from tests.exporter.parts import session_of
 from tests.programs import run_two_ranks
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
 
 from rankscope_exporter import Monitor, MonitorConfig
 
@@ -51,19 +50,6 @@ class Stopwatch:
         began = time.monotonic()
         time.sleep(seconds)
         self.each[what].append(time.monotonic() - began)
-
-
-class SlowData(Dataset):
-    def __init__(self, watch: Stopwatch, batches: int) -> None:
-        self._watch = watch
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self._watch.sleep("data_wait", 0.03)
-        return torch.ones(4)
 
 
 class SlowNet(nn.Module):
@@ -109,8 +95,9 @@ class Training:
 
     def steps(self, count: int, per_step: int = 1) -> Iterator[int]:
         """Train, and yield after each update, where the script may do other work."""
-        for number, batch in enumerate(DataLoader(SlowData(self.watch, count * per_step)), start=1):
-            self.net(batch).sum().backward()
+        for number in range(1, count * per_step + 1):
+            self.watch.sleep("data_wait", 0.03)
+            self.net(torch.ones(1, 4)).sum().backward()
             if number % per_step == 0:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -141,7 +128,6 @@ def training(quiet: MonitorConfig, reader: Any, eventually: Any) -> Training:
 
 @pytest.fixture
 def all_totals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Publish the totals with each step."""
     monkeypatch.setattr("rankscope_exporter.observers.step_timing.observer.EVERY_SECONDS", 0.0)
 
 

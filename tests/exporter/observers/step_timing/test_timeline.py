@@ -143,17 +143,15 @@ class DeviceDouble:
     def __init__(self) -> None:
         self.queue: list[EventDouble | float] = []
         self.now = 0.0
-        self.made = 0
 
     def work(self, seconds: float) -> None:
         self.queue.append(seconds)
 
     def event(self) -> EventDouble:
-        self.made += 1
         return EventDouble(self)
 
-    def run(self, items: int | None = None) -> None:
-        for _ in range(len(self.queue) if items is None else items):
+    def run(self) -> None:
+        while self.queue:
             item = self.queue.pop(0)
             if isinstance(item, EventDouble):
                 item.passed_at = self.now
@@ -184,11 +182,6 @@ class EventDouble:
         raise AssertionError("training or publisher waited for the device")
 
 
-@pytest.fixture
-def device() -> DeviceDouble:
-    return DeviceDouble()
-
-
 class Queueing(nn.Module):
     """A module that queues work on the device double and returns immediately."""
 
@@ -202,11 +195,11 @@ class Queueing(nn.Module):
         return self.linear(x)
 
 
-def test_steps_are_timed_by_the_device_while_the_host_is_ahead(device, quiet, monkeypatch, eventually):
+def test_steps_are_timed_by_the_device_while_the_host_is_ahead(quiet, monkeypatch, eventually):
     """Three steps are queued before the device starts; each step gets its device time without a blocking wait."""
-    monkeypatch.setattr(
-        "rankscope_exporter.observers.step_timing.observer.clock_of", lambda _device: DeviceClock(device.event)
-    )
+    device = DeviceDouble()
+    clock_of = "rankscope_exporter.observers.step_timing.observer.clock_of"
+    monkeypatch.setattr(clock_of, lambda _device: DeviceClock(device.event))
     monkeypatch.setattr("rankscope_exporter.api.session.PUBLISH_SECONDS", 0.1)  # the device never reaches the end
     net = Queueing(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -72,8 +72,6 @@ class Output:
 
 
 class Custom(Mlp):
-    """A model whose forward pass is a function of the model and its arguments."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
@@ -132,11 +130,20 @@ def test_count_equals_that_by_hand(model, args, by_hand):
     assert by_hand == count_flops(model, *args)
 
 
-def test_frozen_layer_does_not_count_its_weight_gradient():
-    model = Mlp()
-    model.last.requires_grad_(requires_grad=False)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_frozen_compiled_meta_scripted_and_nested_models_are_counted():
+    frozen, in_place = Mlp(), Mlp()
+    frozen.last.requires_grad_(requires_grad=False)
+    in_place.compile()
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)))
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
+    of_nested = Custom(lambda model, x: model.first(x).values())
 
-    assert 2 * BATCH * (2 * FIRST + 2 * SECOND) == count_flops(model, rows())
+    assert 2 * BATCH * (2 * FIRST + 2 * SECOND) == count_flops(frozen, rows())
+    assert [MLP, MLP] == [count_flops(model, rows()) for model in (torch.compile(Mlp()), in_place)]
+    assert MLP == count_flops(Mlp().to("meta"), rows(device="meta"))
+    assert [2 * 2 * 5 * FIRST] * 2 == [count_flops(scripted, rows()), count_flops(of_nested, nested)]
+    assert 0 == scripted[1].num_batches_tracked
 
 
 def keep_products(_context, operation, *_args, **_kwargs):
@@ -157,21 +164,6 @@ def test_recomputed_activations_count_once(options):
     model = Custom(lambda own, x: own.last(checkpoint(own.hidden, x, **options)))
 
     assert count_flops(Mlp(), rows(requires_grad=True)) == count_flops(model, rows(requires_grad=True))
-
-
-def test_compiled_model_counts_like_the_uncompiled_one():
-    model = torch.compile(Mlp())
-    in_place = Mlp()
-    in_place.compile()
-
-    assert [MLP, MLP] == [count_flops(model, rows()), count_flops(in_place, rows())]
-
-
-def test_model_on_the_meta_device_is_counted():
-    with torch.device("meta"):
-        model = Mlp()
-
-    assert MLP == count_flops(model, rows(device="meta"))
 
 
 def test_model_in_evaluation_mode_is_counted_in_training_mode():
@@ -413,17 +405,6 @@ def test_fake_tensors_are_counted_and_their_mode_is_refused():
             count_flops(model, x)
 
     assert MLP == count_flops(model, x)
-
-
-def test_scripted_and_nested_tensors_are_counted():
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)))
-    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
-
-    assert [2 * 2 * 5 * FIRST] * 2 == [
-        count_flops(scripted, rows()),
-        count_flops(Custom(lambda model, x: model.first(x).values()), nested),
-    ]
-    assert 0 == scripted[1].num_batches_tracked
 
 
 STEPS = 4

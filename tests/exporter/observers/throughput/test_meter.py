@@ -39,8 +39,6 @@ def mlp() -> nn.Module:
 
 
 class Tokens(nn.Module):
-    """A token model: an embedding table and an output layer."""
-
     def __init__(self, vocabulary: int = 50, width: int = 16, **config: Any) -> None:
         super().__init__()
         self.table = nn.Embedding(vocabulary, width)
@@ -450,9 +448,8 @@ def test_wider_type_is_never_faster():
 
 def megatron(batch: int, sequence: int, layers: int, hidden: int, vocabulary: int) -> float:
     """Return the FLOPs of a batch by the formula of the paper, without recomputed activations: 72 B s l h² (…)."""
-    return (
-        72 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden))
-    )
+    shares = 1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden)
+    return 72 * batch * sequence * layers * hidden**2 * shares
 
 
 @given(
