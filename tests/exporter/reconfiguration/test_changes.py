@@ -78,7 +78,7 @@ def test_scenario_1_static_mode_ignores_dynamic_on(path, monkeypatch, variable):
     assert "rankscope-switch" not in {thread.name for thread in threading.enumerate()}
 
 
-LATER: dict[str, Any] = {"options": {"parameters": {"start_step": 50}}}  # a change begins at once
+LATER: dict[str, Any] = {"options": {"parameters": {"start_step": 50}}}  # a change begins immediately
 ON = {"dynamic_on": True}
 
 
