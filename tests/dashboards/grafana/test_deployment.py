@@ -298,15 +298,6 @@ def test_doubled_dollar_signs_of_a_file_are_single(tmp_path: Path):
     assert "costs $5" == shipped(tree).groups[0].rules[0]["labels"]["severity"]
 
 
-def test_panels_link_to_the_pages_address():
-    content = shipped(pages_url="http://127.0.0.1:9470/")
-
-    (overview,) = (one for one in content.boards if one["uid"] == "rankscope-run-overview")
-    (pages,) = (variable for variable in overview["templating"]["list"] if variable["name"] == "pages")
-    assert "http://127.0.0.1:9470" == pages["query"]
-    assert all(panel["links"] for panel in overview["panels"] if panel["type"] != "row")
-
-
 def test_commands_deploy_and_remove_everything(contract: ContractServer, tmp_path: Path):
     server = ["--url", contract.url, "--token-file", str(token_file(tmp_path))]
 

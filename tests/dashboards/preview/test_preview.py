@@ -10,7 +10,7 @@ import pytest
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import PROVISIONING
 from rankscope_dashboards.preview.board import board_names, read_board
-from rankscope_dashboards.preview.intervals import step_seconds, time_variables
+from rankscope_dashboards.preview.intervals import step_seconds
 from rankscope_dashboards.preview.panels import Context, Curves, Latest, States, read_panel
 from rankscope_dashboards.preview.prometheus import PreviewError, Prometheus, Series, Window
 from rankscope_dashboards.preview.tables import table
@@ -119,12 +119,6 @@ def test_step_of_a_query_is_a_round_interval_above_the_scrape_interval(seconds, 
     assert 400 * 86_400 / step_seconds(Window(start=0.0, end=400 * 86_400.0), 100_000, 5.0) < 11_000, "of Prometheus"
 
 
-def test_variables_of_time_are_those_of_grafana():
-    known = {"__interval": "15s", "__rate_interval": "20s", "__range": "3600s", "__range_ms": "3600000"}
-
-    assert known.items() <= time_variables(HOUR, 15.0, 5.0).items()
-
-
 @pytest.mark.parametrize(
     ("value", "unit", "decimals", "text"),
     [
@@ -171,12 +165,6 @@ def test_panels_of_each_type_have_their_data():
     assert isinstance(states, States)
     assert [("1", "green"), ("2", "red")] == [one for _, _, one in states.rows[0][1]]
     assert [("lower", "green"), ("from 2", "red")] == list(states.key)
-
-
-def test_curves_have_the_unit_of_their_largest_value():
-    body = Recorded([series("0", (0, "1024"), (15, "2147483648"))]).read(panel("timeseries", unit="bytes")).body
-
-    assert ("GiB", (2.0**-20, 2.0)) == (body.unit, body.lines[0][1].values)
 
 
 def test_other_panel_is_a_table_and_one_without_data_has_its_reason():

@@ -5,11 +5,9 @@ import datetime as dt
 import shutil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.storage.formats.conftest import row, scalar, tensor
 
-from rankscope_contract.msprobe.csv_layout import parse_folder, plain, time_text
+from rankscope_contract.msprobe.csv_layout import parse_folder, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats import csv_msprobe
 
@@ -362,14 +360,3 @@ def test_failed_export_keeps_the_old_files(shelf, monkeypatch):
 
     assert before == first.files[0].read_text()
     assert not list(target.rglob(".*"))
-
-
-@given(st.datetimes(dt.datetime(2000, 1, 1), dt.datetime(2000, 12, 31), timezones=st.just(dt.UTC)))  # noqa: DTZ001 - hypothesis adds the zone
-def test_folder_times_round_trip(moment):
-    """A folder name has no year. Its time is in msprobe's zone, in a year that has all days."""
-    found = parse_folder(f"{time_text(moment)}-rank7-0a1b2c3d")
-    shanghai = dt.timezone(dt.timedelta(hours=8))
-
-    assert 7 == found.rank
-    assert moment.astimezone(shanghai).replace(year=2000, microsecond=0) == found.time
-    assert dt.timedelta(hours=8) == found.time.utcoffset()

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from tests.properties import examples, few
 from tests.storage.rows import ask, entries, files, table
 
-from rankscope_contract.model.schema import DATASETS, ROLLUPS
+from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.query.sql_script import FILE_NAME, emit_views
-from rankscope_storage.sql.rollups import rollup_view
-from rankscope_storage.sql.views import empty_select, empty_view
 
 
 @pytest.mark.parametrize("name", ["run_eta", "tensor_global", "top_deviations", "loss_curve"])
@@ -59,25 +57,6 @@ def test_view_that_is_named_by_a_parameter_or_in_any_case_is_found(store, connec
 def test_unknown_name_is_refused_with_a_similar_one(connection):
     with pytest.raises(duckdb.CatalogException, match="scalars"):
         connection.query("SELECT * FROM scalar")
-
-
-def test_existing_views_show_new_rows(connection, writer, batch):
-    assert [(0,)] == ask(connection, "SELECT count(*) FROM loss_curve")
-    writer.append(batch(range(3)))
-
-    for asked in ("loss_curve", "events JOIN scalars ON true RIGHT JOIN loss_curve ON true"):
-        assert [(3,)] == ask(connection, f"SELECT count(*) FROM {asked}")
-
-
-@pytest.mark.parametrize(("dataset", "rollups"), ROLLUPS.items())
-def test_empty_rollup_view_has_the_columns_of_the_aggregating_one(dataset, rollups):
-    with duckdb.connect() as plain:
-        plain.execute(f"CREATE TABLE rows_of AS {empty_select(rollups)}")
-        plain.execute(rollup_view(dataset, "rows_of"))
-        expected = ask(plain, f"DESCRIBE {rollups}")
-        plain.execute(empty_view(rollups))
-
-        assert expected == ask(plain, f"DESCRIBE {rollups}")
 
 
 # Column scans: row groups are skipped by their statistics, constant columns are known, and names are dictionaries.
