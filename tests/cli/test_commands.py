@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.msprobe.conftest import TWO_RANKS
 
 from rankscope.base.terminal import masked
 from rankscope.commands import subcommands
@@ -93,6 +94,9 @@ def test_emitted_views_return_the_same_rows_in_duckdb(rankscope):
     assert [(240, 2)] == plain.execute("select (select count(*) from scalars), (select count(*) from runs)").fetchall()
 
 
+ON_A_URL = [f"{name} --store s3://a/b" for name in ("runs", "import log.jsonl", "serve", "up")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -111,16 +115,54 @@ def test_emitted_views_return_the_same_rows_in_duckdb(rankscope):
             "cannot write /proc/none/views: No such file or directory",
         ),
         (["runs", "rename", "my-run"], 2, "rankscope: write: rankscope runs rename RUN NAME\n"),
+        (["export", "my-rn"], 2, "run 'my-rn' not found. Did you mean 'my-run'?"),
+        (["export", "my-run", "--format", "parquet", "--data-type-list", "grads"], 2, "there is no data type 'grads'"),
+        (["export", "my-run", "--format", "parquet", "--time-start", "today"], 2, "'today' is not a time"),
+        (["export", "my-run", "--format", "parquet", "--steps", "a:b"], 2, "write first:last"),
+        (["export", "my-run", "--format", "parquet", "--steps", "9:1"], 2, "write first:last"),
+        (["export", "my-run", "--format", "parquet", "--ranks", "one"], 2, "write numbers and ranges"),
+        (["export", "my-run", "--format", "tensorboard", "--ranks", "99"], 1, "no rows of tensor_stats, scalars"),
+        (["export", "my-run", "--format", "tensorboard", "-o", "/proc/none"], 1, "cannot write to /proc/none"),
+        (["report", "no-such-run"], 2, "run 'no-such-run' not found"),
+        (["report", "http://127.0.0.1:9"], 2, "--run is missing"),
+        (["report", "http://127.0.0.1:9", "--run", "my-run"], 1, "http://127.0.0.1:9/runs/my-run/report: "),
+        (["report", "my-run", "-o", "/proc/a.html"], 1, "cannot write /proc/a.html: No such file or directory"),
+        (["plot", "my-run", "--output", "figure.gif"], 2, "name a file with the suffix png, svg, pdf"),
+        (["plot", "my-run", "--output", "missing/figure.png"], 1, "cannot write missing/figure.png: No such file"),
+        (["plot", "my-run", "--kind", "tensors", "--tensor-kind", "grad"], 2, "has no kind 'grad'; it has exp_avg"),
+        (["plot", "my-run", "--kind", "tensors", "--op", "median"], 2, "'median' is no statistic"),
+        (["plot", "my-run", "--scalar", "los"], 2, "my-run has no scalar 'los'; similar names: loss"),
+        (["compare", "my-run", "my-run", "--no-figure"], 2, "rankscope: name two or more different runs or logs\n"),
+        (["import", "missing.jsonl", "--store", "history"], 1, "missing.jsonl cannot be read"),
+        (["import", "/etc/passwd", "--store", "history"], 1, "has an unknown format; known formats: "),
+        (["import", "/etc/passwd", "--format", "jsonll", "--store", "history"], 2, "Did you mean 'jsonl'?"),
+        (
+            ["import", "/etc/passwd", "--run", "x" * 1001, "--store", "h"],
+            2,
+            "has 1,001 characters; the maximum is 1,000",
+        ),
+        (["view", "."], 2, "is not a Rankscope store"),
+        (["notify", "test"], 2, "no address: give --notify URL"),
+        (["notify", "test", "--notify", "nothing://x"], 2, "nothing://…"),
+        (["msprobe", "csv2db", "--monitor-path", "/nowhere"], 2, "/nowhere is not a folder"),
+        (
+            ["msprobe", "csv2tensorboard", "--monitor-path", str(TWO_RANKS), "--time-start", "now"],
+            2,
+            "as in Dec03_21-34-40",
+        ),
+        (["msprobe", "anomaly", "-d", "/nowhere"], 2, "/nowhere contains no folder of a rank"),
+        *((command.split(), 2, "s3://a/b: a store is a local folder, not a URL") for command in ON_A_URL),
     ],
 )
-def test_errors_are_one_line_without_a_traceback(rankscope, arguments, code, message):
-    done = rankscope(*arguments)
+def test_errors_are_one_line_without_a_traceback(rankscope, tmp_path, arguments, code, message):
+    done = rankscope(*arguments, cwd=tmp_path)
 
     assert code == done.returncode
     assert message in done.stderr
     assert 1 == done.stderr.count("\n")
     assert "Traceback" not in done.stderr
     assert "" == done.stdout
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_misspelt_command_suggests_the_nearest_name(rankscope):
@@ -268,13 +310,3 @@ def test_version_and_short_help_are_options(rankscope):
     assert "Usage: rankscope" in top.stdout
     assert "--install-completion" in top.stdout
     assert "Usage: rankscope runs" in command.stdout
-
-
-@pytest.mark.parametrize("command", ["runs", "import", "serve", "up"])
-def test_a_url_is_rejected_as_a_store(rankscope, tmp_path, command):
-    arguments = [command, *(["log.jsonl"] if command == "import" else []), "--store", "s3://bucket/history"]
-    done = rankscope(*arguments, cwd=tmp_path)
-
-    assert 2 == done.returncode
-    assert "s3://bucket/history: a store is a local folder, not a URL" in done.stderr
-    assert [] == list(tmp_path.iterdir())

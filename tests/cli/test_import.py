@@ -75,28 +75,6 @@ def test_log_with_times_only_at_its_start_has_no_duration(on_store, put, monkeyp
     assert "2026-11-28 10:00" == listed[1][listed[0].index("started") : listed[0].index("reason")].strip()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["missing.jsonl"], 1, "missing.jsonl cannot be read"),
-        (["/etc/passwd"], 1, "has an unknown format; known formats: "),
-        (["/etc/passwd", "--format", "jsonll"], 2, "Did you mean 'jsonl'?"),
-        (
-            ["/etc/passwd", "--run", "x" * 1001],
-            2,
-            "--run: the name of the run has 1,001 characters; the maximum is 1,000",
-        ),
-    ],
-)
-def test_import_errors_are_one_line(on_store, tmp_path, arguments, code, message):
-    done = on_store("import", *arguments)
-
-    assert code == done.returncode
-    assert message in done.stderr
-    assert 1 == done.stderr.count("\n")
-    assert not (tmp_path / "history").exists()
-
-
 def test_explain_prints_the_detected_formats_and_imports_nothing(on_store, log, put, tmp_path):
     done = on_store("import", log, put("train.log", ROWS), "--explain")
     lines = done.stdout.splitlines()

@@ -27,28 +27,3 @@ def test_anomaly_takes_the_options_of_the_manual(rankscope, tmp_path):
 
     assert 6 == done.stdout.count("\n"), done.stderr
     assert (folder / "anomaly_analyse.json").read_text() == (tmp_path / "anomaly_analyse.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["csv2db", "--monitor-path", "/nowhere"], "/nowhere is not a folder"),
-        (["csv2tensorboard", "--monitor-path", str(TWO_RANKS), "--time-start", "now"], "write it as in Dec03_21-34-40"),
-        (["anomaly", "-d", "/nowhere"], "/nowhere contains no folder of a rank"),
-    ],
-)
-def test_errors_are_one_line(rankscope, arguments, message):
-    done = rankscope("msprobe", *arguments)
-
-    assert 2 == done.returncode
-    assert message in done.stderr
-    assert 1 == done.stderr.count("\n")
-
-
-def test_group_lists_its_commands(rankscope):
-    done = rankscope("msprobe", "--help")
-
-    assert 0 == done.returncode
-    assert ["csv2tensorboard", "csv2db", "anomaly"] == [
-        name for name in ("csv2tensorboard", "csv2db", "anomaly") if f" {name} " in done.stdout
-    ]

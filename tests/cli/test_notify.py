@@ -43,13 +43,3 @@ def test_a_failure_is_printed_with_its_address_and_exits_with_1(rankscope, recei
     assert 1 == done.stdout.count(": failed: ")
     assert "rankscope: 1 of 2 notifications failed\n" == done.stderr
     assert 1 == len(receiver.alerts)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [([], "no address: give --notify URL"), (["--notify", "nothing://x"], "nothing://…")]
-)
-def test_a_missing_or_unknown_address_is_named(rankscope, arguments, message):
-    done = rankscope("notify", "test", *arguments)
-
-    assert 2 == done.returncode
-    assert message in done.stderr

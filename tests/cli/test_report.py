@@ -28,23 +28,6 @@ def test_report_of_a_run_and_of_a_log_is_a_file(in_process, sample_store, tmp_pa
     assert "Loss 2.250." in (tmp_path / "new" / "log.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["no-such-run"], 2, "run 'no-such-run' not found"),
-        (["http://127.0.0.1:9"], 2, "--run is missing"),
-        (["http://127.0.0.1:9", "--run", "my-run"], 1, "http://127.0.0.1:9/runs/my-run/report: "),
-        (["my-run", "--output", "/proc/report.html"], 1, "cannot write /proc/report.html: No such file or directory"),
-    ],
-)
-def test_report_that_cannot_be_made_is_one_line(in_process, sample_store, arguments, code, message):
-    done = in_process("report", *arguments, "--store", sample_store)
-
-    assert code == done.returncode
-    assert message in done.stderr
-    assert 1 == len(done.stderr.splitlines())
-
-
 def test_report_of_a_log_with_a_secret_in_its_name_contains_none(in_process, tmp_path):
     log, report = tmp_path / "run-api_key=correct-horse.log", tmp_path / "out.html"
     log.write_text('{"step": 1, "loss": 2.5}\n', encoding="utf-8")

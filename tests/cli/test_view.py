@@ -7,7 +7,6 @@ import urllib.request
 
 import aiohttp
 import pytest
-from tests.programs import run_command
 from tests.view.training import MAIN, Size, write_store
 
 from rankscope_ingest.base.errors import ConfigError
@@ -52,10 +51,3 @@ async def test_view_beyond_loopback_needs_the_token(tmp_path):
     assert [401, 200, 200] == await _answers(tmp_path / "store", {"RANKSCOPE_TOKEN": "secret"}, given)
     with pytest.raises(ConfigError, match="can be reached from other machines: set token"):
         await _answers(tmp_path / "store", {}, [])
-
-
-def test_folder_without_a_store_is_one_line(tmp_path):
-    done = run_command("view", tmp_path)
-
-    assert 2 == done.returncode
-    assert "is not a Rankscope store" in done.stderr

@@ -26,12 +26,16 @@ def test_import_rules_hold():
     assert 0 == done.returncode, done.stdout + done.stderr
 
 
-def test_import_rankscope_loads_no_heavy_package():
-    assert not loaded_after("import rankscope") & {*SERVING_SIDE, "torch", "pyarrow", "numpy"}
-
-
-def test_training_api_loads_no_package_of_the_services():
-    assert not loaded_after("import rankscope; rankscope.Monitor; rankscope.MonitorConfig") & set(SERVING_SIDE)
+@pytest.mark.parametrize(
+    ("statement", "others"),
+    [
+        ("import rankscope", {*SERVING_SIDE, "torch", "pyarrow", "numpy"}),
+        ("import rankscope; rankscope.Monitor; rankscope.MonitorConfig", {*SERVING_SIDE}),
+        ("import rankscope; rankscope.connect", {"torch"}),
+    ],
+)
+def test_training_loads_no_package_of_the_services(statement, others):
+    assert not loaded_after(statement) & others
 
 
 def test_every_thread_of_the_exporter_is_started_by_process_threads():
@@ -41,10 +45,6 @@ def test_every_thread_of_the_exporter_is_started_by_process_threads():
     others = [path for path in exporter.rglob("*.py") if path != own and STARTS_THREADS.search(path.read_text())]
 
     assert [] == others
-
-
-def test_connect_does_not_load_torch():
-    assert "torch" not in loaded_after("import rankscope; rankscope.connect")
 
 
 def test_unknown_name_lists_the_known_ones():

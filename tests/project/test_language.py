@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import ANY
 
 import pytest
 
@@ -27,62 +28,35 @@ def repository(check, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def matches(check: ModuleType, path: Path, text: str) -> list[tuple[int, str]]:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    return [(finding.line, finding.match) for finding in check.findings_in(path)]
-
-
 def except_from_check(repository: Path, *matches: str) -> None:
     exceptions = [{"path": "docs/page.md", "match": match, "reason": "correct English"} for match in matches]
     (repository / "docs" / "language_exceptions.json").write_text(json.dumps(exceptions))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param('"""Return what it was told."""\n', id="docstring"),
-        pytest.param('X = 1\n"""The value that was told."""\n', id="docstring of a constant"),
-        pytest.param("# it is told of the change\nX = 1\n", id="comment"),
-        pytest.param('raise ValueError("the rank was told to stop")\n', id="error text"),
-        pytest.param("def test_the_rank_is_told():\n    pass\n", id="test name"),
-    ],
-)
-def test_expression_is_found_in_each_kind_of_python_text(check, tmp_path, source):
-    assert "told" in [match for _, match in matches(check, tmp_path / "module.py", source)]
+TOLD = 'raise ValueError("the rank was told to stop")\n'
+TEXTS = {
+    "docstring": ("module.py", '"""Return the value that was told."""\n', [(1, "told")]),
+    "docstring of a constant": ("module.py", 'X = 1\n"""The value that was told."""\n', [(2, "told")]),
+    "comment": ("module.py", "# it is told of the change\nX = 1\n", [(1, "told")]),
+    "string": ("package/module.py", TOLD, [(1, "told")]),
+    "string of a test": ("tests/module.py", TOLD, []),
+    "test name": ("module.py", "def test_the_rank_is_told():\n    pass\n", [(1, "told")]),
+    "code of Markdown": ("page.md", "# Page\n\n```\nwho is told\n```\n\nThe service is told.\n", [(7, "told")]),
+    "plain text and code": ("module.py", '"""Return the last step."""\nwho = {"what": "told"}\n', []),
+    "sentence of more than 40 words": ("page.md", f"{LONG_SENTENCE}\n", [(1, ANY)]),
+    "sentence of a docstring": ("module.py", f'"""{LONG_SENTENCE}"""\n', [(1, ANY)]),
+    "test name of 73 characters": ("test_module.py", f"def {LONG_NAME}():\n    pass\n", [(1, LONG_NAME)]),
+    "test name of 72 characters": ("test_module.py", f"def {LONG_NAME[:72]}():\n    pass\n", []),
+}
 
 
-def test_line_of_a_finding_in_markdown_ignores_code(check, tmp_path):
-    page = "# Page\n\n```\nwho is told\n```\n\nThe service is told.\n"
+@pytest.mark.parametrize("case", TEXTS)
+def test_findings_are_in_each_kind_of_text_but_not_in_code(check, tmp_path, case):
+    name, text, expected = TEXTS[case]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
 
-    assert [(7, "told")] == matches(check, tmp_path / "page.md", page)
-
-
-def test_strings_are_checked_outside_of_tests_only(check, tmp_path):
-    source = 'raise ValueError("the rank was told to stop")\n'
-
-    assert [(1, "told")] == matches(check, tmp_path / "package" / "module.py", source)
-    assert [] == matches(check, tmp_path / "tests" / "module.py", source)
-
-
-@pytest.mark.parametrize("name", ["module.py", "page.md"])
-def test_sentence_of_more_than_40_words_is_found(check, tmp_path, name):
-    text = f'"""{LONG_SENTENCE}"""\n' if name.endswith(".py") else f"{LONG_SENTENCE}\n"
-
-    assert [1] == [line for line, _ in matches(check, tmp_path / name, text)]
-
-
-def test_test_name_of_more_than_72_characters_is_found(check, tmp_path):
-    longest_allowed = LONG_NAME[:72]
-    source = f"def {LONG_NAME}():\n    pass\n\n\ndef {longest_allowed}():\n    pass\n"
-
-    assert [LONG_NAME] == [match for _, match in matches(check, tmp_path / "test_module.py", source)]
-
-
-def test_plain_text_and_code_have_no_finding(check, tmp_path):
-    source = '"""Return the last step."""\nwho = {"what": "told"}\n'
-
-    assert [] == matches(check, tmp_path / "module.py", source)
+    assert expected == [(finding.line, finding.match) for finding in check.findings_in(tmp_path / name)]
 
 
 def test_only_findings_with_an_exception_and_no_unused_exception_pass(check, repository, capsys):
