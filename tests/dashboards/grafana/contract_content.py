@@ -126,11 +126,9 @@ class Content:
 
     def routes(self) -> list[tuple[str, str, Callable[..., Answer]]]:
         return [
-            ("GET", "/api/folders", self._list_folders),
             ("POST", "/api/folders", self._create_folder),
             ("GET", "/api/folders/([^/]+)", self._get_folder),
             ("DELETE", "/api/folders/([^/]+)", self._delete_folder),
-            ("GET", "/api/datasources", self._list_sources),
             ("POST", "/api/datasources", self._create_source),
             ("GET", "/api/datasources/(uid|name)/([^/]+)", self._get_source),
             ("PUT", "/api/datasources/uid/([^/]+)", self._update_source),
@@ -150,10 +148,6 @@ class Content:
         board.save(document)
         self.boards[uid] = board
         return board
-
-    def _list_folders(self, _request: Request, caller: Caller) -> Answer:
-        shown = sorted(self.folders.values(), key=lambda folder: folder.title) if caller.organisation == 1 else []
-        return Answer(200, [{"id": one.id, "uid": one.uid, "title": one.title} for one in shown])
 
     def _create_folder(self, request: Request, caller: Caller) -> Answer:
         title, uid = request.body["title"], request.body.get("uid", "")
@@ -184,10 +178,6 @@ class Content:
         del self.folders[uid]
         self.boards = {key: board for key, board in self.boards.items() if board.folder != uid}
         return Answer(200)
-
-    def _list_sources(self, _request: Request, _caller: Caller) -> Answer:
-        shown = sorted(self.sources.values(), key=lambda source: str(source["name"]))
-        return Answer(200, [{name: one[name] for name in one if name != "version"} for one in shown])
 
     def _create_source(self, request: Request, _caller: Caller) -> Answer:
         wanted = request.body
