@@ -322,20 +322,6 @@ def test_runs_are_listed_latest_first_with_their_newest_state(connection, put):
     assert START == rows[1]["started_at"]
 
 
-def test_locked_connection_returns_the_same_rows(store, put):
-    put("runs", {"state": "completed", "ordinal": 1, "started_at": START, "last_step": 3})
-    put("scalars", *(scalar("loss", step, 1.0, rank=rank, ts=START) for step in range(3) for rank in range(2)))
-    put("events", anomaly(2, ts=START, op="nans"))
-    found = []
-    for locked in (False, True):
-        with connect(store.root, locked=locked) as connection:
-            rows = summaries.runs(connection).to_pylist()
-            found.append((rows, summaries.summary(connection, "r"), summaries.anomalies(connection, "r", top=8)))
-
-    assert found[0] == found[1]
-    assert (3, 1) == (found[1][1].last_step + 1, len(found[1][2]))
-
-
 def test_unregistered_run_is_listed_by_its_rows(connection, put, monkeypatch):
     monkeypatch.setattr("rankscope_storage.files.sorting.OWN_PART_ROWS", 2)
     tensor = {"kind": "k", "tensor": "t"}

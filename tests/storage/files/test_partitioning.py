@@ -131,14 +131,6 @@ def test_rename_and_retention_work_on_files_without_null_columns(writer, connect
     assert [("", 5.0)] == ask(connection, "SELECT run, value FROM samples")
 
 
-def test_usually_null_column_is_stored_if_it_has_a_value(writer, connection):
-    for name in NEVER:
-        value = "x" if dataset_schema("samples").field(name).type == pa.string() else 1
-        append(writer, {name: value})
-
-        assert [(value,)] == ask(connection, f'SELECT "{name}" FROM samples WHERE "{name}" IS NOT NULL')
-
-
 # Rounded statistics: the largest error, the values that never change, and the record of the rounding in a store.
 
 BITS = st.integers(FEWEST_BITS, MOST_BITS)

@@ -16,7 +16,7 @@ from rankscope_storage.log.delta import MUTEX, Log
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.maintenance import compaction, retention
 from rankscope_storage.maintenance.check import check
-from rankscope_storage.maintenance.compaction import SILENCE, compact, open_and_closed, plan
+from rankscope_storage.maintenance.compaction import SILENCE, compact, plan
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.maintenance.vacuum import maintain
 
@@ -126,17 +126,6 @@ def test_run_that_has_grown_moves_to_a_separate_part(store, writer, batch, conne
 
     assert [(shared_part(dt.datetime.now(dt.UTC).date()), 4), ("grown", 20)] == column(store.root, "part", "rows")
     assert before.equals(connection.query("FROM scalars ORDER BY run, seq"))
-
-
-def test_steps_after_the_slowest_live_rank_remain_separate():
-    """Rank 1 is at step 3. Rank 2 has been silent since step 1, and delays no merge."""
-    rows = [(0, step, NOW) for step in (None, 1, 2, 3, 4, 5)] + [(1, step, NOW) for step in (1, 3)]
-    rows += [(2, 1, NOW - SILENCE - dt.timedelta(seconds=1))]
-    table = pa.Table.from_pylist([dict(zip(("rank", "step", "ts"), row, strict=True)) for row in rows])
-    steps = [piece.column("step").to_pylist() for piece in open_and_closed(table, NOW)]
-
-    assert [[None, 1, 2, 3, 1, 3, 1], [4, 5]] == steps
-    assert [table] == list(open_and_closed(table, NOW + dt.timedelta(days=1)))
 
 
 # --- the selection of files to merge

@@ -65,18 +65,14 @@ def test_overview_has_four_panels_on_15_by_10_inches(main):
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in main.axes)
 
 
-def test_lines_of_the_overview_equal_sql(connection, main):
+def test_lines_and_30_bins_of_the_overview_equal_sql(connection, main):
+    heights = [bar.get_height() for bar in main.axes[3].patches]
     for panel, name in enumerate(("loss", "learning_rate", "grad_norm")):
         query = f"""FROM scalar_history WHERE run = '{MAIN}' AND name = '{name}' AND stands ORDER BY cumulative_step"""
         x, y = data(main.axes[panel], "raw")
 
         assert column(connection, f"SELECT step::DOUBLE {query}") == x
         assert column(connection, f"SELECT value {query}") == pytest.approx(y)
-
-
-def test_histogram_has_30_bins_with_all_finite_losses(connection, main):
-    heights = [bar.get_height() for bar in main.axes[3].patches]
-
     assert 30 == len(heights)
     assert column(connection, f"SELECT count(*) FROM loss_curve WHERE run = '{MAIN}'") == [sum(heights)]
 
