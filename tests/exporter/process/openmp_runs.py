@@ -49,8 +49,8 @@ EVERYTHING: dict[str, Any] = {
         *("attention", "linear", "router", "adam_updates", "hashes", "collectives"),
     ],
     "options": {
-        "attention": {"targets": ["*.core"], "order": "b,h,s,d"},
-        "router": {"targets": ["*.gate"], "top_k": 2},
+        "attention": {"targets": ["core"], "order": "b,h,s,d"},
+        "router": {"targets": ["gate"], "top_k": 2},
         "hashes": {"of": "all", "state": True, "every": EVERY},
     },
     "rules": [AnomalyNan()],
@@ -89,32 +89,20 @@ class Core(nn.Module):
         return attended
 
 
-class Block(nn.Module):
-    """Attention, a router of four experts, and a perceptron."""
+class Net(nn.Module):
+    """Attention, a router of four experts, and 150 small parameters, as many as 12 blocks have."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm, self.core, self.gate = nn.LayerNorm(width), Core(), nn.Linear(width, 4)
-        self.project = nn.Linear(width, 3 * width)
-        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.project, self.core, self.gate, self.out = nn.Linear(64, 192), Core(), nn.Linear(64, 4), nn.Linear(64, 8)
+        self.perceptron = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.shifts = nn.ParameterList(torch.zeros(64) for _ in range(150))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.project(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.core(*parts).transpose(1, 2).flatten(2)
-        out: torch.Tensor = x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.perceptron(x)
+        parts = self.project(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.core(*parts).transpose(1, 2).flatten(2) + torch.stack(list(self.shifts)).sum(0)
+        out: torch.Tensor = self.out(x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.perceptron(x))
         return out
-
-
-class Shifts(nn.Module):
-    """A layer with 150 small parameters, so that the tables of statistics have as many rows as for 12 blocks."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.shifts = nn.ParameterList(torch.zeros(width) for _ in range(150))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.stack(list(self.shifts)).sum(0)
 
 
 def native_threads() -> set[int]:
@@ -168,7 +156,7 @@ def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
 
 def train(case: str, folder: Path, steps: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(64, 4), Shifts(64), nn.Linear(64, 8))
+    model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     monitor = None
     if (given := SETTINGS[case]) is not None:
