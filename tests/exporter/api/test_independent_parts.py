@@ -177,9 +177,6 @@ time.sleep(60)
     assert 2 == done.stderr.count("OSError: no such device")
 
 
-# A step.
-
-
 def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, caplog):
     """Also if the console fails."""
     told: list[int | None] = []
@@ -193,9 +190,6 @@ def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, c
     assert [1] == [step for step in told if step is not None]
     assert (1,) == training.monitor.sink("api").steps()
     assert "publishing a record" in named(caplog)
-
-
-# The page.
 
 
 @pytest.mark.parametrize("part", ["persistence", "_server", "_registration"])
@@ -213,6 +207,3 @@ def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
     if part == "_server":
         monkeypatch.undo()
         channel._server.stop()
-
-
-# Switching.

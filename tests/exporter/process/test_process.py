@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -62,6 +63,29 @@ def test_monitor_in_a_forked_child_is_inactive_and_holds_no_port() -> None:
     """)
 
     assert "inert 0\n" == done.stdout, done.stderr
+
+
+def test_child_that_is_forked_during_detach_holds_no_spool(tmp_path: Path) -> None:
+    """Detach may take seconds. Another thread may fork meanwhile, and the child may run longer than its parent."""
+    done = run(
+        """
+        training = Training(statistics="torch")
+        training.train()
+        channel = training.session.channel
+        def fork(_seconds):
+            child = os.fork()
+            if child == 0:
+                os.write(1, b"held\\n" if channel.persistence.folder else b"released\\n")
+                os._exit(0)
+            os.waitpid(child, 0)
+            return 0
+        channel.drain = fork
+        training.monitor.detach()
+        """,
+        RANKSCOPE_SPOOL_DIR=str(tmp_path),
+    )
+
+    assert "released\n" == done.stdout, done.stderr
 
 
 def test_exception_and_exit_code_end_the_program_as_without_a_monitor() -> None:

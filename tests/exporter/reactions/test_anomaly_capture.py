@@ -239,9 +239,6 @@ def test_failing_or_slow_on_anomaly_delays_nothing():
     assert 65 == training.faults
 
 
-# Independent parts of a capture.
-
-
 def failing(*_: Any, **__: Any) -> Any:
     raise OSError("no such device")
 

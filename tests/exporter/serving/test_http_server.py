@@ -467,9 +467,6 @@ def test_url_and_discovery_file_of_a_rank_with_tls_have_the_scheme(new_rank, cer
     assert "https" == entry["labels"]["__scheme__"]
 
 
-# Messages about TLS errors of the service.
-
-
 def registering(url, certificates, ca=None, client=None):
     pair = (certificates.cert(client), certificates.key(client)) if client else (None, None)
     context = client_context(ca or certificates.ca, *pair)
@@ -507,9 +504,6 @@ def test_rank_with_a_client_certificate_registers(new_tls_server, mutual, certif
     files = (certificates.ca, certificates.cert("client"), certificates.key("client"))
     with pytest.raises(RefusedError, match="403: received, and refused"):
         ServiceClient(f"https://localhost:{server.port}", None, client_tls(*map(str, files))).poke("feedc0de")
-
-
-# Settings.
 
 
 def test_client_certificates_replace_the_token(certificates, mutual, tmp_path):

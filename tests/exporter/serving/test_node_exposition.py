@@ -60,9 +60,6 @@ def families_of(text):
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-# Merging.
-
-
 def test_merged_family_has_one_head_and_all_samples():
     first, second, third = (f"# HELP {name} {name}.\n# TYPE {name} gauge\n" for name in "abc")
     one = first + samples("a", 0, [1]) + second + samples("b", 0, [2])
@@ -73,9 +70,6 @@ def test_merged_family_has_one_head_and_all_samples():
     assert wanted.encode() == joined(merged([one.encode(), two.encode()]))
     escaped = first + 'a{x="\\n# HELP b no\\n"} 1\n'  # in a label, this is no head
     assert escaped.encode() == joined(merged([escaped.encode()]))
-
-
-# Ranks that find each other.
 
 
 def test_node_page_contains_the_pages_of_its_ranks_and_passes_promtool(node, new_rank, record, require_server):
@@ -217,9 +211,6 @@ def test_killed_rank_is_omitted_and_stopped_rank_is_silent(node, new_peer):
     assert ([], 1) == (stopped.pages, stopped.silent)
     assert ([], 0) == (left.pages, left.silent)
     assert 1 == len(list(folder(node).iterdir()))  # its socket file was deleted
-
-
-# The folder.
 
 
 def test_folder_of_others_and_too_long_path_are_refused_with_the_fix(node, new_peer, monkeypatch):

@@ -18,6 +18,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.msprobe.csv_layout import parse_folder
 from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.sinks import csv_msprobe
 from rankscope_exporter.sinks.csv_msprobe import Anomalies, AnomalyOptions
 from rankscope_exporter.statistics.selection import ALL_OPS
 
@@ -435,6 +436,16 @@ def test_partial_write_leaves_the_file_complete(tmp_path, monkeypatch):
 
     written.put(record(3, anomaly()))
     assert [0, 2] == [entry["step"] for entry in read(tmp_path).values()]
+
+
+def test_file_size_is_limited(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_msprobe, "MOST_BYTES", 600)
+    written = sink(tmp_path)
+    written.put(record(1, anomaly()))
+    with pytest.raises(OSError, match="limit of"):
+        written.put(record(2, anomaly()))
+
+    assert 1 == len(read(tmp_path))
 
 
 def test_events_without_a_tensor_are_omitted_and_any_name_is_a_valid_key(tmp_path):

@@ -241,9 +241,6 @@ def test_reload_xy_switches_activations_with_the_configured_targets(tmp_path):
     assert {"act_out"} == run.kinds() - {"grad_reduced", "grad_unreduced"}
 
 
-# Pipeline stages of ranks.
-
-
 def test_pipeline_group_gives_stage_and_group_mates(tmp_path, group, output):
     net = nn.Linear(4, 2)
     document = {"alert": {"rules": [{"rule_name": "AnomalyNan"}], "dump": True}}

@@ -257,8 +257,6 @@ def test_allocator_keys_match_the_documentation_of_torch():
     assert all(name in text for name in ("current,peak", "num_alloc_retries", "num_ooms"))
 
 
-# Errors of single sources.
-
 OF_PSUTIL = {
     "cpu_times": {"process_cpu_seconds_total"},
     "num_threads": {"process_threads"},
@@ -468,8 +466,6 @@ def test_answers_of_the_double_have_the_real_fields():
     assert list(range(6)) == [getattr(pynvml, f"NVML_VALUE_TYPE_{kind}") for kind in kinds]
     assert set(_MEMBERS) <= {name for name, _ in pynvml.c_nvmlValue_t._fields_}
 
-
-# Errors of single metrics.
 
 NOT_SUPPORTED = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 OLDER_MODULE = AttributeError("module 'pynvml' has no such function")
