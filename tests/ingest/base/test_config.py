@@ -138,7 +138,7 @@ def test_run_name_that_ranks_could_not_have_is_rejected_in_one_sentence(tmp_path
         load_config(write(tmp_path, f"[store]\npath='x'\n{section}\nrun='{'x' * 1001}'"))
 
 
-# Periodic jobs, reported faults, the read budget, and the wait that can be ended early.
+# Periodic jobs, reported faults and the read budget.
 
 
 @contextlib.asynccontextmanager
@@ -202,3 +202,16 @@ def test_read_budget_limits_reads_to_two_percent_of_the_time():
         due.append(budget.is_due)
 
     assert [False, False, True] == due  # 6 s are 2 % of 300 s
+
+
+def test_failed_read_is_retried_after_one_interval():
+    now = [0.0]
+    budget = ReadBudget(30.0, clock=lambda: now[0], max_intervals=2)
+    for _ in range(3):
+        with budget.reading():
+            pass
+    with pytest.raises(OSError), budget.reading():
+        raise OSError
+
+    now[0] = 30.0
+    assert budget.is_due
