@@ -296,6 +296,9 @@ LATER = {
         *(nans(60, "w", 1.0, rank=1), False),
         *([*(nans(step, f"t{step}") for step in range(61, 90)), nans(100, "u")], [False] * 29 + [True]),
     ),
+    "late rank with its first cause": (
+        *(symptom(60, severity="warning"), False, [symptom(60, rank=1, kind="grad_unreduced")], [False]),
+    ),
     "anomaly without a step": (TEMPERATURE, False, [symptom(60)], [True]),
     "late rank of a past one": (
         *(symptom(60, rank=1, kind="grad_unreduced"), True),
