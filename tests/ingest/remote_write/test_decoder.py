@@ -135,6 +135,18 @@ def test_samples_are_right_while_the_cache_is_full_and_swept():
     assert sorted(row for one in requests for row in expected_rows(one)) == rows(*decoded)
 
 
+def test_inactive_series_are_swept_from_a_full_cache():
+    """After two generations without the old series, repeated samples of the new ones are detected."""
+    reader = WriteReader(max_known_series=100)
+    for at in range(40):
+        active = range(300, 390) if at >= 20 else range(50, 150) if at else range(100)
+        for request in one_round(at, active, series_per_request=10 - at % 2 * 2):
+            reader.read(request)
+    again = [reader.read(request) for request in one_round(39, range(300, 390))]
+
+    assert (0, 90) == (sum(one.rows for one in again), sum(one.repeated for one in again))
+
+
 def test_series_with_long_labels_use_the_capacity_of_several():
     """The cache is bounded in bytes: of 20 series with 10,000 bytes of labels, only 3 fit into the capacity of 100."""
     reader = WriteReader(max_known_series=100)

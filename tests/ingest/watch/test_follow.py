@@ -167,23 +167,6 @@ async def test_checkpoint_in_progress_is_no_stall(watch, replay, slow_lines):
     assert "checkpoint may be in progress" in watch.receiver.messages[0].body
 
 
-async def follow_a_rotation(watch, session, replay, lines):
-    """Follow 60 lines; write 20 more, rotate the log, and write 40 into the new one before the next poll."""
-    await watch.follow(session, lines[:60], step=30)
-    replay.write(lines[60:80])
-    replay.path.rename(replay.path.with_name("train.log.1"))
-    replay.write(lines[80:120])
-    await session.poll()
-
-
-async def test_rotated_local_log_loses_no_row(watch, replay, slow_lines, caplog):
-    async with watch.session() as session:
-        await follow_a_rotation(watch, session, replay, slow_lines)
-
-    assert steps_in(slow_lines[:120]) == watch.steps()
-    assert [f"{replay.path}: the log was truncated; its older part is {replay.path}.1"] == caplog.messages
-
-
 async def test_state_of_the_run_follows_the_log(watch, replay, slow_lines):
     def state() -> tuple[str, str, bool]:
         """Return the state, its reason, and whether the time left is known."""
@@ -491,13 +474,20 @@ async def test_clock_without_commands_is_that_of_the_growing_log(sshd, remote, r
     assert reason in watch.receiver.messages[0].body
 
 
-async def test_rotated_log_loses_no_row(remote, replay, watch, slow_lines, tmp_path, caplog):
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_rotated_log_loses_no_row(request, replay, watch, slow_lines, caplog, is_remote):
     """The rest of the rotated part is read before the new log."""
-    async with watch.session(remote) as session:
-        await follow_a_rotation(watch, session, replay, slow_lines)
+    log = request.getfixturevalue("remote") if is_remote else str(replay.path)
+    async with watch.session(log) as session:
+        await watch.follow(session, slow_lines[:60], step=30)
+        replay.write(slow_lines[60:80])
+        replay.path.rename(replay.path.with_name("train.log.1"))
+        replay.write(slow_lines[80:120])
+        await session.poll()
 
+    older = "train.log.1" if is_remote else f"{replay.path}.1"
     assert steps_in(slow_lines[:120]) == watch.steps()
-    assert "its older part is train.log.1" in caplog.messages[0]
+    assert [f"{log}: the log was truncated; its older part is {older}"] == caplog.messages
 
 
 async def test_restart_in_a_truncated_log_is_another_attempt(remote, replay, watch, slow_lines, caplog):
