@@ -18,7 +18,6 @@ from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, ru
 from tests.properties import examples
 
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.runs.models import Health
 from rankscope_ingest.status_page import assets
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
 from rankscope_ingest.status_page.collect import LagClock
@@ -171,12 +170,6 @@ def test_running_run_with_nan_or_infinite_loss_is_not_green(loss):
         assert f'<progress class="{colour}"' in part
     badge = '<span class="badge red">loss not finite</span>'
     assert [True, True, False] == [badge in part for part in (bad, ended, healthy)]
-
-
-def test_every_health_has_a_row():
-    for health in Health:
-        text = page(standing_of(run(), targets=[target(0, health=health)]))
-        assert f">{health}</span>" in text
 
 
 def test_durations_have_their_two_largest_units():
@@ -334,17 +327,6 @@ async def test_expired_registration_is_gone_and_can_return(start_service, fake_r
 
 def target_at(head=-1, committed=-1):
     return builders.target(head=head, committed=committed)
-
-
-def test_lag_is_zero_without_waiting_records_and_of_a_removed_target():
-    rank, clock = target_at(head=3), LagClock()
-
-    assert 0.0 == clock.seconds(target_at(head=5), 9.0)
-    clock.look([target_at()], 9.0)
-    assert 0.0 == clock.seconds(target_at(), 99.0)
-    clock.look([rank], 100.0)
-    clock.look([], 101.0)
-    assert 0.0 == clock.seconds(rank, 109.0)
 
 
 @settings(max_examples=examples(40))
