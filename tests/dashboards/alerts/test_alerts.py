@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tests.dashboards.alerts import scenarios
 from tests.dashboards.conftest import OTHER_JOB, OTHER_REPLICA, scraped_twice
+from tests.properties import few
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.rules import rule_classes
@@ -111,19 +112,147 @@ def test_rule_name_and_runbook_can_be_customized():
 FIELD_OPERATIONS = Path(__file__).parents[2] / "data" / "field_operations"
 RULES = PROVISIONING / "prometheus" / "rankscope.rules.yml"
 
+EVERYWHERE = {
+    "(increase(": ["(-increase("],
+    "op) (last_over_time": ["op) (0 * last_over_time"],
+    "[2m]": ["[1m]"],
+    "[5m]": ["[1m]"],
+    "offset 2m": ["offset 1m"],
+    "events_total{rule=": ["events_total{rule!="],
+    "  unless on (run, rank, kind)\nmin": ["  or\n-min"],
+    "> 120": ["> 1200", "> 60"],
+    "< 120": ["< 60", "< 130"],
+    " unless on (run) rankscope_run_state": [""],
+    "or last_over_time": ["and last_over_time"],
+    "abs(rankscope_tensor_value": ["(rankscope_tensor_value"],
+    "keep_firing_for": ["0s", "10m"],
+}
+"""Mutations of all alerts with a text: its values replace it in the expression, or are new values of the field."""
 
-def grouped(suite=scenarios.SUITE):
+SCALARS = ("rankscope_loss", "rankscope_grad_norm", "rankscope_learning_rate", "rankscope_scalar")
+FIRINGS = ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total")
+MUTANTS = {
+    "AnomalyTurbulence": {
+        "> (rankscope": [">= (rankscope", "> ignoring (tensor) group_left () (rankscope"],
+        "(1 + rankscope_rule_threshold": ["(0 + rankscope_rule_threshold"],
+        ") < (": [") <= ("],
+        "} / ignoring": ["} * ignoring"],
+        "ignoring (kind, tensor, op, rule) group_left ()": ["on (run) group_left ()"],
+        "grad_unreduced|grad_reduced": ["grad_unreduced", "grad_reduced", ".+"],
+        'op=~"norm"': ['op=~"norm|mean"'],
+        "tensor_baseline{": ["tensor_value{"],
+        "group by (run, rank, kind, tensor, op)": ["group by (run, rank, kind, op)"],
+    },
+    "AnomalyNan": {
+        "nans|infs": ["nans", "infs", "nans|infs|norm"],
+        '"nans|infs"} > 0': ['"nans|infs"} > 1', '"nans|infs"} >= 0'],
+        **{f"{one} != {one}": [f"{one} > Inf"] for one in SCALARS},
+        **{f"abs({one}) == Inf": [f"{one} == Inf"] for one in SCALARS},
+        "group by (run, rank, kind, tensor, op)": ["sum by (run, rank, kind, op)"],
+        '"kind", "n/a"': ['"kind", ""'],
+        "> ignoring": [">= ignoring"],
+        "abs(rankscope_loss) > ignoring": ["(rankscope_loss) > ignoring"],
+    },
+    "AnomalyIncident": {
+        "rule, severity, kind, tensor, op, step": ["rule, severity, kind, tensor, op"],
+        **{f'"{name}", "")': [f'"{name}", "x")'] for name in ("rank", "kind", "tensor", "op", "step")},
+    },
+    "AnomalyWithoutService": {
+        "unless on (run)": ["unless on ()", "unless on (run, rule)"],
+        "unless on (run, rank, rule, kind)": ["or", "unless on (run)"],
+        "- 10 >": ["+ 60 >", "- 100 >"],
+        "[2m:10s]": ["[20s:10s]"],
+        "for": ["0s"],
+    },
+    "AnomalyNanEvents": {
+        **{f"(increase({one}": [f"(-increase({one}"] for one in FIRINGS},
+        **{f"kind) (last_over_time({one}{{": [f"kind) (0 * last_over_time({one}{{"] for one in FIRINGS},
+        **{f'unless {one}{{rule="AnomalyNan"}} offset 2m': [""] for one in FIRINGS},
+        **{f'increase({one}{{rule="AnomalyNan"}}[2m': [f'increase({one}{{rule="AnomalyNan"}}[1m'] for one in FIRINGS},
+        **{f'increase({one}{{rule="AnomalyNan"}}': [f'increase({one}{{rule=~".+"}}'] for one in FIRINGS},
+        "> 0": [">= 0", "> 1"],
+        "max by (run, rank, kind)": ["max by (run, rank)"],
+        "anomaly_age_seconds{": ["anomaly_age_seconds{kind='none', "],
+    },
+    "ReplicaDesync": {
+        "!=": [">="],
+        "!= min": ["!= max"],
+        "== min": [">= min"],
+        "  and max": ["  or max"],
+        "by (run, replicas)": ["by (run)", "by (replicas)"],
+    },
+    "ReplicaDesyncEvents": {
+        "kind) (last_over_time": ["kind) (0 * last_over_time"],
+        'unless rankscope_ingest_anomaly_events_total{rule="ReplicaDesync"} offset 2m': [""],
+        'rule="ReplicaDesync"': ['rule=~".+"'],
+        "max by (run, rank, kind)": ["max by (run, rank)"],
+        "> 0": [">= 0", "> 1"],
+    },
+    "RunFailed": {
+        "== 1": [">= 0"],
+        "topk by (run) (1, max": ["(max"],
+        "topk by (run)": ["topk"],
+        "max by (run, rank, reason)": ["max by (run)"],
+    },
+    "RunStalled": {'state="stalled"': ['state="running"'], "== 1": ["== 0"]},
+    "RankGone": {"max by (run, rank)": ["max by (run)"], "== 1": ["== 0", ">= 0"]},
+    "IngestLosing": {
+        "(run) (last_over_time": ["(run) (0 * last_over_time"],
+        "unless rankscope_ingest_lost_records_total offset 5m": [""],
+        "last_over_time(rankscope_ingest_lost_records_total[5m])": ["rankscope_ingest_lost_records_total"],
+        "offset 5m": ["offset 1m"],
+        "max by (run)": ["max"],
+        "> 0": [">= 0"],
+        "> 300": ["> 1200", "> 60"],
+        "- timestamp(rankscope_ingest_lost_records_age_seconds) + time()": [""],
+    },
+    "ServiceDown": {
+        "== 0": ["== 1"],
+        "absent(": ["0 > absent(", "sum("],
+        '"instance", "an': ['"instance", "un'],
+        "for": ["0s", "2m"],
+    },
+    "RuleDisagreement": {
+        "kind)\nrankscope_rule_firing": ["kind)\n0 * rankscope_rule_firing"],
+        "== 1\n)": [">= 0\n)"],
+        "== 1)": [">= 0)"],
+        'kind!=""': ['kind=~".*"'],
+        "unless on (run, rank, kind)": ["unless on (run, kind)", "unless on (run, rank)"],
+        'reason=~"series_.+"': ['reason=~".+"'],
+        'reason=~"series_.+"} > 0': ['reason=~"series_.+"} >= 0', 'reason=~"series_.+"} > 9'],
+    },
+}
+"""Further mutations of one alert, such as typing errors and wrong simplifications."""
+
+
+def grouped(suite=scenarios.SUITE, only=None):
     """Yield (alert, rules, scenarios of this alert with these rules)."""
     groups = {}
     for scenario in suite:
         groups.setdefault((scenario.alert, tuple(scenario.rules)), []).append(scenario)
-    yield from ((alert, rules, mine) for (alert, rules), mine in sorted(groups.items(), key=str))
+    yield from (
+        (alert, rules, mine) for (alert, rules), mine in sorted(groups.items(), key=str) if only in {None, alert}
+    )
 
 
 def alone(rules, name):
     """Return the rule file with only the alert `name`. promtool would evaluate all alerts of the file."""
     kept = [rule for group in rule_file(rules)["groups"] for rule in group["rules"] if rule["alert"] == name]
     return {"groups": [{"name": "alone", "rules": kept}]}
+
+
+def mutants(alert):
+    """Return the mutations of an alert as pairs of an old and a new text."""
+    (rule, *_) = alone(DEFAULT_RULES, alert)["groups"][0]["rules"]
+    general = {old: news for old, news in EVERYWHERE.items() if old in rule or old in rule["expr"]}
+    return [(old, new) for found in (general, MUTANTS[alert]) for old, news in found.items() for new in news]
+
+
+def mutated(document, old, new):
+    """Return the rule file with a mutation, or None if nothing changed."""
+    rules = document["groups"][0]["rules"]
+    changed = [rule | ({old: new} if old in rule else {"expr": rule["expr"].replace(old, new)}) for rule in rules]
+    return None if changed == rules else {"groups": [{"name": "alone", "rules": changed}]}
 
 
 def test_every_alert_behaves_as_its_scenarios_specify(judge):
@@ -175,6 +304,29 @@ def test_every_alert_has_scenarios_that_fire_and_scenarios_that_do_not():
         assert any(moments), name
         assert not all(moments), name
         assert 1 == len({frozenset(labels) for alerts in moments for labels in alerts}), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("alert", few(1, MUTANTS))
+def test_scenarios_detect_every_mutation_of_an_alert(judge, promtool, tmp_path, alert):
+    cases, names = [], []
+    for mutant in mutants(alert):
+        changed = [
+            (document, scenarios.test_file(mine))
+            for _, rules, mine in grouped(only=alert)
+            if (document := mutated(alone(rules, alert), *mutant))
+        ]
+        assert changed, f"mutation changes nothing: {mutant}"
+        cases += changed
+        names += [mutant] * len(changed)
+    for number, (document, _) in enumerate(cases):  # an invalid mutant would be detected without any scenario
+        (tmp_path / f"mutant{number}.yml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    check = [promtool, "check", "rules", *sorted(tmp_path.glob("mutant*.yml"))]
+    parsed = subprocess.run(check, capture_output=True, text=True, check=False)
+    killed = {name for name, objection in zip(names, judge(cases), strict=True) if objection}
+
+    assert 0 == parsed.returncode, parsed.stderr
+    assert [] == [name for name in names if name not in killed]
 
 
 def test_alert_expressions_return_only_values_above_zero(judge):

@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import yaml
-from tests.dashboards.conftest import BOARDS, PANELS, promql_error, substituted
+from tests.dashboards.conftest import BOARDS, FILES, PANELS, promql_error, substituted
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package
@@ -48,6 +48,18 @@ def columns(panel: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_committed_files_equal_the_generated_ones():
     assert [] == stale_files(PROVISIONING)
+
+
+def test_stale_files_lists_changed_missing_and_obsolete_files(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "prometheus/prometheus.yml").write_text("changed", encoding="utf-8")
+    (tmp_path / "prometheus/rankscope.rules.yml").unlink()
+    (tmp_path / "dashboards/rankscope/old.json").write_text("{}", encoding="utf-8")
+
+    changed = ["prometheus/prometheus.yml", "prometheus/rankscope.rules.yml"]
+    assert ["dashboards/rankscope/old.json", *changed] == stale_files(tmp_path)
 
 
 def test_every_query_selects_the_chosen_run_by_labels_of_the_catalog():
@@ -159,6 +171,20 @@ def test_panels_have_the_size_the_legend_and_the_thresholds_of_their_type():
             assert ("{{run}}" in target.get("legendFormat", "")) <= (name == "runs"), panel["title"]
 
 
+def test_table_of_runs_fits_1440_pixels_and_links_to_a_run_with_its_range():
+    (found,) = [columns(panel) for _, panel in PANELS if panel["title"] == "Runs"]
+    urls = [link["url"] for link in found["Run"]["links"]]
+
+    assert {"Loss", "Tokens/s", "Anomalies"} <= found.keys()
+    assert sum(one.get("custom.width", 0) for one in found.values()) <= 1150, "200 px remain for names"
+    for url in urls:
+        assert url.startswith(f"/d/{BOARDS['run_overview']['uid']}?")
+        assert "var-run=${__data.fields.Run" in url
+        assert "var-datasource=${datasource}" in url
+    assert urls[0].endswith("&${__url_time_range}")
+    assert urls[1].endswith("&from=${__data.fields.Started.numeric}&to=${__data.fields.Latest.numeric}")
+
+
 def test_boards_open_with_at_most_20_panels_with_unique_titles():
     assert {"runs", "run_overview", "ranks", "tensors", "incidents", "pipeline"} == BOARDS.keys()
     titles = [panel["title"] for _, panel in PANELS]
@@ -166,6 +192,19 @@ def test_boards_open_with_at_most_20_panels_with_unique_titles():
     assert len(titles) == len(set(titles))
     for board in BOARDS.values():
         assert sum(panel["type"] != "row" for panel in board["panels"]) <= 20, "without those of folded rows"
+
+
+def test_annotations_mark_restarts_checkpoints_and_incidents():
+    names = {"run_overview", "ranks", "tensors", "incidents"}
+    marks = {name: [one["name"] for one in BOARDS[name]["annotations"]["list"][1:]] for name in names}
+
+    assert {name: ["Restarts", "Checkpoints", "Incidents"] for name in names} == marks
+    for board in BOARDS.values():
+        first = board["annotations"]["list"][0]
+        assert (1, False) == (first["builtIn"], first["enable"]), "alerts of all runs"
+    for annotation in ANNOTATIONS:
+        assert "${datasource}" == annotation["datasource"]["uid"]
+        assert 'run="$run"' in annotation["expr"]
 
 
 @pytest.mark.parametrize("job", [None, "rankscope"])
@@ -219,6 +258,46 @@ def test_board_has_a_stable_uid_links_to_the_others_and_fills_the_grid(name):
     assert [*range(1, len(panels) + 1)] == [panel["id"] for panel in panels]
     assert len(taken) == len(set(taken))
     assert {(x, y) for x in range(24) for y in range(max(y for _, y in taken) + 1)} == set(taken)
+
+
+VARIABLES_OF = {
+    "runs": ["datasource", "run", "pages"],
+    "run_overview": ["datasource", "run", "rank", "smooth", "pages"],
+    "ranks": ["datasource", "run", "host", "rank", "pages"],
+    "tensors": ["datasource", "run", "rank", "kind", "tensor", "lines", "rows", "pages"],
+    "incidents": ["datasource", "run", "rank", "pages"],
+    "pipeline": ["datasource", "run", "rank", "pages"],
+}
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_variables_select_one_run_and_several_ranks_from_series(name):
+    """Lists also contain runs from before Prometheus started: remote read returns series, but no label values.
+
+    Without options and a choice, Grafana 9.4 sends an empty value, as in a window `[]`, which Prometheus rejects.
+    """
+    found = VARIABLES[name]
+
+    assert VARIABLES_OF[name] == list(found)
+    step, value = 'rankscope_step{job="rankscope"', 'rankscope_tensor_value{job="rankscope", run="$run"'
+    queries = {
+        "run": f"query_result({RUN_LIST})",
+        "host": 'label_values(rankscope_run_info{run="$run"}, host)',
+        "rank": f'label_values({step}, run="$run"}}, rank)',
+        "kind": 'label_values(rankscope_kind_step{job="rankscope", run="$run"}, kind)',
+        "tensor": f'label_values({value}, rank=~"$rank", kind="$kind", op="norm"}}, tensor)',
+    }
+    for variable in (one for one in found.values() if one["type"] == "query" and one["name"] in queries):
+        has_all = variable["name"] in {"host", "rank", "tensor"} or name == "runs"
+        assert queries[variable["name"]] == variable["query"]
+        assert has_all == variable["multi"] == variable["includeAll"]
+        assert (".+" if has_all else None) == variable.get("allValue")
+        assert variable["sort"] in range(7), "Grafana 9.4 does not know other orders"
+        assert (variable["name"] == "run") == (variable["sort"] == 0), "the query orders the runs"
+        assert ('/{run="(.*)"}/' if variable["name"] == "run" else None) == (variable.get("regex") or None)
+    for variable in (one for one in found.values() if one["type"] == "custom"):
+        assert variable["query"].split(",") == [option["value"] for option in variable["options"]]
+        assert [variable["current"]] == [option for option in variable["options"] if option["selected"]]
 
 
 def test_board_of_tensors_reads_the_curves_of_those_that_rose_most(judge):

@@ -82,6 +82,16 @@ def test_address_that_grafana_would_not_use_is_rejected():
             TreeSettings(**{name: url})
 
 
+def test_folder_of_the_user_is_refused_without_force(tmp_path):
+    (tmp_path / "mine.yaml").write_text("mine")
+    with pytest.raises(TreeError, match="is not empty: name another folder, or add --force"):
+        write_tree(tmp_path, {"one.yaml": "1"})
+
+    assert {"mine.yaml": "mine"} == written(tmp_path)
+    write_tree(tmp_path, {"one.yaml": "1"}, force=True)
+    assert {"mine.yaml": "mine", "one.yaml": "1"} == written(tmp_path)
+
+
 def test_file_that_the_user_changed_is_refused_without_force(tmp_path):
     write_tree(tmp_path / "tree", {"one.yaml": "1", "two.yaml": "1"})
     (tmp_path / "tree" / "one.yaml").write_text("mine")
