@@ -475,6 +475,20 @@ def test_passes_of_one_update_are_no_skipped_steps_and_are_named_once(update, is
     assert [] == loop.skipped()
 
 
+def test_loop_without_an_optimizer_has_no_skipped_steps():
+    loop = Loop()
+    loop.attach()
+    for step in range(1, STEPS + 1):
+        loop.net.zero_grad()
+        loop.losses[step] = loop.backward()
+        with torch.no_grad():
+            torch._foreach_sub_([*loop.net.parameters()], [0.01 * item.grad for item in loop.net.parameters()])
+        loop.monitor.log(loss=loop.losses[step])
+    loop.end()
+
+    assert [] == loop.skipped()
+
+
 @pytest.mark.parametrize("every", [1, 100])
 def test_updates_that_the_loop_leaves_out_are_reported_as_skipped(every):
     loop, optimizer = attached(every=every)
