@@ -98,6 +98,17 @@ def test_dictionaries_that_arrow_cannot_unify_become_plain_text():
     assert ["a", None, "b"] == conform(rows, "events")["message"].to_pylist()
 
 
+@pytest.mark.parametrize("names", [3, 2000])
+def test_chunks_with_shared_dictionaries_keep_their_texts(names):
+    """Each of two targets sends chunks with one dictionary in memory; the dictionaries have common names."""
+    one, other = (pa.array([f"{head}{n % 1000}" for n in range(names)]).dictionary_encode() for head in ("", "0"))
+    labels = pa.chunked_array([one, other.slice(1), one, other])
+    required = {name: [""] * len(labels) for name in ("run", "target", "metric")}
+    column = conform(pa.table({**required, "labels": labels}), "samples")["labels"]
+
+    assert (1, labels.to_pylist()) == (column.num_chunks, column.to_pylist())
+
+
 def test_rows_that_arrow_cannot_convert_raise_batch_error(monkeypatch):
     def cannot(*_):
         raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes")

@@ -137,6 +137,14 @@ def test_column_constant_in_only_one_row_group_is_read_back_unchanged(tmp_path):
     assert (0, 5) == (content.read_row_group(0)["nans"][0].as_py(), content.read_row_group(1)["nans"][0].as_py())
 
 
+def test_null_inside_a_dictionary_is_read_back_as_null(tmp_path):
+    odd = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.int32()), pa.array([None, "full"]))
+    table = rows_of(tensor=["a", "a"], step=[1, 2])
+    table = table.set_column(table.column_names.index("placement"), "placement", odd)
+
+    assert [None, "full"] == stored(table, tmp_path / "f").read()["placement"].to_pylist()
+
+
 def test_only_columns_without_nulls_are_written_as_required(tmp_path):
     file = stored(rows_of(tensor=coded(["a", "b"]), step=[1, None], nans=[0, 0]), tmp_path / "f")
     nullable = {field.name: field.nullable for field in file.schema_arrow}
@@ -303,6 +311,14 @@ def test_samples_of_a_series_are_adjacent_and_sorted_by_time(tmp_path):
     assert 4 == len({label for label, _ in found[::3]})
 
 
+@pytest.mark.parametrize(("dataset", "is_told"), [("scalars", True), ("samples", False)])
+def test_footer_of_scalars_has_the_range_of_labels(tmp_path, dataset, is_told):
+    """A query for the loss then skips reading the labels."""
+    found = chunk(stored(rows_of(dataset, value=[1.0]), tmp_path / "f", dataset), "labels").statistics
+
+    assert is_told == (found is not None and found.null_count == 1)
+
+
 # --- the file in the store, and its statistics for the log
 
 
@@ -310,6 +326,17 @@ def test_samples_of_a_series_are_adjacent_and_sorted_by_time(tmp_path):
 def root(tmp_path):
     (tmp_path / STAGING).mkdir()
     return tmp_path
+
+
+def test_file_gets_its_name_only_after_fsync(root):
+    """The file below `_staging/` is fsynced and renamed, then all folders of its path are fsynced."""
+    seen = []
+    file = write_file(root, "tensor_stats", "p", rows_of(step=[1]), seen.append)
+
+    assert [] == list((root / STAGING).iterdir())
+    assert root / STAGING == seen.pop(1).parent
+    assert [root, root, root / "dataset=tensor_stats", root / "dataset=tensor_stats" / "part=p"] == seen
+    assert (root / file.path).stat().st_size == file.size_bytes
 
 
 def test_discard_deletes_files_and_is_idempotent(root, monkeypatch):

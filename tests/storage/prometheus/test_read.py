@@ -15,7 +15,7 @@ from tests.storage.rows import table
 
 from rankscope_contract.model.events import RunState
 from rankscope_storage.base.errors import LimitError, QueryError
-from rankscope_storage.connection import connect
+from rankscope_storage.connection import Connection, connect
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import MATCH_BATCH_ROWS, CancelToken, read
 
@@ -440,6 +440,22 @@ def many(tmp_path_factory):
     samples = table("samples", ids, **common)
     with stored(tmp_path_factory.mktemp("many") / "store", {"samples": samples}) as connection:
         yield connection
+
+
+@pytest.mark.parametrize("matcher", [("mode", "=~", "i.*"), ("mode", "=", "idle"), ("id", "!=", ""), ("x", "=", "")])
+def test_too_large_query_is_rejected_before_reading_most_series(many, monkeypatch, matcher):
+    read_rows, stream = [], Connection.stream
+
+    def counted(*args, **more):
+        for batch in stream(*args, **more):
+            read_rows.append(batch.num_rows)
+            yield batch
+
+    monkeypatch.setattr(Connection, "stream", counted)
+    with pytest.raises(LimitError, match="more than 5 series"):
+        History(many).ask(("__name__", "=~", "man."), matcher, series=5)
+
+    assert 5 < sum(read_rows) <= MATCH_BATCH_ROWS
 
 
 def test_only_matching_series_count_for_the_limit(many):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
 from rankscope_storage.maintenance import compaction
+from rankscope_storage.query.column_scan import row_groups
 from rankscope_storage.query.sql_script import FILE_NAME, emit_views
 
 
@@ -60,6 +62,38 @@ def test_unknown_name_is_refused_with_a_similar_one(connection):
 
 
 # Column scans: row groups are skipped by their statistics, constant columns are known, and names are dictionaries.
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Return two files of two row groups each: names a, b and c, d; the last group has NaN counts and no rank."""
+    found = []
+    for number, names in enumerate((["a", "a", "b", "b"], ["c", "c", "d", "d"])):
+        same = {"run": ["r"] * 4, "kind": ["k"] * 4, "step": list(range(4)), "infs": pa.nulls(4, pa.int64())}
+        last = {"rank": pa.array([0, 0, 0, None if number else 0], pa.int32()), "nans": [0, 0, 0, 3 if number else 0]}
+        table = pa.table({"tensor": names, **same, **last})
+        found.append(str(tmp_path / f"{number}.parquet"))
+        pq.write_table(table, found[-1], row_group_size=2)
+    return found
+
+
+def test_row_groups_without_the_values_are_skipped(paths):
+    found = row_groups(paths, "tensor_stats", {"run": ["r"], "tensor": ["b", "d"]})
+    batches = list(found.batches(["tensor", "step"]))
+
+    assert ["b", "b", "d", "d"] == [name for batch in batches for name in batch.column("tensor").to_pylist()]
+    assert pa.types.is_dictionary(batches[0].schema.field("tensor").type)
+    assert 4 == found.rows
+    assert 0 == row_groups(paths, "tensor_stats", {"run": ["other"]}).rows
+
+
+def test_constant_and_absent_columns_are_known(paths):
+    first = row_groups(paths[:1], "tensor_stats", {}, ("rank", "step", "infs", "attempt"))
+    (batch, *_) = row_groups(paths, "tensor_stats", {"tensor": ["a"]}).batches(["attempt", "step"])
+
+    assert {"rank": 0, "infs": None, "attempt": None} == first.constants(("rank", "step", "infs", "attempt"))
+    assert {} == row_groups(paths, "tensor_stats", {}, ("rank",)).constants(("rank",))  # one rank is null
+    assert [None, None] == batch.column("attempt").to_pylist()  # the files lack the column
 
 
 # Files are omitted only if the text of a statement proves that it does not need them.

@@ -236,6 +236,14 @@ def test_bucket_deviations_compare_a_peak_with_the_previous_mean(writer, connect
     assert found.types == connection.sql("FROM query('FROM bucket_deviations(''r'')')").types
 
 
+def test_tensor_latest_opens_only_files_with_its_rows(writer, connection):
+    for step in range(5):
+        append(writer, [{"step": step}, {"step": step, "run": "other"}])
+    connection.query("FROM tensor_latest WHERE run = 'r'")
+
+    assert 1 == len(connection._views.files["tensor_stats"])
+
+
 def test_nonfinite_has_each_row_with_nan_or_infinity_once(writer, connection):
     counts = [(nans, infs) for nans in (None, 0, 2) for infs in (None, 0, 3)]
     append(writer, [{"step": step, "nans": nans, "infs": infs} for step, (nans, infs) in enumerate(counts)])

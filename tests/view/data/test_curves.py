@@ -19,7 +19,7 @@ from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curv
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
 from rankscope_view.data.history import History, read_history
-from rankscope_view.data.smoothing import ema, moving_average
+from rankscope_view.data.smoothing import ema, ema_at, moving_average
 from rankscope_view.data.speed import Method, Utilization
 from rankscope_view.data.summary import read_summary
 from rankscope_view.data.tensor import Limit, allowed_range, firing_groups, first_to_leave, tensor_curve, tensor_detail
@@ -146,6 +146,16 @@ def test_range_of_the_axis_has_all_values_unless_a_reader_cuts_it():
 
     assert (2.4, 40.0) == found.range()
     assert 9 > found.range(is_cut=True)[1]
+
+
+@pytest.mark.parametrize("spike", [1.0, 1e30, np.nan])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_ema_of_few_rows_equals_that_of_all_rows(spike, attempts):
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[50_000] = spike
+    series, rows = np.arange(len(values)) * attempts // len(values), np.array([0, 7, 700, 50_600, 99_999])
+
+    np.testing.assert_allclose(ema_at(values, series, 0.9, rows), ema(values, series, 0.9)[rows], rtol=1e-9)
 
 
 @pytest.mark.parametrize("smoothing", [Smoothing.EMA, Smoothing.AVERAGE])
