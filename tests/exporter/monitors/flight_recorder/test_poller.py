@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.exporter.conftest import wait_until
@@ -301,6 +302,21 @@ def test_entries_lost_by_a_small_torch_ring_are_counted():
     assert ["note", 12.0] == event[:2]
     assert event[2].startswith("12 collectives have no row in the dataset collectives: ")
     assert ["12.0"] == [line.rpartition(" ")[2] for line in messages["dropped"]]
+
+
+def test_rows_are_published_if_groups_cannot_be_read(torch_, monkeypatch, caplog):
+    class Changed:
+        """The module of another release of torch."""
+
+        pg_names = 7
+
+    monkeypatch.setattr(dist.distributed_c10d, "_world", Changed())
+    reading, records, boundary = reading_of(torch_, raw(0, 1))
+    reading.stop(60)
+
+    assert [(3, None)] == [(row["step"], row["group_ranks"]) for row in rows_of(records)]
+    assert 0 < boundary.count
+    assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
 
 
 BOTH = (0, 1)
