@@ -118,6 +118,27 @@ class _Slow:
         return 1.0
 
 
+_MEASUREMENT = """
+import torch
+from rankscope_exporter import Monitor
+torch.set_num_threads(2)
+net = torch.nn.Linear(2048, 2048)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+settings = {"quantities": ["parameters"], "statistics": "torch", "console": False, "exit_wait_seconds": 0}
+with Monitor(settings).attach(net, optimizer) as monitor:
+    net(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    assert 0.0 < monitor.overhead_seconds()["intra_op"]
+"""
+
+
+def test_measurements_in_a_training_count_the_threads_of_torch():
+    """In a training, in a forked process. The tests of the process room compare the times of each thread."""
+    done = run_program(_MEASUREMENT)
+
+    assert 0 == done.returncode, done.stderr
+
+
 def test_stored_overhead_equals_the_metrics_page():
     """There is a row for each thread at intervals."""
     with Training() as training:

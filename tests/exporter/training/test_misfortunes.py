@@ -19,6 +19,7 @@ from rankscope_exporter.quantities.activations.quantity import Activations
 from rankscope_exporter.quantities.gradients import Gradients
 from rankscope_exporter.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.quantities.parameters import Parameters
+from rankscope_exporter.training.step_tracker import Ended, StepTracker
 
 STEPS = 5
 FAULTY = 3
@@ -395,3 +396,52 @@ def test_process_ends_as_without_the_monitor(event, code, how):
     assert code == without.returncode, without.stderr
     assert (code, without.stdout) == (watched.returncode, watched.stdout), watched.stderr
     assert bool(without.stdout) == (code != 7)
+
+
+def ended(tracker: StepTracker, *events: str) -> list[tuple[int, bool]]:
+    """Return the steps that the events end, each with whether it was skipped.
+
+    A pass with a "!" finds that the gradients of the last backward pass were deleted.
+    """
+    calls: dict[str, Any] = {
+        "forward": lambda: tracker.forward_begins(lambda: False),
+        "forward!": lambda: tracker.forward_begins(lambda: True),
+        "backward": lambda: tracker.backward_begins(lambda: False),
+        "backward!": lambda: tracker.backward_begins(lambda: True),
+        "update": lambda: tracker.update_begins(repeated=False),
+        "same optimizer": lambda: tracker.update_begins(repeated=True),
+        "updated": tracker.updated,
+        "end": tracker.end,
+        "end, not skipped": lambda: tracker.end(skipped=False),
+    }
+    found = [calls[event]() for event in events]
+    return [(item.step, item.skipped) for item in found if isinstance(item, Ended)]
+
+
+PASSES = ("forward", "backward")
+UPDATE = ("update", "updated")
+CLEARED = ("forward!", "backward!")
+AGAIN = ("same optimizer", "updated")
+
+
+@pytest.mark.parametrize(
+    ("settings", "events", "expected"),
+    [
+        ({}, (*PASSES, *UPDATE, "forward", "end"), [(1, False), (2, False)]),
+        ({}, (*PASSES * 4, *UPDATE, "end"), [(1, False)]),  # micro-batches
+        ({}, (*PASSES, "forward!"), [(1, True)]),
+        ({}, (*UPDATE, "forward"), [(1, False)]),  # before any pass
+        ({}, ("backward", "backward!"), [(1, True)]),  # no forward pass is seen
+        ({}, ("forward", "backward", "backward!", *UPDATE, "end"), [(1, False)]),  # gradient surgery
+        ({}, ("backward", *UPDATE * 2, "forward"), [(1, False)]),  # two optimizers
+        ({}, ("update", "backward", "updated", "same optimizer"), [(1, False)]),  # with a closure
+        ({}, ("update", *CLEARED * 4, "updated", "same optimizer", *CLEARED * 4, "updated"), [(1, False)]),
+        ({"first_step": 7}, ("backward", "end, not skipped", "end"), [(7, False)]),
+        ({"has_optimizer": False}, ("backward", "forward!"), [(1, False)]),
+        ({"has_optimizer": False}, (*PASSES, *UPDATE, *PASSES, "forward!"), [(1, False), (2, True)]),  # made later
+        ({"explicit": True}, (*(*CLEARED, *AGAIN) * 3, "end"), [(1, False)]),
+        ({"explicit": True}, (*PASSES, *UPDATE, *AGAIN, "end"), [(1, False)]),
+    ],
+)
+def test_step_ends_at_the_event_that_begins_the_next(settings, events, expected):
+    assert expected == ended(StepTracker(**settings), *events)

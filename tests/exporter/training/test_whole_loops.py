@@ -15,6 +15,7 @@ from torch.func import functional_call, functionalize, grad, grad_and_value, hes
 from torch.nn.utils import parametrize, prune
 
 from rankscope_exporter.api.session_factory import ReplicaDedup
+from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.observers.throughput import ThroughputConfig
 
 STEPS = 4
@@ -148,6 +149,18 @@ def test_loop_under_transforms_has_steps_by_its_updates(logs_first):
     assert not {kind for _, kind, _ in loop.indices if kind.startswith("act_")}
     assert 1 == len([text for text in loop.messages("note") if "torch.func" in text])
     assert 0 == loop.faults
+
+
+def test_forward_pass_under_a_transform_is_a_sign_of_life(monkeypatch):
+    beats = []
+    monkeypatch.setattr(Watchdog, "beat", lambda _: beats.append(1))
+    loop = Loop()
+    loop.attach(loop.adam())
+    before = len(beats)
+    vmap(loop.net)(torch.randn(3, 4))
+    loop.monitor.detach()
+
+    assert len(beats) > before
 
 
 def test_number_logged_inside_a_transform_is_published():
