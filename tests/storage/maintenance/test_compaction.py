@@ -116,6 +116,17 @@ def test_writer_without_its_shard_can_compact_but_not_append(store, writer, batc
             writer.append(batch([9]))
 
 
+def test_file_replaced_after_the_plan_is_not_merged_again(store, writer, connection, four, monkeypatch):
+    """A plan may have several merges, and another compaction may make the second one first."""
+    stale = plan(Log.open(store.root, sync_to_disk).snapshot())
+    compact(store.root, sync_to_disk)
+    monkeypatch.setattr(compaction, "plan", lambda snapshot, now: stale)
+    report = writer.compact()
+
+    assert (0, 1) == (report.files_added, report.refused)
+    assert [(4, 4)] == ask(connection, STORED)
+
+
 def test_run_that_has_grown_moves_to_a_separate_part(store, writer, batch, connection, eager, monkeypatch):
     monkeypatch.setattr(compaction, "OWN_PART_ROWS", 15)
     for flush in range(4):
