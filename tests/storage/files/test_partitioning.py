@@ -8,6 +8,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
@@ -21,7 +22,15 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema
 from rankscope_storage.files.encoding import FEWEST_BITS, MANTISSA_BITS_KEY, MOST_BITS, round_bits, rounded
-from rankscope_storage.files.sorting import LONGEST_PART, OWN_PART_ROWS, file_mantissa_bits, own_part, parts
+from rankscope_storage.files.sorting import (
+    LONGEST_PART,
+    OWN_PART_ROWS,
+    file_mantissa_bits,
+    is_sorted,
+    own_part,
+    parts,
+    sort_order,
+)
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import check
@@ -59,6 +68,36 @@ def test_part_is_one_safe_folder_name_for_any_run_name():
         assert name == ("" if part == "%" else unquote(part))
     long = own_part("学" * 100)
     assert ("学" * 20, 1) == (unquote(long, errors="strict")[:20], long.count("~"))  # whole characters of its start
+
+
+TEXT = st.one_of(st.none(), st.sampled_from(["", "a", "ab", "b", "é", "学", "🦊", "\U0010ffff"]), st.text(max_size=3))
+INTEGER = st.one_of(
+    st.none(), st.integers(-3, 3), st.integers(-(1 << 40), 1 << 40), st.integers(-(1 << 63), (1 << 63) - 1)
+)
+
+
+@example([("b", 1, 1), ("a", 1, 1)], "encoded")
+@example([("a", (1 << 63) - 1, 0), ("a", -(1 << 63), 0), ("a", 0, 0)], "plain")
+@given(st.lists(st.tuples(TEXT, INTEGER, INTEGER), max_size=40), st.sampled_from(["plain", "encoded", "doubled"]))
+def test_sort_order_is_the_stable_order_with_nulls_last(rows, form):
+    """A dictionary is in order of first occurrence, and may contain each text twice."""
+    text, one, other = ([row[place] for row in rows] for place in range(3))
+    column = pa.array(text, pa.string()) if form == "plain" else pa.array(text, pa.string()).dictionary_encode()
+    if form == "doubled":
+        moved = pa.array([place % 2 * len(column.dictionary) for place in range(len(rows))], pa.int32())
+        both = pa.concat_arrays([column.dictionary] * 2)
+        column = pa.DictionaryArray.from_arrays(pc.add(column.indices, moved), both)
+    keys = {"text": column, "one": pa.array(one, pa.int64()), "other": pa.array(other, pa.int64())}
+
+    def plain(row: int) -> tuple:
+        # UTF-8 order equals code point order: Python's comparison is the reference.
+        name, *numbers = rows[row]
+        return name is None, name or "", *((value is None, value or 0) for value in numbers)
+
+    expected = sorted(range(len(rows)), key=plain)
+
+    assert expected == sort_order(pa.table(keys), tuple(keys)).tolist()
+    assert expected == list(range(len(rows))) or not is_sorted(pa.table(keys), tuple(keys))
 
 
 @given(st.text(alphabet="aä学%/.", min_size=60, max_size=400), st.text(alphabet="aä学", min_size=60, max_size=400))

@@ -86,7 +86,7 @@ def test_appends_and_watermark_continue_after_a_merge(store, writer, batch, conn
 
 def test_merged_files_have_disjoint_step_ranges(store, writer, scalars, eager, monkeypatch):
     """The flushes of slow ranks overlap; the step ranges of the merged files do not."""
-    monkeypatch.setattr(compaction, "TARGET_ROWS", 10)
+    monkeypatch.setattr(compaction, "TARGET_ROWS", 11)
     for end in range(4, 28, 4):
         both = [scalars(range(max(0, end - 4 - lag), end - lag), rank=lag, incarnation=f"i{lag}") for lag in (0, 2)]
         writer.append(Batch(tables={"scalars": pa.concat_tables(both)}, watermarks={"i0": end - 1, "i2": end - 3}))
