@@ -102,6 +102,7 @@ def test_compact_rewrites_the_files_that_check_counts(on_store, tmp_path):
     assert [0, 0, 0] == [each.returncode for each in (before, done, after)]
     assert "note: older encoding: dataset=scalars/" in before.stdout
     assert ": 4 files, " in before.stdout
+    assert "cannot read: `rankscope store compact --rewrite` rewrites these files" in before.stdout
     assert "4 other files were rewritten with the current encoding" == done.stdout.splitlines()[-1]
     assert "older encoding" not in after.stdout
 

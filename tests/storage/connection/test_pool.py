@@ -72,6 +72,30 @@ def test_closed_connection_refuses_queries_and_does_not_affect_others(store, thr
     assert 1 == len(pool._idle)
 
 
+def test_pool_keeps_few_instances_with_few_footers(store, three, monkeypatch):
+    monkeypatch.setattr(pool, "IDLE", 2)
+    opened = [connect(store.root) for _ in range(4)]
+    for connection in opened:
+        connection.close()
+    kept = len(pool._idle)
+    monkeypatch.setattr(pool, "FOOTERS", -2)
+    with connect(store.root) as one, connect(store.root) as other:
+        assert [[(3,)]] * 2 == [ask(one, COUNT), ask(other, COUNT)]
+
+    assert (2, []) == (kept, pool._idle)
+
+
+def test_long_lived_connection_replaces_its_full_instance(store, writer, batch, monkeypatch):
+    monkeypatch.setattr(pool, "FOOTERS", -4)
+    writer.append(batch([0]))
+    with connect(store.root) as connection:
+        relation, first = connection.sql(COUNT), connection._views.instance
+        writer.append(batch(range(2)))
+
+        assert ([(1,)], [(2,)]) == (relation.fetchall(), ask(connection, COUNT))
+        assert first is not connection._views.instance
+
+
 def test_store_that_was_deleted_and_created_again_is_a_new_store(store, writer, batch, three):
     """A process deletes it while no connection is open, and then during a connection."""
     assert [(3,)] == ask(store.root, COUNT)

@@ -1,6 +1,7 @@
 """The event log, incidents and markers of a run, selected events, and rows without a transformation."""
 
 import math
+import random
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +60,23 @@ def test_log_of_one_group_has_only_this_group(connection):
     nan = [line for line in lines if line.type == "anomaly" and line.events > 1]  # those of a step are one line
     assert nan
     assert all("more" in line.text for line in nan)
+
+
+@pytest.mark.thorough
+def test_events_of_one_time_have_one_order_with_several_threads(opened):
+    """4,000 events of one step and time, shuffled in each of 8 files."""
+    types = ["error", "hang", "xid", "phase"]
+    known = {"rank": 0, "ordinal": 1}
+    listed = [event("r", types[at % 4], 5, 5, message=f"message {at:04}", rule=None, **known) for at in range(3800)]
+    turbulent = known | {"rule": "A", "op": "norm"}
+    listed += [event("r", "anomaly", 5, 5, tensor=f"t{at:03}", value=float(at), **turbulent) for at in range(200)]
+    random.Random(1).shuffle(listed)
+    expected = ["A: t000 and 199 more"]
+    expected += [f"message {number:04}" for type_ in sorted(types) for number in range(types.index(type_), 3800, 4)]
+    store = opened(*({"events": events(listed[part::8])} for part in range(8)))
+    store.query("SET threads TO 4")
+
+    assert [expected] * 5 == [[line.text for line in event_lines(store, "r")] for _ in range(5)]
 
 
 def test_markers_lie_on_the_axis_of_the_attempt(connection, course):
