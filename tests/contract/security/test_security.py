@@ -6,6 +6,7 @@ import logging
 import pathlib
 import socket
 import sqlite3
+import ssl
 import unicodedata
 from pathlib import Path
 
@@ -201,6 +202,21 @@ def served(certificates, cert="server", key=None, **changes):
     return TlsServer(cert_file=certificates.cert(cert), key_file=certificates.key(key or cert), **changes)
 
 
+def test_server_context_has_the_configured_settings(certificates):
+    settings = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": certificates.ca}
+    context = server_context(served(certificates, **settings, min_version="TLS13"))
+
+    assert ssl.CERT_REQUIRED == context.verify_mode
+    assert (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3) == (context.minimum_version, context.maximum_version)
+
+
+def test_client_context_verifies_certificate_and_host_name(certificates):
+    context = client_context(certificates.ca, None, None)
+
+    assert (ssl.CERT_REQUIRED, True) == (context.verify_mode, context.check_hostname)
+    assert 1 == len(context.get_ca_certs())  # the certificates of the system are not trusted
+
+
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
@@ -289,6 +305,14 @@ def test_error_without_yaml_reader_names_the_alternatives(tmp_path):
         read(tmp_path, {"tls_server_config": TLS}, load_yaml=None)
 
     assert read(tmp_path, {"tls_server_config": TLS}, "web.json", load_yaml=None).tls is not None
+
+
+def test_only_required_client_certificates_demand_an_identity(tmp_path):
+    def demands(kind):
+        settings = {**TLS, "client_auth_type": kind, "client_ca_file": "ca.pem"}
+        return read(tmp_path, {"tls_server_config": settings}).demands_identity
+
+    assert [True, False] == [demands("RequireAndVerifyClientCert"), demands("VerifyClientCertIfGiven")]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
 """Independent parts of a monitor: a part that fails is logged once, and the other parts continue."""
 
 import functools
+import json
 import urllib.request
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tests.exporter.conftest import wait_until
-from tests.exporter.parts import QUIET, Training, small
+from tests.exporter.parts import QUIET, Training, Watched, hooks_of, small
 from tests.programs import run_program
 
 from rankscope_exporter import AnomalyNan, Monitor
@@ -16,10 +19,12 @@ from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPol
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.throughput.meter import Throughput
+from rankscope_exporter.publishing import publisher as publisher_module
 from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
@@ -126,6 +131,24 @@ def test_failed_stop_of_the_parts_keeps_the_exit_record(monkeypatch, caplog):
     assert ["capture", "detach()", "end of training"] == sorted(named(caplog))
 
 
+def test_failed_removal_of_hooks_removes_the_others(monkeypatch, caplog):
+    removed: list[str] = []
+    training = Training(quantities=["activations", "structure", "gradients"])
+    training.train()
+    unhook = ActiveQuantity.unhook
+    monkeypatch.setattr(
+        ActiveQuantity, "unhook", lambda own: (broken if own.quantity.name == "activations" else unhook)(own)
+    )
+    training.session.hooks._handles.insert(0, SimpleNamespace(remove=_noting(removed, "first", broken)))
+    training.session.hooks.keep(SimpleNamespace(remove=lambda: removed.append("last")))
+    before = hooks_of(training.net, training.optimizer)
+    training.finish()
+
+    assert ["first", "last"] == removed
+    assert 0 < hooks_of(training.net, training.optimizer) < before  # hooks of activations
+    assert ["hooks of activations", "removing a hook"] == sorted(named(caplog))
+
+
 PARTS = """
 import os, signal, time
 from rankscope_exporter.process import lifecycle, stop_signals
@@ -177,6 +200,51 @@ time.sleep(60)
     assert 2 == done.stderr.count("OSError: no such device")
 
 
+class Idle(torch.optim.SGD):
+    """An optimizer that reads no learning rate."""
+
+    def step(self, closure: Any = None) -> None:
+        """Do nothing."""
+
+
+def test_unreadable_learning_rate_keeps_the_other_values():
+    net, _ = small()
+    optimizer = Idle(net.parameters(), lr=0.1)
+    with Watched(net, optimizer) as watched:
+        optimizer.param_groups[0]["lr"] = {"of": "nothing"}
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    assert [1] == watched.steps("param_before", "0.weight")
+    assert 1 == watched.faults
+
+
+def test_failed_copy_of_statistics_loses_only_their_rows(monkeypatch, caplog):
+    """Step 2 has no gradients, and no gradients of step 1."""
+    training = Training()
+    training.train(loss=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("rankscope_exporter.sampling.active_quantities.HostCopy", broken)
+        training.monitor.end_step()
+    training.net(torch.ones(2, 3))
+    training.finish()
+
+    assert ([], [(1, 1.0)], 1) == (training.rows(), training.scalars("loss"), training.faults)
+    assert ["copying statistics"] == named(caplog)
+
+
+def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, caplog):
+    monkeypatch.setattr(publisher_module, "finish", broken)
+    with Training(rules=[AnomalyNan()]) as training:
+        training.train(loss=1.0)
+        training.train(loss=float("nan"))
+
+    assert (1, 1.0) == training.scalars("loss")[0]
+    assert training.events("anomaly")
+    assert training.events("fault")
+    assert ["computing the statistics of a step"] == named(caplog)
+
+
 def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, caplog):
     """Also if the console fails."""
     told: list[int | None] = []
@@ -207,3 +275,18 @@ def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
     if part == "_server":
         monkeypatch.undo()
         channel._server.stop()
+
+
+def test_fault_in_the_agreement_keeps_the_switch_thread_running(monkeypatch, tmp_path):
+    """An unavailable store raises RuntimeError or ValueError. Any other error is a fault of the monitor."""
+    path = tmp_path / "switch.json"
+    path.write_text(json.dumps({"dynamic_on": False}))
+    training = Training(switch_file=str(path), switch_poll_seconds=0.01)
+    looked: list[str] = []
+    failing = SimpleNamespace(pending=False, look=_noting(looked, "looked", broken))
+    monkeypatch.setattr(training.session.change_sources, "_agreement", failing)
+    wait_until(lambda: len(looked) > 3)
+    monkeypatch.undo()
+    training.finish()
+
+    assert training.faults > 3

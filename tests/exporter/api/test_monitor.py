@@ -285,6 +285,15 @@ class Ended:
             free.bind(("", self.port or 0))
 
 
+class Trainer:
+    """A trainer that refers to the model, its optimizer and its monitor, and is referred to by all of them."""
+
+    def __init__(self) -> None:
+        self.anomalies: list[Any] = []
+        self.trained = trained(on_anomaly=lambda anomaly: self.anomalies.append((anomaly, self.trained)))
+        self.trained[0].trainer = self  # type: ignore[assignment]  # as frameworks do
+
+
 def keep_as_attribute(net: nn.Module, monitor: Monitor) -> Any:
     net.monitor = monitor  # type: ignore[assignment]  # no module
 
@@ -322,6 +331,17 @@ def test_monitor_ends_when_script_has_dropped_it_and_its_model(way, collects, ev
         ended.check()
     finally:
         gc.enable()
+
+
+def test_monitor_ends_in_a_cycle_with_its_callback(eventually):
+    before = of_the_monitor()
+    trainer = Trainer()
+    ended = Ended(trainer.trained[0], trainer.trained[2], before)
+    del trainer
+    gc.collect()
+    eventually(ended.is_complete)
+
+    ended.check()
 
 
 def unheld() -> tuple[nn.Sequential, torch.optim.Optimizer, Ended]:

@@ -143,6 +143,17 @@ def test_only_configured_rules_start_a_capture():
     assert [(4, "large")] == [(told["fired_step"], told["rule"]) for told in training.told("asked")]
 
 
+def test_training_with_captures_is_bit_identical():
+    def weights(capture: Any) -> list[torch.Tensor]:
+        with Training(capture=capture) as training:
+            training.train(2)
+            training.fire()
+            training.train(5)
+        return [parameter.detach() for parameter in training.net.parameters()]
+
+    assert all(map(torch.equal, weights(None), weights(CAPTURE)))
+
+
 def test_sample_ids_are_json_values_or_a_tensor():
     cases: list[tuple[Any, Any]] = [
         ([3, 1], [3, 1]),

@@ -191,6 +191,30 @@ def test_share_accepts_percent_and_fraction(given_as, expected):
     assert expected == share_of(given_as)
 
 
+def test_overhead_below_the_limit_changes_nothing():
+    training = SimulatedTraining(0.01, step=0.1, sampled=0.0005, idle=0.0)
+    training.train(600)
+
+    assert [] == training.changes
+
+
+def test_interval_is_halved_after_consecutive_low_windows():
+    """A sampled step costs 10 ms more than the 100 ms of a step; one in 16 costs 0.6 %.
+
+    Then steps become 16 times as long, as with a larger batch: the share falls below 0.04 %.
+    """
+    training = SimulatedTraining(0.01, step=0.1, sampled=0.01, idle=0.0)
+    training.train(600)
+    ((stretched_at, *_),) = training.changes
+    training.step = 1.6
+    training.train(8000)
+
+    assert [(1, 16), (16, 8), (8, 4), (4, 2), (2, 1)] == [(before, after) for _, before, after in training.changes]
+    gaps = [later[0] - earlier[0] for earlier, later in zip(training.changes[1:], training.changes[2:], strict=False)]
+    assert stretched_at == pytest.approx(LEAST_SECONDS, rel=0.2)
+    assert min(gaps) >= PATIENCE * LEAST_SECONDS
+
+
 @settings(deadline=None, max_examples=examples(40))
 @given(
     allowed=st.sampled_from([0.001, 0.01, 0.1]),

@@ -227,6 +227,16 @@ def test_folder_of_others_and_too_long_path_are_refused_with_the_fix(node, new_p
         new_peer(0)
 
 
+def test_error_of_other_ranks_leaves_the_own_page(node, new_rank, plant):
+    rank = new_rank(node_page=True)
+    plant(NodePeers, "gather", PermissionError("the folder was locked"))
+    got = rank.get("/node/metrics")
+
+    assert 200 == got.status
+    assert 'rank="0"' in next(line for line in got.text.splitlines() if line.startswith("rankscope_run_info{"))
+    assert ["reading the pages of the other ranks"] == [where for where, _ in rank.faults]
+
+
 @pytest.mark.parametrize("cause", ["folder", "thread"])
 def test_rank_without_node_page_serves_its_own_page(node, new_rank, plant, cause):
     if cause == "folder":

@@ -19,6 +19,7 @@ from rankscope_contract.spool.reader import read_service, service_name
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving import orphan_recovery, persistence
+from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.spool import Spool, needed_plans
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
@@ -488,6 +489,22 @@ def test_disk_error_of_an_orphaned_spool_is_answered_with_500(heir, plant):
 
     assert 500 == got.status
     assert "Input/output error" in got.text
+
+
+@pytest.mark.parametrize(
+    ("part", "method", "other"), [(OrphanRecovery, "stop", OWN), (persistence.SpoolWriter, "close", "dead")]
+)
+def test_error_while_closing_leaves_no_other_spool_open(part, method, other, heir, tmp_path, plant, monkeypatch):
+    rank = heir()
+    rank.fill(1)
+    plant(part, method, OSError("the disk is gone"))
+    with pytest.raises(OSError, match="the disk is gone"):
+        rank.channel.close()
+    monkeypatch.undo()
+    free = Orphan.take(tmp_path / other, needed_plans)
+
+    assert free is not None
+    free.release()
 
 
 def test_folder_that_does_not_exist_yet_is_no_warning(new_rank, service, until, caplog, tmp_path):

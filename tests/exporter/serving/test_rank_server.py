@@ -18,10 +18,11 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving import http_server
+from rankscope_exporter.serving import http_server, persistence
 from rankscope_exporter.serving.config import ServeConfig, ServeError
 from rankscope_exporter.serving.http_server import Answer, open_server
-from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, retry_seconds
+from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
+from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
 
 
 @pytest.fixture
@@ -526,3 +527,23 @@ def test_rank_remains_registered_if_a_commit_fails(new_rank, service, until, pla
     until(lambda: len(service.registrations) > 2)
 
     assert {"registration"} == {where for where, _ in rank.faults}
+
+
+def test_heartbeats_continue_after_a_failed_poke(leased_for, service, until, plant):
+    rank = leased_for(0.1)
+    plant(ServiceClient, "poke", TypeError("not foreseen"))
+    rank.fill(1, events=(Event(type=EventType.ANOMALY),))
+    until(lambda: rank.faults)
+    sent_before = len(service.registrations)
+    until(lambda: len(service.registrations) > sent_before + 2)
+
+    assert ["requesting an early poll"] == [where for where, _ in rank.faults]
+
+
+def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until, plant, tmp_path, monkeypatch):
+    plant(OrphanRecovery, "start", RuntimeError("can't start new thread"))
+    monkeypatch.setattr(persistence, "OLDER_LAUNCHES_SECONDS", 0.05)
+    rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
+    until(lambda: rank.channel.state.lease)
+
+    assert "serving spools of dead processes" in {where for where, _ in rank.faults}

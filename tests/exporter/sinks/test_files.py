@@ -212,6 +212,21 @@ def test_failing_sink_is_reported_once_and_others_continue(caplog):
     assert 3 + 2 == boundary.count
 
 
+def test_forked_child_writes_no_sink(tmp_path):
+    sinks = Sinks([Csv(CsvOptions(folder=str(tmp_path)), identity())], ErrorBoundary())
+    sinks.put(record(1, (entry(), FINITE)))
+    child = os.fork()
+    if child == 0:
+        try:
+            sinks.put(record(2, (entry(), FINITE)))
+            sinks.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+    assert ["grad_reduced_0-0.csv"] == [path.name for path in tmp_path.glob("*/*")]
+
+
 @pytest.mark.parametrize("blocked", ["out", "out/below/it"])
 def test_sink_recovers_when_its_folder_can_be_created(tmp_path, blocked):
     """A file has the name of the folder. After its removal, rows are written."""

@@ -223,6 +223,15 @@ def test_rows_are_published_in_a_record_without_step(torch_):
     assert {None} == {record.step for record in records}
 
 
+def test_many_entries_are_read_without_stacks_and_without_the_gil(torch_, monkeypatch):
+    monkeypatch.setattr(poller, "MOST_WITH_STACKS", 2)
+    reading, *_ = reading_of(torch_, *(raw(number, 0) for number in range(3)))
+    wait_until(lambda: torch_.asked)
+    reading.stop(60)
+
+    assert ["with", "without"] == torch_.asked
+
+
 def test_process_without_compiler_is_read_without_stacks(torch_):
     """Torch would import the compiler to write stacks."""
     torch_.has_compiler = False
