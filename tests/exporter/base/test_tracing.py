@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import Training, Watched
+from tests.exporter.parts import CaptureRuntime, Training, Watched
 from tests.properties import few
 from torch import nn
 from torch._dynamo import compiled_autograd
@@ -337,6 +337,22 @@ def test_training_is_bit_identical_and_its_rows_are_right(case):
     assert [case.names] == [case.names for note in notes if case.names is None or case.names in note] or not notes
 
 
+@pytest.mark.thorough
+def test_learning_rates_of_a_compiled_update_are_the_used_ones():
+    class Scheduled(CompiledUpdate):
+        def prepare(self) -> None:
+            self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+            super().prepare()
+
+        def between(self, step: int) -> None:
+            self.schedule.step()
+
+    _, _, watched = trained(Scheduled, every=1)
+
+    rates = {step: pytest.approx(0.01 * 0.5 ** (step - 1)) for step in range(1, Loop.steps + 1)}
+    assert rates == dict(watched.scalars("learning_rate"))
+
+
 def test_omitted_compiled_update_is_reported_as_skipped_step():
     class Skipping(CompiledUpdate):
         updates = 0
@@ -395,6 +411,18 @@ def test_captured_step_is_not_a_step(monkeypatch):
     assert [1, 2] == training.measured()
     assert [0.0, 2.0] == [value for _, value in training.scalars("loss")]
     assert 0 == training.faults
+
+
+def test_publisher_thread_is_in_the_relaxed_capture_mode(monkeypatch):
+    runtime, modes = CaptureRuntime(), []
+    with Training() as training:
+        monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
+        monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
+        training.session.steps.items.put(lambda: modes.append(runtime.mode))
+        training.publish()
+        monkeypatch.undo()
+
+    assert ([2], 0) == (modes, runtime.mode)
 
 
 @pytest.mark.parametrize(("in_use", "expected"), [({5, 6}, [5, 5]), ({0, 6}, [0, 0]), (set(), [])])

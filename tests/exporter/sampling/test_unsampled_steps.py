@@ -1,7 +1,9 @@
 """Steps that are not sampled and the removal of their hooks, and tensors without computable statistics."""
 
+import gc
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +16,13 @@ from tests.exporter.parts import Published, config_of, hooks_of, published, smal
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
+from rankscope_exporter.sampling.plan import PlanRegistry
+from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, TableView
+from rankscope_exporter.statistics import StatisticsTable
 from rankscope_exporter.statistics.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
+from rankscope_exporter.statistics.selection import EVERY_OP
 
 
 def rows_by_step(found: Published) -> dict[int, set[tuple[str, str, int | None]]]:
@@ -311,3 +318,30 @@ def test_out_of_memory_leaves_no_tensor_out(error):
         isolation.begin(step)
 
         assert 1 in failing(isolation, tensors, error)
+
+
+def test_error_keeps_no_tensor_of_the_failed_batch_alive():
+    isolation, tensors = Isolation(lambda _: None), [torch.ones(2)]
+    alive = weakref.ref(tensors[0])
+
+    def compute(_: Any) -> None:
+        copy = tensors[0]
+        raise ValueError(copy.shape)
+
+    gc.disable()
+    try:
+        isolation.run("rows", tensors, compute, what=lambda: "norm", name=str)
+        tensors.clear()
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_failed_batch_keeps_the_rows_of_tensors_that_it_does_not_measure():
+    buffers = StepBuffers(PlanRegistry(), StatisticsTable(2, torch.device("cpu")), Measurement(), lambda _: None)
+    view = TableView(buffers, [PlanEntry(kind="grad_clipped", tensor=name) for name in "ab"], [0, 1], EVERY_OP)
+    view.begin(1)
+    view.measure([torch.ones(3), None], range(2))
+    view.measure([None, Codes(torch.ones(3, dtype=torch.int8))], range(2))
+
+    assert [True, False] == buffers.table.look(2, EVERY_OP).present.tolist()

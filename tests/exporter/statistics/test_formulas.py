@@ -10,7 +10,7 @@ from tests.exporter.statistics.conftest import Operations, normal
 
 from rankscope_exporter.statistics.formulas.attention import Mask, attention_sums, broadcast, hides_of, sampled_rows
 from rankscope_exporter.statistics.formulas.routing import routing_sums, similarity
-from rankscope_exporter.statistics.formulas.spectral import norms, spectral_numbers
+from rankscope_exporter.statistics.formulas.spectral import batches, lanczos_steps, norms, spectral_numbers
 
 BATCH, HEADS, WIDTH = 3, 4, 8
 
@@ -273,6 +273,17 @@ def test_batched_products_have_the_numbers_of_single_products(dtype, shape):
         assert expected == pytest.approx(found, rel=1e-5)
 
 
+def test_norms_of_zero_and_non_finite_weights():
+    weights = [torch.zeros(6, 9), normal(6, 9), normal(6, 9), normal(6, 9)]
+    weights[1][2, 3] = math.nan
+    weights[2][2, 3] = -math.inf
+    spectral, frobenius = norms_of(weights, 0.01)
+
+    assert [0, math.nan, math.nan] == pytest.approx(spectral.tolist()[:3], nan_ok=True)
+    assert [0, math.nan, math.nan] == pytest.approx(frobenius.tolist()[:3], nan_ok=True)
+    assert float(torch.linalg.svdvals(weights[3])[0]) == pytest.approx(float(spectral[3]), rel=1e-4)
+
+
 def test_large_weight_is_processed_in_blocks(monkeypatch):
     monkeypatch.setattr("rankscope_exporter.statistics.formulas.spectral.MAX_ELEMENTS", 1000)
     monkeypatch.setattr("rankscope_exporter.statistics.formulas.spectral._BLOCK", 500)
@@ -301,3 +312,20 @@ def test_eigenproblem_is_solved_to_the_last_places(size, kind):
     matrices = [np.diag(a) + np.diag(b[:-1], 1) + np.diag(b[:-1], -1) for a, b in zip(diagonal, beside, strict=True)]
     expected = np.sqrt(factor * np.linalg.eigvalsh(np.stack(matrices))[:, -1])
     assert expected == pytest.approx(found, rel=1e-14, abs=0)
+
+
+def test_lanczos_steps_follow_from_size_and_tolerance():
+    """By the formula 1.648 √n exp(-√ε (2k - 1)) <= 1e-6, ε = 1 - (1 - tolerance)²."""
+    for size, tolerance in itertools.product((100, 4096, 100_000), (0.1, 0.01, 0.001)):
+        steps = lanczos_steps(size, tolerance)
+        share = 1 - (1 - tolerance) ** 2
+        misses = [1.648 * math.sqrt(size) * math.exp(-math.sqrt(share) * (2 * k - 1)) for k in (steps, steps - 1)]
+        assert steps == size or misses[0] <= 1e-6 < misses[1]
+    assert [1, 1] == [lanczos_steps(1, 0.01), lanczos_steps(0, 0.01)]
+
+
+def test_weights_of_one_shape_share_a_batch_up_to_a_size():
+    weights = [torch.empty(4, 4), torch.empty(2, 3), torch.empty(4, 4), torch.empty(4, 4).half()]
+    assert [[0, 2], [1], [3]] == batches(weights)
+    large = torch.empty(1 << 11, 1 << 12, device="meta")
+    assert [[0, 1], [2]] == batches([large, large, large])

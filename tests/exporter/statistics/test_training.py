@@ -2,7 +2,9 @@
 
 import importlib.util
 import math
+import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,6 +248,17 @@ print(statistics.warm_up(), statistics.backend_name(), measure())
     )
 
     assert (f"{printed}\n", "") == (done.stdout, done.stderr)
+
+
+@needs_numba
+@pytest.mark.thorough
+def test_process_can_exit_during_the_warm_up(tmp_path: Path):
+    program = MEASURE + "statistics.warm_up(); print('bye')"
+    how: Any = {"capture_output": True, "text": True, "timeout": 120}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}  # a separate process: the test is about its exit
+    done = subprocess.run([sys.executable, "-c", program], check=False, env=environment, **how)
+
+    assert (0, "bye\n", "") == (done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.thorough

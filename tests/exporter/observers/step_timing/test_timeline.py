@@ -182,6 +182,31 @@ class EventDouble:
         raise AssertionError("training or publisher waited for the device")
 
 
+def test_publisher_does_not_wait_for_a_device_for_ever(monkeypatch):
+    naps: list[float] = []
+    device = DeviceDouble()
+    clock = DeviceClock(device.event, sleep=lambda seconds: (naps.append(seconds), len(naps) > 1 and device.run()))
+
+    assert clock.reached(clock.now())
+    assert 2 == len(naps)
+    monkeypatch.setattr("rankscope_exporter.observers.step_timing.clock.TIMEOUT_SECONDS", 0.1)
+    stuck = DeviceClock(device.event, sleep=naps.append)
+    assert not stuck.reached(stuck.now())
+    assert 0.1 <= sum(naps[2:]) < 0.2
+
+
+def test_events_are_reused_and_none_is_queued_during_a_graph_capture():
+    device = DeviceDouble()
+    clock, capturing = DeviceClock(device.event), DeviceClock(device.event, is_capturing=lambda: True)
+    for _ in range(5):
+        clock.release(clock.now())
+
+    assert 1 == len({*device.queue})
+    assert capturing.now() is None
+    assert not capturing.reached(None)
+    assert 5 == len(device.queue)
+
+
 class Queueing(nn.Module):
     """A module that queues work on the device double and returns immediately."""
 
