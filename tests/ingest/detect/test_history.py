@@ -1,5 +1,6 @@
 """State that a starting service reads from the store, delivery of notifications, and replica divergence."""
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -298,6 +299,15 @@ async def test_failing_notifier_is_retried_and_delays_no_other():
     assert [1, 1, 0] == [len(notifier.messages) for notifier in (good, flaky, dead)]
     assert ["count attempts failed", "count notifications failed", "undelivered", "commit"] == log[-4:]
     assert 5 == log.count("count attempts failed")
+
+
+async def test_message_is_sent_if_the_commit_times_out(monkeypatch):
+    monkeypatch.setattr("rankscope_ingest.notify.announcer.COMMIT_WAIT_SECONDS", 0.01)
+    notifier = ListNotifier()
+    made, _ = announcer(notifier, commit=lambda: asyncio.sleep(60))
+    await made.announce(some_incident())
+
+    assert 1 == len(notifier.messages)
 
 
 # Firings that the service has polled remain on its page after the end of the rank.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import logging
 import resource
 import ssl
@@ -17,6 +18,7 @@ from rankscope_contract.security.web_config import TlsServer
 from rankscope_ingest.base import file_limit
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.network import connections
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.connections import Limits, accepting, advertised, open_socket
 from rankscope_ingest.network.dialing import address_of, check_allowed, is_allowed
@@ -158,6 +160,21 @@ async def test_idle_connection_and_answers_have_no_time_limit():
         assert (await stream.readuntil(b"data: 2\n\n")).endswith(b"data: 2\n\n")
 
 
+async def test_body_that_the_handler_does_not_read_has_no_time_limit():
+    size = 16 << 20
+    server = Server()
+    server.application = web.Application(client_max_size=2 * size)
+    server.application.add_routes([web.post("/wait", server.wait)])
+    async with server.running(dataclasses.replace(FAST, body_seconds=0.5)):
+        reader, writer = await server.begin(b"POST /wait HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+        writer.write(bytes(size))
+        await asyncio.sleep(0.8)
+        server.go_on.set()
+        head = await reader.readuntil(b"\r\n\r\n")
+
+    assert head.startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("part", ["no byte", "half a head", "half a body", "half a chunk"])
 async def test_others_are_answered_while_all_places_are_half_open(part, caplog):
     async with Server().running(Limits(most=8)) as server:
@@ -235,6 +252,31 @@ async def test_half_of_a_tls_handshake_is_closed(certificates, is_full):
 
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert {b""} == set(closed)
+
+
+async def test_failed_accepts_are_logged_once_a_minute(monkeypatch, caplog):
+    failures = iter(range(20))
+    loop = asyncio.get_running_loop()
+    accept = loop.sock_accept
+
+    async def failing(listening):
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await accept(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", failing)
+    monkeypatch.setattr(connections, "_RETRY_SECONDS", 0.001)
+    async with Server().running(Limits()) as server:
+        answer = await server.get()
+
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert 1 == sum("cannot be accepted" in record.message for record in caplog.records)
+
+
+def test_connections_leave_half_of_the_files_to_the_store(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+
+    assert 128 == Limits().most
 
 
 @pytest.mark.parametrize(

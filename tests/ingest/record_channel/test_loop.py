@@ -2,14 +2,18 @@
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.ingest import builders
 
+from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.record_channel.admission import PollBudget
-from rankscope_ingest.record_channel.loop import Pace
+from rankscope_ingest.record_channel.client import NothingNew, RingStatus
+from rankscope_ingest.record_channel.loop import Pace, TargetLoop
+from rankscope_ingest.record_channel.validate import PlanCache
 from rankscope_ingest.runs.models import Health
 
 PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: 1000)
@@ -71,6 +75,28 @@ def test_failures_back_off_with_jitter_up_to_the_cap():
     assert [1, 2, 4, 8, 15, 15] == [PACE.after_failure(n, 0.0, None) for n in range(1, 7)]
     assert [2, 4, 8, 16, 30, 30, 30] == [PACE.after_failure(n, 1.0, None) for n in (*range(1, 7), 10_000)]
     assert 60 == PACE.after_failure(1, 0.5, 60)
+
+
+async def test_rank_that_missed_its_last_poll_is_asked_for_one_record():
+    """A rank that hangs holds its reservation until the timeout."""
+    asked, answers = [], iter([True, False, False, True, True])
+    budget = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
+    budget.learn(records=1, rows=10, size=100)
+
+    async def records(_, *, max_bytes, **__):
+        asked.append(max_bytes)
+        if not next(answers):
+            raise FetchError("timeout", "timed out")
+        return NothingNew(RingStatus(head=40))
+
+    ignored = dict.fromkeys(("on_answer", "on_failure"), lambda *_: None)
+    sink = SimpleNamespace(is_full=False, poll_budget=budget, **ignored)
+    loop = TargetLoop(target(), SimpleNamespace(records=records), PlanCache(), sink, PACE, clock=lambda: 0.0)
+    for _ in range(5):
+        await loop.poll_once()
+
+    of_one_record = 100
+    assert [False, False, True, True, False] == [size == of_one_record for size in asked]
 
 
 # Admission control, for any number of ranks and any backlog.

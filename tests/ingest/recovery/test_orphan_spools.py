@@ -376,3 +376,19 @@ async def test_hanging_disk_delays_the_start_by_a_limited_time(
         await eventually(lambda: not any(root.iterdir()))
 
     assert "scan timed out" in caplog.text
+
+
+async def test_error_with_one_spool_does_not_affect_the_others(drained, root, monkeypatch):
+    original = orphan_spools.check_registration
+
+    def check(registration):
+        if registration.incarnation == "broken":
+            raise TypeError("not foreseen")
+        original(registration)
+
+    monkeypatch.setattr(orphan_spools, "check_registration", check)
+    make_spool(root, "broken", 3, started_at=1)
+    make_spool(root, "dead", 3, started_at=2)
+    service, _ = await drained("broken")
+
+    assert {"dead"} == {row["incarnation"] for row in service.rows(SEQS)}

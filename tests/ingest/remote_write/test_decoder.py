@@ -113,13 +113,10 @@ def test_repeated_sample_is_dropped_also_with_another_order_of_labels():
     assert [NOW + 1, NOW - 5] == other.times_ms.tolist()
 
 
-def one_round(at, active, *, series_per_request=10, **more):
+def one_round(at, active, *, series_per_request=10, write=write_request, **more):
     """Return requests with one sample at `at`, in seconds, of each of the series `active`."""
     series = [({**UP, "cpu": str(number), **more}, [(NOW + 1000 * at, 1.0 + number)]) for number in active]
-    return [
-        write_request(*series[first : first + series_per_request])
-        for first in range(0, len(series), series_per_request)
-    ]
+    return [write(*series[first : first + series_per_request]) for first in range(0, len(series), series_per_request)]
 
 
 def test_samples_are_right_while_the_cache_is_full_and_swept():
@@ -135,14 +132,16 @@ def test_samples_are_right_while_the_cache_is_full_and_swept():
     assert sorted(row for one in requests for row in expected_rows(one)) == rows(*decoded)
 
 
-def test_inactive_series_are_swept_from_a_full_cache():
+@pytest.mark.parametrize("version", [1, 2])
+def test_inactive_series_are_swept_from_a_full_cache(version):
     """After two generations without the old series, repeated samples of the new ones are detected."""
-    reader = WriteReader(max_known_series=100)
+    reader, write = WriteReader(max_known_series=100), (write_request, write_request_2)[version - 1]
+    read = reader.read if version == 1 else lambda data: reader.read_2(data, LIMIT)
     for at in range(40):
         active = range(300, 390) if at >= 20 else range(50, 150) if at else range(100)
-        for request in one_round(at, active, series_per_request=10 - at % 2 * 2):
-            reader.read(request)
-    again = [reader.read(request) for request in one_round(39, range(300, 390))]
+        for request in one_round(at, active, series_per_request=10 - at % 2 * 2, write=write):
+            read(request)
+    again = [read(request) for request in one_round(39, range(300, 390), write=write)]
 
     assert (0, 90) == (sum(one.rows for one in again), sum(one.repeated for one in again))
 

@@ -16,7 +16,7 @@ from tests.ingest.remote_write.messages import post, write_request, write_reques
 
 from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_ingest.base.config import RemoteWriteSection
-from rankscope_ingest.base.errors import BusyError
+from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.pipeline.flusher import Quarantine
 from rankscope_ingest.remote_write import handler
@@ -254,6 +254,25 @@ async def test_body_is_reserved_until_decoded_and_not_kept_while_store_is_slow()
         waiting.cancel()
 
 
+async def test_malformed_request_leaves_no_samples_and_no_trace(monkeypatch):
+    """It may be repeated, and takes no place of the requests that wait for their commit."""
+    monkeypatch.setattr(handler, "_MAX_WAITING_REQUESTS", 1)
+    store = Memory()
+    bad = packed(write_request(({"__name__": "m"}, [(NOW, 1.0)]), ({"job": "x"}, [(NOW, 1.0)])))
+    async with receiver(store) as one:
+        for _ in range(2):
+            with pytest.raises(DecodeError, match="has no label __name__"):
+                await one.take(bad)
+        await one.take(body(1.0))
+
+    assert [1.0] == store.values
+
+
+async def in_parts(data):
+    """Yield a body whose length the service does not know in advance."""
+    yield data
+
+
 async def test_service_stores_valid_requests_and_reports_why_others_are_rejected(start_service):
     """Same token and port as for all other requests; `/metrics` counts requests by outcome."""
     token = "for-ranks-and-readers"
@@ -265,6 +284,7 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
         (b"\xff", {}, 400, "truncated"),
         (packed(b"x" * 70_000), {}, 400, "limit is 65536"),
         (b"x" * 70_000, {}, 413, "max_bytes"),
+        *((in_parts(b"x" * 70_000), {}, 413, "max_bytes") for _ in range(5)),  # as many as would fill the memory
         (body(2.0), {"Content-Type": version_3}, 415, "2.0"),
         (body(2.0), {"Content-Type": "text/plain"}, 415, "JSON"),
         (body(2.0), {"Content-Encoding": "lz4"}, 415, "snappy"),
@@ -280,7 +300,7 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
 
     common = {"run": "", "ts_origin": "prometheus"}
     assert [{**common, "target": "a", "metric": "m", "labels": '{"job":"j"}', "value": 1.5}] == rows
-    for outcome, count in {"ok": 2, "repeated": 1, "malformed": 2, "too_large": 1, "unsupported": 2}.items():
+    for outcome, count in {"ok": 2, "repeated": 1, "malformed": 2, "too_large": 6, "unsupported": 2}.items():
         assert f'remote_write_requests_total{{outcome="{outcome}"}} {count}.0' in page
     assert "rankscope_ingest_remote_write_samples_total 1.0" in page
     assert 'remote_write_dropped_total{reason="metadata"} 1.0' in page

@@ -19,7 +19,7 @@ from rankscope_ingest.base.errors import ConfigError, FetchError
 from rankscope_ingest.scrape.discovery import configured, listed
 from rankscope_ingest.scrape.http import Document
 from rankscope_ingest.scrape.page_reader import Page, PageReader
-from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, OwnTimes, Scraper
+from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, OwnTimes, PageQueue, Scraper
 
 (ONE,) = configured([ExporterSection(url="http://a:1/metrics", labels={"dc": "east"})])
 TEXT = "text/plain"
@@ -219,6 +219,21 @@ async def test_hanging_exporters_do_not_delay_a_healthy_one(eventually):
     assert MAX_CONCURRENT_FAILING == hanging
 
 
+async def test_unexpected_error_in_one_page_does_not_affect_pages_parsed_with_it(caplog):
+    class FailingReader(PageReader):
+        def read(self, pages):
+            return [1 // 0 if b"bad" in page.body else super(FailingReader, self).read([page])[0] for page in pages]
+
+    queue = PageQueue(FailingReader())
+    pages = [Page(target=name, body=f"{name} 1\n".encode()) for name in ("bad", "good", "better")]
+    results = await asyncio.gather(*map(queue.read, pages), return_exceptions=True)
+
+    because = "the page cannot be parsed: unexpected ZeroDivisionError: integer division or modulo by zero"
+    assert because == str(results[0])
+    assert [["good"], ["better"]] == [rows.metrics.to_pylist() for rows in results[1:]]
+    assert "unexpected error in parsing the page of exporter bad" in caplog.text
+
+
 async def test_first_of_two_exporters_with_one_name_is_scraped(caplog):
     (other,) = configured([ExporterSection(url="http://b:1/metrics", name="a:1")])
     fake = Fake()
@@ -266,6 +281,16 @@ def test_series_that_returns_with_its_previous_time_is_not_stored_again(meanwhil
     assert [("a", NOW), ("b", NOW)] == first
     assert [] == scraped.page(f"a 1 {NOW}", f"b 2 {NOW}")
     assert [("a", NOW + 1)] == scraped.page(f"a 1 {NOW + 1}")
+
+
+def test_remembered_times_are_bounded_by_the_largest_page():
+    """The most recent series are remembered, independent of the number of series that come and go."""
+    scraped = Scraped()
+    pages = [[f'a{{n="{number}"}} 1 {NOW}' for number in range(first, first + 70)] for first in range(0, 1_400, 70)]
+    for page in pages:
+        scraped.page(*page)
+
+    assert [0, 70] == [len(scraped.page(*page)) for page in (pages[-2], pages[0])]
 
 
 def test_several_times_of_one_series_on_a_page_are_each_stored_once():
