@@ -16,6 +16,7 @@ from rankscope_contract.model.schema import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.errors import ShardLockError, StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import DataFile
 from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Change, Log
@@ -356,8 +357,8 @@ def test_append_entry_truncated_anywhere_is_never_read_as_a_commit(store, writer
     assert len(whole.splitlines()) == 1 + 2 + 3
     for length in cuts(whole):
         entry.write_bytes(whole[:length])
-        with pytest.raises(TornLogError):
-            Log.open(store.root, sync_to_disk)
+        with pytest.raises(TornLogError, match="move that file away, as `rankscope store repair` does"):
+            connect(store.root)
         assert not check(store.root).is_intact, length
     entry.write_bytes(whole)
 
