@@ -1,5 +1,6 @@
-"""Names of parameters and modules, as in the model of the user, and the limits of the search for tensors."""
+"""Names of parameters and modules, as in the model of the user, and the search for tensors inside of objects."""
 
+import random
 from collections import OrderedDict
 from typing import Any
 
@@ -16,7 +17,8 @@ from rankscope_exporter.model.parameter_names import (
     selected,
     unmatched,
 )
-from rankscope_exporter.model.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, returned
+from rankscope_exporter.model.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, received, returned
+from rankscope_exporter.quantities.activations.quantity import Calls, ModuleCall
 from rankscope_exporter.quantities.module_quantity import weight_of
 
 
@@ -102,7 +104,57 @@ def test_shared_module_has_one_name_and_is_selected_by_any_alias():
     assert ["target 'c' matches no module"] == unmatched(modules, Targets(["c", "b.0"]))
 
 
-A = torch.tensor(0.0)
+@pytest.mark.parametrize(
+    ("way", "compiled"), [("wrapped", {"0.0"}), ("in place", {"0", "0.0"}), ("all", {"0", "0.0", "1"})]
+)
+def test_modules_inside_of_compiled_code_are_marked(way, compiled):
+    part = nn.Sequential(nn.Linear(2, 2))
+    model = nn.Sequential(part, nn.Tanh())
+    if way == "wrapped":
+        model[0] = torch.compile(part, backend="eager")
+    elif way == "in place":
+        part.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+
+    assert {name: name in compiled for name in ("", "0", "0.0", "1")} == {
+        item.name: item.compiled for item in named_modules(model)
+    }
+
+
+def test_recomputed_calls_are_identified_in_any_order():
+    """Random calls of shared modules in several micro-batches. Each part keeps the address of its first argument."""
+    for seed in range(40):
+        choice = random.Random(seed)
+        calls, parts, pointer = Calls(), [], 1000
+        for _ in range(choice.randint(1, 6)):
+            part: list[ModuleCall] = []
+            micro_step = choice.randint(0, 2)
+            pointer += 1
+            for number in range(choice.randint(1, 4)):
+                # Tensors inside of a part reuse the same few addresses.
+                where = pointer if number == 0 else choice.randint(1, 3)
+                part.append(calls.begins(choice.choice("abc"), micro_step, with_gradients=False, pointer=where))
+            parts.append(part)
+        choice.shuffle(parts)
+        for part in parts:
+            assert part == [calls.again(call.module, call.pointer if not n else 2) for n, call in enumerate(part)]
+            calls.gradient_arrived()
+
+        assert calls.again("a", 0) is None
+
+
+def test_recomputed_call_without_argument_is_the_latest_one():
+    calls = Calls()
+    parts = [[calls.begins(name, 0, with_gradients=False) for name in "ab"] for _ in range(3)]
+
+    assert [None, 1, 2] == [part[0].seq for part in parts]
+    for part in reversed(parts):
+        assert part == [calls.again(call.module, 0) for call in part]
+        calls.gradient_arrived()
+
+
+A, B, C, D = (torch.tensor(float(number)) for number in range(4))
 
 
 def test_depth_and_tensor_limits_and_unknown_types_are_reported():
@@ -117,6 +169,21 @@ def test_depth_and_tensor_limits_and_unknown_types_are_reported():
     cyclic: list[Any] = [A]
     cyclic.append(cyclic)
     assert 0 < len(returned(cyclic).slots) <= MAX_TENSORS
+
+
+def test_part_is_selected_by_position_number_or_name():
+    outputs, inputs = returned((A, (B, C), D)), received((A, None, B), {"mask": C})
+    select = lambda text, found: [float(slot.tensor) for slot in ObjectSpec.parse(text).select(found) or ()]  # noqa: E731
+
+    assert {"tuple[3]:0": [0.0], "tuple[3]:1": [1.0, 2.0], "list[3]": [0.0, 1.0, 2.0, 3.0], "tuple[4]:0": []} == {
+        text: select(text, outputs) for text in ("tuple[3]:0", "tuple[3]:1", "list[3]", "tuple[4]:0")
+    }
+    by_number, by_position = "list[3]:1", "tuple[4]:2"  # in module_struct.json, and in the call
+    assert {by_number: [1.0], by_position: [1.0], "dict:mask": [2.0], "dict:mas": [], "tensor": []} == {
+        text: select(text, inputs) for text in (by_number, by_position, "dict:mask", "dict:mas", "tensor")
+    }
+    single = [("tensor", A), ("tuple[1]:0", A), ("tensor", (A, 1))]
+    assert [[0.0]] * 3 == [select(text, returned(output)) for text, output in single]
 
 
 @pytest.mark.parametrize("text", ["", "tuple", "tuple[2]:", "tuple[2]:2", "tuple[-1]", "dict:", "Tensor", None, 3])

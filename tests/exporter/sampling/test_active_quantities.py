@@ -75,11 +75,48 @@ def test_each_quantity_has_its_own_schedule_targets_and_ranks():
     } == {(row.step, row.entry.kind, row.entry.tensor) for row in rows}
 
 
+def entries(names: str) -> list[PlanEntry]:
+    return [PlanEntry(kind="act_out", tensor=name) for name in names]
+
+
+def names(plan: PlanRegistry) -> list[str]:
+    return [entry.tensor for entry in plan.version().entries]
+
+
 def test_full_plan_counts_rejected_entries():
     plan = PlanRegistry(max_entries=1)
-    entries = [PlanEntry(kind="act_out", tensor=name) for name in "ab"]
 
-    assert (range(1), None, 1) == (plan.add(entries[:1]), plan.add(entries[1:]), plan.left_out)
+    assert (range(1), None, 1) == (plan.add(entries("a")), plan.add(entries("b")), plan.left_out)
+
+
+def test_rows_that_two_quantities_have_are_not_dropped_by_one_of_them():
+    """A capture writes to the rows of the suspended quantity, which gets them back."""
+    plan = PlanRegistry(max_entries=8)
+    rows = plan.add(entries("a"))
+    plan.release(rows)
+    assert rows == plan.add(entries("a"))
+    plan.drop(rows)
+
+    assert ["a"] == names(plan)
+    plan.release(rows)
+    plan.reclaim(rows)
+    plan.drop(rows)
+    assert [] == names(plan)
+
+
+def test_abandoned_rows_are_dropped_unless_another_quantity_gets_them():
+    plan = PlanRegistry(max_entries=8)
+    rows = [plan.add(entries(name)) for name in "abc"]
+    for own in rows[1:]:
+        plan.release(own)
+        plan.abandon(own)
+    plan.abandon(rows[0])  # still in use
+    assert rows[1] == plan.add(entries("b"))
+    assert [(1, 1), (1, 2)] == [plan.abandoned() for _ in range(2)]
+    plan.drop_abandoned()
+
+    assert ["a", "b"] == names(plan)
+    assert rows[2] == plan.add(entries("c"))
 
 
 class TiedNet(nn.Module):
