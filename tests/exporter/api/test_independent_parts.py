@@ -4,6 +4,7 @@ import functools
 import json
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -258,6 +259,21 @@ def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, c
     assert [1] == [step for step in told if step is not None]
     assert (1,) == training.monitor.sink("api").steps()
     assert "publishing a record" in named(caplog)
+
+
+def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
+    training = Training()
+    training.train()
+    channel = training.session.channel
+    for part in ("_overhead", "_dropped"):
+        monkeypatch.setattr(channel, part, broken)
+    monkeypatch.setattr(channel, "_sources", replace(channel._sources, collectives=broken, stretch=broken))
+    page = urllib.request.urlopen(f"{training.monitor.address}/metrics", timeout=30).read().decode()
+    training.finish()
+
+    assert "rankscope_run_info{" in page
+    assert "rankscope_ring_records{" in page
+    assert 4 == len(named(caplog))
 
 
 @pytest.mark.parametrize("part", ["persistence", "_server", "_registration"])

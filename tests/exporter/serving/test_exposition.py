@@ -7,6 +7,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
 
@@ -129,6 +130,16 @@ def test_page_without_records_is_valid_and_a_lone_surrogate_is_replaced(record):
 
     bench.live.update(record(0, scalars=(Scalar("bad \ud800 name", 1.0),)))
     assert {("bad ? name",): 1.0} == bench.samples("rankscope_scalar")
+
+
+def test_absent_tensor_has_no_sample(statistics):
+    entries = [PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")]
+    made = statistics(entries, [{"norm": 1.0}, None])
+    stale = Statistics(made.plan, pa.array([1.0] * len(made.values), pa.float32()), made.counts)
+    bench = Bench()
+    bench.live.update(StepRecord(ts=0, step=0, statistics=stale))
+
+    assert {"here"} == {tensor for _, tensor, _ in bench.samples("rankscope_tensor_value")}
 
 
 def test_page_ops_selects_the_ops_of_the_page(record):
@@ -327,6 +338,17 @@ def test_rule_fires_until_its_kind_is_evaluated_again(live, record):
         shown.append(live.snapshot().firing)
 
     assert [(True, True), (True, False), (False, False)] == [(firing[gradient], firing[scalar]) for firing in shown]
+
+
+def test_each_kind_has_the_values_of_its_latest_record(live, record):
+    live.update(record(9, [GRADIENT, ACTIVATION], ONE * 2))
+    live.update(record(5, [GRADIENT], ONE))  # a step may decrease
+    live.update(record(6, scalars=(Scalar("loss", 1.0),)))
+    snapshot = live.snapshot()
+
+    wanted = {(5, frozenset({"grad_reduced"})), (9, frozenset({"act_out"}))}
+    assert wanted == {(sampled.step, sampled.kinds) for sampled in snapshot.tensors}
+    assert 6 == snapshot.step
 
 
 def test_scalars_have_their_latest_value_and_a_limited_number_of_series(live, record):
