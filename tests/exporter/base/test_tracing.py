@@ -22,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope_exporter.base import graph_capture, tracing
+from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.tracing import Entry, is_plain
 
 EVERYTHING = (
     *("parameters", "gradients", "micro_gradients", "optimizer_state", "activations"),
@@ -335,6 +337,21 @@ def test_training_is_bit_identical_and_its_rows_are_right(case):
     assert set() == {row.entry.kind for row in rows} & case.absent - {key[1] for key in loop.norms}
     notes = watched.messages("note")
     assert [case.names] == [case.names for note in notes if case.names is None or case.names in note] or not notes
+
+
+def test_modes_are_restored_in_order_after_an_entry_that_raises():
+    def fails() -> None:
+        assert is_plain()
+        raise RuntimeError("no")
+
+    boundary = ErrorBoundary()
+    with CountedFunctions() as outer, CountedFunctions() as inner, CountedOperations() as operations:
+        Entry(fails, boundary)()
+        modes = torch.overrides._get_current_function_mode_stack()
+        torch.ones(2).sum()
+
+    assert (1, [outer, inner]) == (boundary.count, modes)
+    assert 1 == operations.counted["aten.sum.default"] == outer.counted["sum"]
 
 
 @pytest.mark.thorough

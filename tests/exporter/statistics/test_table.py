@@ -53,6 +53,20 @@ def test_any_number_of_steps_needs_two_buffers(compiled):
     assert 2 == len(addresses)
 
 
+def test_growing_table_keeps_its_statistics():
+    table = StatisticsTable(1, CPU)
+    MeasureGroup(range(1)).measure([torch.tensor([3.0, 4.0])], table)
+    early = HostCopy(table, 1)
+    MeasureGroup(range(1)).measure([torch.tensor([3.0, 4.0])], table)
+    table.grow(70)
+    MeasureGroup(range(69, 70)).measure([torch.ones(9)], table)
+    late = finish(HostCopy(table, 70))
+
+    assert [5.0] == finish(early).values[0].tolist()
+    assert [5.0, 3.0] == late.values[0, [0, 69]].tolist()
+    assert [0, 69] == late.present.nonzero()[0].tolist()
+
+
 def test_tensors_may_move_grow_and_return(compiled, check):
     """Addresses are kept between steps; a wrong one would read foreign memory. An absent entry has no older value."""
     table = StatisticsTable(3, CPU)

@@ -1,9 +1,13 @@
 """The kernel for CUDA devices, executed by Triton's interpreter on CPU tensors. `make test-gpu` runs it compiled."""
 
+import contextlib
 import importlib
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.exporter.statistics.conftest import CPU, numbers
@@ -80,6 +84,13 @@ def test_tensors_that_move_keep_their_entries(kernels, check):
                 check(finished, entry, tensor, ops=DEFAULT_OPS)
 
 
+def test_equal_tensors_have_equal_bits_wherever_they_are(measured):
+    tensor = numbers(3 * CHUNK + 5, torch.float32)
+    finished = measured([tensor, numbers(CHUNK, torch.float64), torch.cat([tensor[:1], tensor])[1:], tensor.clone()])
+
+    assert np.array_equal(finished.values[:, [0, 0]], finished.values[:, [2, 3]])
+
+
 def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(kernels):
     unreadable = [torch.arange(5), torch.randn(3, dtype=torch.complex64), torch.ones(4, 4).to_sparse()]
     without_memory = [torch.empty(3, device="meta"), torch._efficientzerotensor((3,))]
@@ -113,6 +124,50 @@ def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeyp
     arguments.run(kernels.measure_jobs, tensors, table)
 
     check(finish(HostCopy(table)), 0, tensors[0], ops=DEFAULT_OPS)
+
+
+def test_kernels_start_on_the_device_of_the_table(kernels, monkeypatch):
+    """Triton uses the current device of the thread, which may be another one."""
+    current: list[torch.Tensor] = []
+    started: list[tuple[torch.Tensor, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, _grid: Any) -> Callable[..., None]:
+            return lambda *_args, **_constants: started.append((*current,))
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.clear()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("_measure_chunks", "_combine_chunks"):
+        monkeypatch.setattr(kernels, name, Kernel())
+    table = StatisticsTable(1, CPU)
+    DeviceArguments(range(1), 0.0).run(kernels.measure_jobs, [torch.ones(CHUNK + 1)], table)
+
+    assert [(table.buffer,)] * 2 == started
+
+
+def test_library_that_a_script_has_replaced_is_not_used(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    kernel = loading.LazyKernel("triton", lambda: print)
+
+    assert not kernel.is_possible
+    assert kernel.warm_up() is None
+
+
+def test_interpreted_kernel_is_not_used_on_a_device(kernels, caplog):
+    """Triton's interpreter runs on the host and would read addresses of the device there, which ends the process."""
+    assert not kernels.IS_COMPILED
+    device = torch.device("cuda", 15)
+    thread = loading.warm_up(device)
+    assert thread is not None
+    thread.join()
+
+    assert "triton cannot be used (RuntimeError: TRITON_INTERPRET is set)" in caplog.text
+    assert "torch" == loading.backend_name(device)
 
 
 def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):
