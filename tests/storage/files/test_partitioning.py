@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from tests.properties import examples
-from tests.storage.rows import ask, files, put, table
+from tests.storage.rows import ask, entries, files, put, table
 
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
@@ -158,6 +158,14 @@ def test_delta_reader_reads_unwritten_columns_as_null(writer, connection):
     told = DeltaTable(str(connection.path)).to_pyarrow_dataset().to_table(columns=["value", "step", "rank"])
 
     assert [(1.0, None, None), (2.0, 7, None)] == sorted((r["value"], r["step"], r["rank"]) for r in told.to_pylist())
+
+
+def test_run_of_samples_is_checked_against_the_log(writer, connection):
+    append(writer, {"run": "a"})
+    entry = entries(connection.path)[-1]
+    entry.write_text(entry.read_text().replace('\\"run\\":\\"a\\"', '\\"run\\":\\"b\\"'))
+
+    assert not check(connection.path, deep=True).is_intact
 
 
 def test_rename_and_retention_work_on_files_without_null_columns(writer, connection):
