@@ -14,7 +14,7 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.deploy import alertmanager
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config
-from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, as_yaml, prometheus_config
+from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, as_yaml, duration, prometheus_config
 from rankscope_dashboards.generate import PROVISIONING
 
 HOOK = Webhook(url="https://alerts.example/hook?key=1")
@@ -167,6 +167,12 @@ def test_discovery_scrapes_and_remote_read_use_token_and_certificates(by_promtoo
     assert [{"ca_file": "secret", "server_name": "service"}] * 3 == [part["tls_config"] for part in parts]
     assert {"insecure_skip_verify": True} == ranks["tls_config"]
     assert "token" not in as_yaml(document)
+
+
+def test_duration_uses_the_largest_unit_without_a_fraction():
+    texts = {0.25: "250ms", 60: "1m", 90: "90s", 3600: "1h", 1.5: "1500ms", 0: "0ms"}
+
+    assert texts == {seconds: duration(seconds) for seconds in texts}
 
 
 def test_no_alert_rule_reads_the_store():

@@ -17,7 +17,7 @@ from rankscope_view.data.event_query import EventQuery, select_events
 from rankscope_view.data.events import NEWEST, Group, event_lines, event_log, markers
 from rankscope_view.data.history import read_history
 from rankscope_view.data.incidents import happening, incidents, sentence_of
-from rankscope_view.data.raw_rows import raw_histories
+from rankscope_view.data.raw_rows import raw_histories, read_rows
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
@@ -305,3 +305,7 @@ def test_long_series_equals_sql(long_runs, run):
         expected, found = read_history(long_runs, run, scalar), histories[scalar]
         for name in ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands"):
             np.testing.assert_allclose(getattr(expected, name), getattr(found, name), rtol=1e-15)
+
+
+def test_long_imported_run_needs_sql(long_runs):
+    assert {"log"} == read_rows(long_runs, ["log"], ["loss"]).for_sql
