@@ -200,3 +200,17 @@ def test_replacement_is_a_method_that_can_be_wrapped_and_bound_again():
     replaced.remove()
 
     assert (5, [4]) == (engine.update(1), seen)
+
+
+def test_method_in_the_instance_is_called_and_restored():
+    engine, seen = Engine(), Seen()
+    engine.update = types.MethodType(lambda owner, by: Engine.update(owner, 10 * by), engine)  # type: ignore[method-assign]
+    before = engine.update
+    replaced = PatchedMethod(engine, "update", seen.around)
+
+    assert (10, [10]) == (engine.update(1), seen)
+    assert (20, [10]) == (copy.deepcopy(engine).update(1), seen)
+
+    replaced.remove()
+
+    assert before is engine.update

@@ -144,16 +144,6 @@ def test_recomputed_calls_are_identified_in_any_order():
         assert calls.again("a", 0) is None
 
 
-def test_recomputed_call_without_argument_is_the_latest_one():
-    calls = Calls()
-    parts = [[calls.begins(name, 0, with_gradients=False) for name in "ab"] for _ in range(3)]
-
-    assert [None, 1, 2] == [part[0].seq for part in parts]
-    for part in reversed(parts):
-        assert part == [calls.again(call.module, 0) for call in part]
-        calls.gradient_arrived()
-
-
 A, B, C, D = (torch.tensor(float(number)) for number in range(4))
 
 
