@@ -305,6 +305,8 @@ def test_long_series_equals_sql(long_runs, run):
         expected, found = read_history(long_runs, run, scalar), histories[scalar]
         for name in ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands"):
             np.testing.assert_allclose(getattr(expected, name), getattr(found, name), rtol=1e-15)
+    if run == "several":
+        assert np.shares_memory(histories["grad_norm"].time, histories["loss"].time)
 
 
 def test_long_imported_run_needs_sql(long_runs):
