@@ -262,6 +262,16 @@ def test_plan_is_converted_to_rows_of_tensors_and_rejected_with_another_hash():
         PlanCache().add("0" * 32, plan.to_json())
 
 
+def test_least_recently_used_plan_is_evicted_from_a_full_cache():
+    cache = PlanCache(size=2)
+    texts = {plan_hash(text): text for text in (json.dumps({"entries": [], "n": n}) for n in range(3))}
+    for plan_id, text in texts.items():
+        cache.add(plan_id, text)
+        cache.get(next(iter(texts)))
+
+    assert [True, False, True] == [cache.get(plan_id) is not None for plan_id in texts]
+
+
 # Many bodies decoded together give the same rows as each body alone, and the rows of a series are adjacent.
 
 MADE = {"run": st.sampled_from(["a", "学"]), "attempt": st.integers(0, 1), "rank": st.integers(0, 2)}

@@ -1,8 +1,9 @@
 """Poll intervals, and admission control: requested rows do not exceed the capacity."""
 
 import asyncio
+import itertools
+import time
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from rankscope_ingest.record_channel.client import NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
 from rankscope_ingest.record_channel.validate import PlanCache
 from rankscope_ingest.runs.models import Health
+from rankscope_ingest.service.polling import Pollers
 
 PACE = Pace(poll_seconds=2.0, max_backoff_seconds=30.0, targets=lambda: 1000)
 
@@ -77,26 +79,66 @@ def test_failures_back_off_with_jitter_up_to_the_cap():
     assert 60 == PACE.after_failure(1, 0.5, 60)
 
 
-async def test_rank_that_missed_its_last_poll_is_asked_for_one_record():
-    """A rank that hangs holds its reservation until the timeout."""
-    asked, answers = [], iter([True, False, False, True, True])
-    budget = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
-    budget.learn(records=1, rows=10, size=100)
+class Rank:
+    """A rank that misses the polls for which `answers` is false. It is the source, and the sink of its loop."""
 
-    async def records(_, *, max_bytes, **__):
-        asked.append(max_bytes)
-        if not next(answers):
+    is_full = False
+
+    def __init__(self, answers):
+        self.asked, self.times, self._answers = [], [], itertools.cycle(answers)
+        self.poll_budget = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
+        self.poll_budget.learn(records=1, rows=10, size=100)
+
+    async def records(self, _, *, max_bytes, **__):
+        self.asked.append(max_bytes)
+        self.times.append(time.monotonic())
+        if not next(self._answers):
             raise FetchError("timeout", "timed out")
         return NothingNew(RingStatus(head=40))
 
-    ignored = dict.fromkeys(("on_answer", "on_failure"), lambda *_: None)
-    sink = SimpleNamespace(is_full=False, poll_budget=budget, **ignored)
-    loop = TargetLoop(target(), SimpleNamespace(records=records), PlanCache(), sink, PACE, clock=lambda: 0.0)
+    def on_answer(self, _):
+        pass
+
+    def on_failure(self, _, __):
+        pass
+
+
+async def test_rank_that_missed_its_last_poll_is_asked_for_one_record():
+    """A rank that hangs holds its reservation until the timeout."""
+    rank = Rank([True, False, False, True, True])
+    loop = TargetLoop(target(), rank, PlanCache(), rank, PACE, clock=lambda: 0.0)
     for _ in range(5):
         await loop.poll_once()
 
     of_one_record = 100
-    assert [False, False, True, True, False] == [size == of_one_record for size in asked]
+    assert [False, False, True, True, False] == [size == of_one_record for size in rank.asked]
+
+
+async def test_pokes_cause_at_most_four_polls_per_second():
+    """Also while polls fail, and are otherwise repeated after a long pause."""
+    rank, pace = Rank([True, False]), Pace(poll_seconds=3600.0, max_backoff_seconds=3600.0)
+    loop = TargetLoop(target(), rank, PlanCache(), rank, pace, clock=time.monotonic)
+    polling = asyncio.create_task(loop.run())
+    while len(rank.times) < 4:
+        loop.poke()
+        await asyncio.sleep(0.01)
+    polling.cancel()
+
+    assert rank.times[3] - rank.times[0] > 3 * 0.25 - 0.05
+
+
+async def test_process_that_returns_is_polled_after_its_last_received_record():
+    """Its rows that wait for a commit are not polled again, and are not reported to it as committed."""
+
+    async def watermark(_):
+        return 3
+
+    found = []
+    for one in (target(), target(cursor=5, committed=2)):
+        await Pollers(lambda _: None, watermark).loop_of(one)
+        found.append((one.cursor, one.committed))
+
+    assert [(3, 3), (5, 3)] == found
 
 
 # Admission control, for any number of ranks and any backlog.

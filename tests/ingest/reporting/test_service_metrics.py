@@ -332,6 +332,16 @@ async def test_page_that_is_opened_gets_rows_that_are_not_stored_yet():
     ]
 
 
+async def test_old_responses_are_not_kept():
+    tails = LiveTails(kept_seconds=0.0)
+    tails.add(body(0, {1: 1.0}))
+    tails.add(body(0, {2: 1.0}))
+    with tails.viewing("r"):
+        _, found = await rows(tails)
+
+    assert [2] == [step for _, step, _, _ in found]
+
+
 # Goodput.
 
 

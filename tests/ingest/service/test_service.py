@@ -17,6 +17,7 @@ from tests.ingest.conftest import encode_records
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
+from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import CurveRequest, Smoothing, curve
@@ -505,3 +506,24 @@ async def test_lost_records_are_undone_when_they_arrive(start_service, fake_rank
     assert [{"value": 5.0}, {"value": -5.0}] == gaps
     with connect(service.store) as connection:
         assert 0 == summary(connection, "r").lost_records
+
+
+async def test_rank_that_cannot_be_drained_does_not_affect_the_others(start_service, fake_rank, monkeypatch):
+    """The service polls the remaining records when it stops."""
+    async with fake_rank(world_size=2) as one, fake_rank(rank=1, world_size=2) as other:
+        async with start_service() as service:
+            for rank in (one, other):
+                await rank.deliver(service, 1)
+            original = TargetLoop.poll_once
+
+            async def poll(loop):
+                if loop.target.registration.rank == 0:
+                    raise TypeError("not foreseen")
+                return await original(loop)
+
+            monkeypatch.setattr(TargetLoop, "poll_once", poll)
+            for rank in (one, other):
+                rank.publish_steps(4)
+        rows = service.rows(LOSSES)
+
+    assert 4 == max(row["seq"] for row in rows if row["rank"] == 1)

@@ -7,6 +7,7 @@ import io
 import json
 import re
 
+import pytest
 from tests.ingest.servers import Receiver
 
 from rankscope.commands.incidents import incidents
@@ -78,6 +79,25 @@ async def test_launch_with_fewer_ranks_is_the_next_attempt_of_its_run(start_serv
         (row["attempt"], row["state"], row["world_size"]) for row in rows
     ]
     assert "rank 1: ValueError: no" == rows[0]["reason"]
+
+
+@pytest.mark.thorough
+async def test_repeated_launch_id_after_the_end_starts_a_new_attempt(start_service, fake_rank, eventually):
+    """Restarted ranks without a process group derive an equal id. This works across a restart of the service."""
+    numbers = []
+    for name in ("first", "second", "third"):
+        async with start_service() as service:
+            for again in ("", "-again") if name == "third" else ("",):
+                async with fake_rank(incarnation=name + again, started_at=4_000_000_000_000_000) as rank:
+                    rank.publish_steps(2)
+                    await rank.register(service.url)
+                    numbers.append(rank.attempt)
+                    await eventually(lambda: is_in(service, "running", attempt=numbers[-1]))
+                    await end(rank, service, eventually)
+                    await eventually(lambda: is_in(service, "completed", attempt=numbers[-1]))
+            await service.end()
+
+    assert [0, 1, 2, 3] == numbers
 
 
 async def test_rank_of_an_older_attempt_does_not_change_the_state_of_the_run(start_service, fake_rank, eventually):

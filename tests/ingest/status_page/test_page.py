@@ -20,7 +20,7 @@ from tests.properties import examples
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.status_page import assets
 from rankscope_ingest.status_page.assets import PAGE_HEADERS
-from rankscope_ingest.status_page.collect import LagClock
+from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, LagClock
 from rankscope_ingest.status_page.page import COLOURS, MAX_ROWS, MAX_RUNS, page
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.runs.tags import edit_tags, set_note, set_tags
@@ -327,6 +327,16 @@ async def test_expired_registration_is_gone_and_can_return(start_service, fake_r
 
 def target_at(head=-1, committed=-1):
     return builders.target(head=head, committed=committed)
+
+
+def test_observations_are_bounded_and_keep_the_oldest_one():
+    rank, clock = target_at(), LagClock()
+    for second in range(20_000):
+        rank.head = second
+        clock.look([rank], float(second))
+
+    assert 20_000.0 == clock.seconds(rank, 20_000.0)
+    assert len(clock._observations["i0"]) <= MAX_OBSERVATIONS
 
 
 @settings(max_examples=examples(40))

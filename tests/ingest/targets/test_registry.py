@@ -63,6 +63,16 @@ def test_each_launch_is_the_next_attempt_also_after_those_in_the_store():
     assert 5 == later.register(registration(launch_id="new", incarnation="i1"), HOME, 0.0).target.attempt
 
 
+def test_repeated_launch_id_after_the_end_starts_a_new_attempt():
+    """Restarted ranks without a process group derive an equal id."""
+    numbers, over = AttemptNumbers([("r", "launch", 3)]), set()
+    found = [numbers.number("r", "launch", over.__contains__)]
+    over.add(3)
+    found += [numbers.number("r", "launch", over.__contains__) for _ in range(2)]
+
+    assert [(3, False), (4, True), (4, False)] == found
+
+
 def test_second_live_process_of_a_rank_is_rejected_with_the_first_one():
     """Another rank serves the spool of a process only when it is dead."""
     book = registry()
