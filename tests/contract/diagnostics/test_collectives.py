@@ -17,7 +17,7 @@ from rankscope_contract.diagnostics.collective_format import (
     ranks_in,
     spans,
 )
-from rankscope_contract.diagnostics.rank_groups import Standing, grouped, own_frame
+from rankscope_contract.diagnostics.rank_groups import Standing, grouped, own_frame, ranks_text
 from rankscope_contract.diagnostics.stacks import (
     Collective,
     FlightRecord,
@@ -375,3 +375,18 @@ def test_text_contains_the_call_and_its_line_in_own_code(frames, calls, text):
 
 def test_rank_without_data_is_in_no_python_code():
     assert "rank 3 in no Python code" == f"{grouped([Standing.of(3, None, None)])[0]}"
+
+
+def test_place_has_training_thread_and_oldest_pending_collective():
+    threads = (ThreadStack(ident=1, frames=(NEXT,)), ThreadStack(ident=2, frames=(STEP,), is_training=True))
+    dump = StackDump(reason="hang", threads=threads)
+    done, first, second = collective(3, is_pending=False), collective(4), collective(5)
+    flight = FlightRecord(reason="hang", collectives=(done, first, second), recorded=3)
+
+    assert Standing(rank=0, frames=(STEP,), pending=first, latest=second) == Standing.of(0, dump, flight)
+
+
+def test_long_list_of_ranks_is_cut_off():
+    every_second = ", ".join(map(str, range(0, 32, 2)))
+
+    assert f"ranks {every_second} and 484 more" == ranks_text(range(0, 1000, 2))

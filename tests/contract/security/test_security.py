@@ -202,14 +202,6 @@ def served(certificates, cert="server", key=None, **changes):
     return TlsServer(cert_file=certificates.cert(cert), key_file=certificates.key(key or cert), **changes)
 
 
-def test_server_context_has_the_configured_settings(certificates):
-    settings = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": certificates.ca}
-    context = server_context(served(certificates, **settings, min_version="TLS13"))
-
-    assert ssl.CERT_REQUIRED == context.verify_mode
-    assert (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3) == (context.minimum_version, context.maximum_version)
-
-
 def test_client_context_verifies_certificate_and_host_name(certificates):
     context = client_context(certificates.ca, None, None)
 

@@ -13,6 +13,7 @@ from tests.exporter.parts import QUIET, hooks_of
 from tests.programs import run_two_ranks
 
 from rankscope_exporter import Anomaly, AnomalyNan, Monitor
+from rankscope_exporter.records.step_record import Scalar
 
 NAN = float("nan")
 CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}
@@ -201,6 +202,15 @@ def test_sample_ids_of_an_evaluation_belong_to_no_step():
     assert [{"1": [[7]]}] == training.samples()
 
 
+def test_sample_ids_of_training_in_evaluation_mode_belong_to_the_step():
+    with Training() as training:
+        training.net.eval()
+        training.train(2)
+        training.fire()
+
+    assert [{"3": [[3]]}] == training.samples()
+
+
 @pytest.mark.parametrize("ids", [range(10**12), [f"{'x' * 40}{i}" for i in range(5000)]])
 def test_sample_ids_that_do_not_fit_an_event_are_counted(ids):
     with Training() as training:
@@ -268,6 +278,33 @@ def test_failed_capture_request_keeps_the_flight_record_and_the_callback(monkeyp
         wait_until(lambda: taken and seen)
 
     assert (["taken"], [(3, ())], 2) == (taken, seen, training.faults)
+
+
+def test_capture_with_unremovable_hooks_ends(monkeypatch):
+    with Training() as training:
+        monkeypatch.setattr(training.session.reactions.captures, "_release", failing)
+        training.train(2)
+        training.fire()
+        training.train(9)
+
+    assert [False] == [told["cut_short"] for told in training.told("ended")]
+    assert 1 == training.faults
+
+
+def test_unreadable_samples_keep_event_and_callback(monkeypatch):
+    seen: list[tuple[Any, ...]] = []
+    with Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples))) as training:
+        training.train(2)
+        module = "rankscope_exporter.records.pending_step"
+        monkeypatch.setattr(f"{module}.Transfer.wait", failing)
+        monkeypatch.setattr(f"{module}.Pending.scalar", lambda item: Scalar(item.name, item.value))
+        training.fire(ids=lambda step: torch.tensor([step]))
+        # Two threads read the samples, for the callback and for the event. Both must do so before the device recovers.
+        wait_until(lambda: seen and training.told("asked"))
+        monkeypatch.undo()
+
+    assert [(3, ("a tensor that cannot be read: OSError",))] == seen
+    assert [{"3": ["a tensor that cannot be read: OSError"]}] == training.samples()
 
 
 PROGRAM = """

@@ -191,13 +191,6 @@ def test_share_accepts_percent_and_fraction(given_as, expected):
     assert expected == share_of(given_as)
 
 
-def test_overhead_below_the_limit_changes_nothing():
-    training = SimulatedTraining(0.01, step=0.1, sampled=0.0005, idle=0.0)
-    training.train(600)
-
-    assert [] == training.changes
-
-
 def test_interval_is_halved_after_consecutive_low_windows():
     """A sampled step costs 10 ms more than the 100 ms of a step; one in 16 costs 0.6 %.
 

@@ -18,7 +18,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving import http_server, persistence, registration
+from rankscope_exporter.serving import http_server, persistence
 from rankscope_exporter.serving.config import ServeConfig, ServeError
 from rankscope_exporter.serving.http_server import Answer, open_server
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
@@ -392,15 +392,6 @@ def test_polls_without_the_lease_do_not_suppress_heartbeats(leased_for, service,
     rank = leased_for(0.2)
 
     until(lambda: rank.records(-1, committed=-1, Rankscope_Lease="lease-0") and len(service.registrations) >= 2)
-
-
-def test_polled_rank_sends_a_heartbeat_at_the_longest_interval(leased_for, service, until, monkeypatch):
-    monkeypatch.setattr(registration, "MAX_HEARTBEAT_SECONDS", 0.4)
-    began = time.monotonic()
-    rank = leased_for(0.3)
-    until(lambda: rank.records(-1, committed=-1, Rankscope_Lease=service.lease) and len(service.registrations) == 4)
-
-    assert time.monotonic() - began >= 3 * 0.4
 
 
 def test_reply_with_committed_above_the_head_is_a_fault(new_rank, service, until):

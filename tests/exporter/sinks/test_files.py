@@ -20,7 +20,7 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files, sink_classes
-from rankscope_exporter.sinks.base import Sink, Sinks
+from rankscope_exporter.sinks.base import LONGEST_PAUSE, Sink, Sinks
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_exporter.sinks.files import output_folder
 from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
@@ -197,6 +197,15 @@ def test_failing_sink_is_retried_after_growing_pauses_until_it_recovers(healthy,
 
     assert offered == sink.offered
     assert {"sink_failing": steps - 1 - len({*offered} & {*healthy})} == sinks.missed
+
+
+def test_sink_that_fails_for_days_is_still_retried():
+    sink = Failing()
+    sinks = Sinks([sink], ErrorBoundary())
+    for step in range(5 * LONGEST_PAUSE):
+        sinks.put(record(step))
+
+    assert LONGEST_PAUSE + 1 == sink.offered[-1] - sink.offered[-2]
 
 
 def test_failing_sink_is_reported_once_and_others_continue(caplog):

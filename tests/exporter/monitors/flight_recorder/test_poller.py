@@ -1,6 +1,7 @@
 """The thread that reads the flight record, and the collectives of two real ranks, compared with a log of the ranks."""
 
 import json
+import sys
 import threading
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -19,14 +20,14 @@ from rankscope_contract.diagnostics.collective_calls import Call, calls_of_note,
 from rankscope_contract.diagnostics.collective_format import CallState
 from rankscope_contract.diagnostics.stacks import FlightRecord
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.monitors.flight_recorder import poller
+from rankscope_exporter.monitors.flight_recorder import poller, torch_api
 from rankscope_exporter.monitors.flight_recorder.poller import (
     MOST_STEPS_BETWEEN,
     FlightRecorderPoller,
     PollSchedule,
     StepAssignment,
 )
-from rankscope_exporter.monitors.flight_recorder.torch_api import Report
+from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
 from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode
@@ -117,6 +118,13 @@ def test_unfinished_call_is_entered_unless_it_was_overwritten(last, is_last, sta
     taken = timeline.take({"cpu": last}, RANKS, is_last=is_last)
 
     assert [(1, 1, 0, state, None), (2, 1, 1, "left", None)] == [summary(row) for row in taken.rows]
+
+
+def test_last_reading_includes_calls_after_the_last_step(timeline):
+    late = {"cpu": [raw(0, 99)]}
+
+    assert [] == timeline.take(late, RANKS).rows
+    assert [1] == [row["step"] for row in timeline.take(late, RANKS, is_last=True).rows]
 
 
 def test_restarted_recorder_is_followed_and_two_recorders_share_one_order(timeline):
@@ -326,6 +334,16 @@ def test_rows_are_published_if_groups_cannot_be_read(torch_, monkeypatch, caplog
     assert [(3, None)] == [(row["step"], row["group_ranks"]) for row in rows_of(records)]
     assert 0 < boundary.count
     assert 1 == len([record for record in caplog.records if "ranks of process groups failed" in record.getMessage()])
+
+
+def test_failed_compiler_import_reads_without_stacks(monkeypatch):
+    def broken(_name):
+        raise RuntimeError("no cache folder")
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", object())  # as in a process that has loaded it
+    monkeypatch.setattr(torch_api.importlib, "import_module", broken)
+
+    assert False is prepare_stacks()
 
 
 BOTH = (0, 1)
