@@ -168,11 +168,25 @@ class Engine:
         return self.updates
 
 
+class Passing:
+    inner = Engine()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
 class Seen(list[int]):
     def around(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         self.append(result)
         return result
+
+
+def test_method_of_an_object_that_forwards_attributes_is_called():
+    proxy, seen = Passing(), Seen()
+    PatchedMethod(proxy, "update", seen.around)
+
+    assert (2, [2]) == (proxy.update(2), seen)
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -209,7 +223,7 @@ def test_method_in_the_instance_is_called_and_restored():
     replaced = PatchedMethod(engine, "update", seen.around)
 
     assert (10, [10]) == (engine.update(1), seen)
-    assert (20, [10]) == (copy.deepcopy(engine).update(1), seen)
+    assert (20, 10, [10]) == (copy.deepcopy(engine).update(1), engine.updates, seen)
 
     replaced.remove()
 

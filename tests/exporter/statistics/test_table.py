@@ -116,6 +116,14 @@ def test_accelerator_formula_gives_the_same_numbers(check):
         check(finish(HostCopy(table)), 0, tensor, ops=DEFAULT_OPS)
 
 
+def test_table_created_in_inference_mode_works_in_training(compiled):
+    with torch.inference_mode():
+        table = StatisticsTable(1, CPU)
+    MeasureGroup([0], compiled=compiled).measure([torch.full((3,), 2.0)], table)
+
+    assert 2.0 == finish(HostCopy(table)).values[MAX, 0]
+
+
 def test_kernel_that_becomes_ready_within_a_step_is_used_from_the_next() -> None:
     """Equal tensors of one step have bit-identical sums, although the two backends round differently."""
     ready = iter([None, print])

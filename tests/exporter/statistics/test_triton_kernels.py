@@ -7,7 +7,6 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.exporter.statistics.conftest import CPU, numbers
@@ -82,13 +81,6 @@ def test_tensors_that_move_keep_their_entries(kernels, check):
             assert (tensor is not None) == finished.present[entry]
             if tensor is not None:
                 check(finished, entry, tensor, ops=DEFAULT_OPS)
-
-
-def test_equal_tensors_have_equal_bits_wherever_they_are(measured):
-    tensor = numbers(3 * CHUNK + 5, torch.float32)
-    finished = measured([tensor, numbers(CHUNK, torch.float64), torch.cat([tensor[:1], tensor])[1:], tensor.clone()])
-
-    assert np.array_equal(finished.values[:, [0, 0]], finished.values[:, [2, 3]])
 
 
 def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(kernels):
