@@ -387,6 +387,4 @@ def test_place_has_training_thread_and_oldest_pending_collective():
 
 
 def test_long_list_of_ranks_is_cut_off():
-    every_second = ", ".join(map(str, range(0, 32, 2)))
-
-    assert f"ranks {every_second} and 484 more" == ranks_text(range(0, 1000, 2))
+    assert ranks_text(range(0, 1000, 2)).endswith(" 26, 28, 30 and 484 more")

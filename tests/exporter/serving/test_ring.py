@@ -9,9 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tests.properties import examples
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.fields import arrow_schema
@@ -305,7 +304,7 @@ def test_jumps_add_up_and_records_without_a_monotonic_time_are_corrected():
 
 
 def test_clock_that_is_corrected_slowly_has_not_jumped():
-    records = [record(second, second * SECOND) for second in range(20)]
+    records = [record(second, second * 19 * SECOND // 10) for second in range(20)]
 
     assert records == watched(*records)
 
@@ -317,12 +316,3 @@ def test_late_record_from_before_a_jump_does_not_name_the_jump_again(jump):
     assert [0, 1, 0, 0, 0] == [len(one.events) for one in records]
     assert [1, 2.1, 2, 1.5, 3] == [(one.ts - one.clock_offset - START) / SECOND for one in records]
     assert [0, *[jump] * 4] == [one.clock_offset for one in records]
-
-
-@settings(max_examples=examples(50), deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(-0.99, 0.99)), max_size=20))
-def test_records_of_a_clock_without_a_jump_are_not_changed(records):
-    """Records arrive in any order, and NTP corrects the clock by less than a jump."""
-    published = [record(seconds, round(apart * SECOND)) for seconds, apart in records]
-
-    assert published == watched(*published)

@@ -497,19 +497,12 @@ def test_failed_metric_does_not_affect_the_others(call, error, missing):
     assert ["the driver is gone"] * (error is GONE) == reported
 
 
-def test_metrics_are_read_if_xids_cannot_be_read():
-    nvml = RecordedNvml()
-    nvml.nvmlEventSetCreate = Mock(side_effect=OLDER_MODULE)
-    gpu = opened(nvml, BUSY)
-
-    assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(gpu).keys()
-    assert [] == gpu.xids(unexpected)
-
-
-def test_error_after_an_xid_keeps_the_xid():
-    nvml, reported = RecordedNvml(), []
-    gpu = opened(nvml, BUSY)
+def test_failed_xids_lose_neither_the_metrics_nor_earlier_xids():
+    older, nvml, reported = RecordedNvml(), RecordedNvml(), []
+    older.nvmlEventSetCreate = Mock(side_effect=OLDER_MODULE)
+    without, gpu = opened(older, BUSY), opened(nvml, BUSY)
     nvml.nvmlEventSetWait_v2 = Mock(side_effect=[nvml.nvmlEventSetWait_v2(gpu._events, 0), GONE])
 
-    assert [31] == [event.value for event in gpu.xids(note(reported))]
+    assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(without).keys()
+    assert ([], [31]) == (without.xids(unexpected), [event.value for event in gpu.xids(note(reported))])
     assert ["the driver is gone"] == reported
