@@ -305,7 +305,8 @@ async def test_message_is_sent_if_the_commit_times_out(monkeypatch):
     monkeypatch.setattr("rankscope_ingest.notify.announcer.COMMIT_WAIT_SECONDS", 0.01)
     notifier = ListNotifier()
     made, _ = announcer(notifier, commit=lambda: asyncio.sleep(60))
-    await made.announce(some_incident())
+    async with asyncio.timeout(10):
+        await made.announce(some_incident())
 
     assert 1 == len(notifier.messages)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rankscope_contract.rules.curve import IMPORT_RULES, CurveRule, SeriesEvaluator
 from rankscope_ingest.importers.common.rules import CurveEvaluator
 from rankscope_ingest.importers.common.step_streams import StepStreams
-from rankscope_ingest.importers.common.values import quantity
+from rankscope_ingest.importers.common.values import micros, number, quantity, whole
 
 CURVE_RULES = tuple(rule for rule in IMPORT_RULES if isinstance(rule, CurveRule))
 
@@ -272,6 +272,15 @@ def test_growing_log_has_the_events_of_one_import(logs, tmp_path):
 )
 def test_numbers_in_text_are_read_with_their_unit(text, expected):
     assert expected == quantity(text)
+
+
+def test_numbers_steps_and_times_are_validated():
+    """True is no number; a step is an integer; a time before this century is no time of a training."""
+    assert [1.0, None, None, None, math.inf] == [number(value) for value in (1, True, "1", None, 10**400)]
+    assert [3, 3, 12, None, None, None] == [whole(value) for value in (3, 3.0, "12", 3.5, 1e300, "12ms")]
+    assert [1_700_000_000_000_000] * 4 == [micros(1_700_000_000 * 1000**power) for power in range(4)]
+    assert [None, None, None] == [micros(12.5), micros(math.nan), micros("12:00")]
+    assert 1_771_532_412_264_373 == micros("2026-02-19T20:20:12.264373+00:00")
 
 
 def attempts(steps):
