@@ -162,7 +162,7 @@ class LayerAdded(Run):
 class LayerThawed(Run):
     """A layer that is added to the optimizer during fine-tuning."""
 
-    rows = (("momentum", "0.weight", FROM_FAULTY),)
+    rows = tuple((kind, "0.weight", FROM_FAULTY) for kind in ("momentum", "grad_reduced"))
 
     def __init__(self) -> None:
         super().__init__()
