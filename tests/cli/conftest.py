@@ -101,8 +101,6 @@ def sample_store(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rankscope(sample_store):
-    """Return a function that runs `rankscope ARGUMENTS` on the sample store."""
-
     def run(*arguments, **options):
         environment = {"RANKSCOPE_STORE": str(sample_store), "COLUMNS": "100", "TERM": "dumb"} | options.pop("env", {})
         if "input" in options:  # programs of the fork server have no standard input

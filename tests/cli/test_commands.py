@@ -1,7 +1,4 @@
-"""Golden output of the commands for a small store, and one-line error messages.
-
-Golden files are rewritten by `RANKSCOPE_UPDATE_GOLDEN=1 make test PYTEST=tests/cli`; review the difference.
-"""
+"""Golden output of commands, rewritten by `RANKSCOPE_UPDATE_GOLDEN=1 make test PYTEST=tests/cli`; one-line errors."""
 
 import inspect
 import os

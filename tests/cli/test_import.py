@@ -26,8 +26,6 @@ LOSSES = "select step, value from scalars where name = 'loss' order by value, st
 
 @pytest.fixture
 def put(tmp_path):
-    """Return a function that writes a file, and returns its path."""
-
     def write(name, text):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

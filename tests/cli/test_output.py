@@ -157,7 +157,7 @@ def test_an_interval_of_a_query_is_readable_in_each_format(tmp_path):
 # `-` as the output of a command is standard output. A command whose output is a folder refuses it.
 
 
-FILES = {
+FILES = {  # The arguments of each command that writes a file, and the first bytes of the file
     "anomalies": (["my-run"], "step"),
     "compare": (["my-run", "../other run"], "\N{REPLACEMENT CHARACTER}PNG"),
     "export": (["my-run", "--format", "sqlite"], "SQLite format 3"),
@@ -168,7 +168,6 @@ FILES = {
     "sql": (["select 1 as one", "--format", "parquet"], "PAR1"),
     "store": (["stats", "--format", "csv"], "dataset"),
 }
-"""The arguments of each command that writes a file, and the first bytes of the file."""
 
 FOLDERS = {"dashboards provision --into", "msprobe anomaly --out-path"}
 FOLDERS |= {"msprobe csv2tensorboard --output-dirpath", "msprobe csv2db --output-dirpath"}

@@ -1,7 +1,4 @@
-"""`rankscope runs tag|untag|note|show`, and the list filtered by tags.
-
-The commands run in this process, because each start of a process takes a second.
-"""
+"""`rankscope runs tag|untag|note|show`, and the list filtered by tags, in this process: each start takes a second."""
 
 import datetime as dt
 import json

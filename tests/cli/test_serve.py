@@ -38,7 +38,6 @@ def refused(rankscope):
 
 @contextmanager
 def serving(log, *arguments):
-    """Start a service, yield its process and URL, and stop it."""
     process = start_module("rankscope.__main__", "serve", *arguments, log=log)
     try:
         found = until(

@@ -26,10 +26,8 @@ def promtool(require_server: Callable[..., str]) -> str:
 
 @pytest.fixture
 def judge(promtool: str, tmp_path: Path) -> Judge:
-    """Return a function that runs `promtool test rules` on pairs of (rule file, test file).
-
-    It returns one item for each pair: promtool's error text, or None if the test passed.
-    """
+    """Return a function that runs `promtool test rules` on pairs of (rule file, test file)."""
+    # It returns one item for each pair: promtool's error text, or None if the test passed.
 
     def run(cases: Sequence[tuple[Document, Document]]) -> list[str | None]:
         names = [f"case{number}.yml" for number in range(len(cases))]
@@ -62,12 +60,10 @@ VARIABLES = {
     "$lines": ".+",
     "$rows": ".+",
 }
-AT = 300
-"""Time in seconds at which expressions are evaluated."""
+AT = 300  # Time in seconds at which expressions are evaluated
 
 OTHER_JOB = {"job": "pods", "instance": "10.0.0.1:9400"}
-OTHER_REPLICA = {"replica": "b"}
-"""Labels of the second series of each pair, if Prometheus scrapes a process twice."""
+OTHER_REPLICA = {"replica": "b"}  # Labels of the second series of each pair, if Prometheus scrapes a process twice
 
 Checks = Sequence[tuple[str, str | None, float]]
 """Expressions, the labels of the only sample of each (None: no sample), and the value of this sample."""

@@ -1,7 +1,4 @@
-"""Ranks on Gloo. At step 6, before the next collective, rank 1 sleeps until FOLDER has the file `go-on`.
-
-blamed_training.py FOLDER, for each rank with its environment
-"""
+"""Ranks on Gloo. At step 6, before a collective, rank 1 sleeps until FOLDER (the argument) has the file `go-on`."""
 
 import sys
 import time

@@ -26,12 +26,9 @@ class Service:
     poll_seconds: float = 0.3
     token: str | None = None
     stalled_after_seconds: float = 300.0
-    ingest: str = ""
-    """Further lines of this section of the configuration."""
-    program: Path | None = None
-    """A script that replaces the `rankscope` command."""
-    place: Path | None = None
-    """Path of the store, if it is not in `folder`."""
+    ingest: str = ""  # Further lines of this section of the configuration
+    program: Path | None = None  # A script that replaces the `rankscope` command
+    place: Path | None = None  # Path of the store, if it is not in `folder`
     process: subprocess.Popen[bytes] | Started | None = field(default=None, init=False)
 
     @property
@@ -77,8 +74,6 @@ scan_seconds = 0.3
         self.wait_for(lambda: self.get("/healthz"))
 
     def wait_for(self, condition, seconds=150.0):
-        """Return the value of `condition` when it is true, while the service runs."""
-
         def of_living_service():
             assert self.process.poll() is None, self.log()
             return condition()
@@ -139,10 +134,8 @@ def service(tmp_path, free_port):
 
 @pytest.fixture
 def start_job(service, tmp_path):
-    """Return a function that starts a script as a job with the URL of the service. Its output goes to training.log.
-
-    With the options `torchrun`, the script runs under torchrun.
-    """
+    """Return a function that starts a script as a job with the URL of the service. Its output goes to training.log."""
+    # With the options `torchrun`, the script runs under torchrun.
     started = []
 
     def start(script, *arguments, torchrun=(), log="training.log", **environment):

@@ -2,9 +2,7 @@
 
 Commands: `nan` sets one gradient to NaN; `nan-raise` also raises an exception after the step; `nan-die` kills the rank
 with SIGKILL a few steps later. `nan-steps` sets the gradients to NaN until the next command, `large` multiplies one
-gradient by 100, and `pause` makes no step until the next command. Each rank trains between commands. Output: `bad RUN
-STEP SECONDS`, and `exit RUN CODE` at the end of a rank. All ranks are forked from one process, because torch takes long
-to load.
+gradient by 100, and `pause` makes no step until the next command. Output: `bad RUN STEP SECONDS`, and `exit RUN CODE`.
 """
 
 import os
@@ -26,7 +24,6 @@ FAREWELL_STEPS = 6  # after these steps a killed rank has published the fault, p
 
 
 def train(run: str, commands: TextIO) -> None:
-    """Train until a command arrives."""
     torch.manual_seed(0)
     net = nn.Linear(16, 4)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-5)  # the gradients remain large

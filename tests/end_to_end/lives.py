@@ -37,7 +37,6 @@ class Life:
         return Path(f"/proc/{self.pid}").exists()
 
     def release(self) -> None:
-        """End a life that is held."""
         self.out.with_suffix(".released").touch()
 
     def kill(self) -> None:
@@ -103,7 +102,6 @@ def gaps(store: Path) -> list[dict[str, Any]]:
 
 
 def attempts(store: Path) -> dict[str, tuple[int, str]]:
-    """Return the number and the last state of each attempt."""
     with connect(store) as connection:
         rows = connection.query("SELECT launch_id, attempt, state FROM attempts").to_pylist()
     return {row["launch_id"]: (row["attempt"], row["state"]) for row in rows}

@@ -1,7 +1,4 @@
-"""Ranks of several independent jobs on one host: `python node_ranks.py RUN:RANKS …` prints their process ids.
-
-They are forked from one process, because torch takes long to load. They train until SIGTERM or SIGKILL.
-"""
+"""Ranks of independent jobs, forked from one process: `python node_ranks.py RUN:RANKS …` prints their process ids."""
 
 import os
 import signal
@@ -17,7 +14,6 @@ rankscope.Monitor  # noqa: B018 - loads the training side before the fork
 
 
 def train() -> None:
-    """Train until SIGTERM, then exit normally."""
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     net = nn.Linear(16, 4)
@@ -33,7 +29,6 @@ def train() -> None:
 
 
 def main() -> None:
-    """Start the ranks and wait for them."""
     children = []
     for run, _, count in (job.partition(":") for job in sys.argv[1:]):
         for rank in range(int(count)):

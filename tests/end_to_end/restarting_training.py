@@ -1,7 +1,6 @@
 """A training that resumes from its checkpoint. Arguments set how and when it ends. For tests of the life cycle of runs.
 
     [torchrun …] restarting_training.py FOLDER STEPS SECONDS_PER_STEP [ENDING:STEP …] [--on-sigterm] [--hold]
-
 The last rank ends by the first ENDING in the first launch, by the second one after torchrun's first restart, and so on:
 exception, kill, exit-3, exit-0, break, or silent (the process ends without leaving the context of the monitor). Each
 fifth step is checkpointed. With `--on-sigterm` it exits with code 143 on SIGTERM. With `--hold` it makes its last step

@@ -1,8 +1,4 @@
-"""A training of one rank that logs own metrics: small_training.py FOLDER STEPS PAUSE [JUMP].
-
-It prints each step. If STEPS is 0, it trains until the file FOLDER/stop exists. When FOLDER/late exists, it logs a
-further metric. Its wall clock is set by JUMP seconds before step 20.
-"""
+"""A training of one rank: small_training.py FOLDER STEPS PAUSE [JUMP]. With 0 STEPS it ends when FOLDER/stop exists."""
 
 import itertools
 import sys
@@ -17,7 +13,6 @@ JUMPS_AT = 20
 
 
 def set_clock(seconds: int) -> None:
-    """Set the clock of this process forward by `seconds`."""
     nanoseconds, now = time.time_ns, time.time
     time.time_ns = lambda: nanoseconds() + seconds * 10**9
     time.time = lambda: now() + seconds

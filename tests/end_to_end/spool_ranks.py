@@ -1,10 +1,8 @@
 """Start rank processes on request: import their modules once, then fork one process for each line of JSON.
 
-    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "is_held": false, "out": "…",
-     "ring": 9, "environment": {…}}
-
-A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. With `is_held`,
-it ends when the test has written the file with the suffix "released".
+    {"rank": 0, "life": "first", "steps": 50, "pause": 0.01, "end": "linger", "is_held": false, "out": "…", "ring": 9}
+A rank writes each published seq to `out`, so that a test knows after a kill which records must exist. `environment` is
+optional. With `is_held`, a rank ends when the test has written the file with the suffix "released".
 """
 
 import dataclasses

@@ -103,7 +103,6 @@ class Node:
             return answer.read().decode()
 
     def asked(self, expression):
-        """Return the values by instance and rank."""
         query = urllib.parse.urlencode({"query": expression})
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}/api/v1/query?{query}", timeout=5) as answer:
             found = json.load(answer)["data"]["result"]

@@ -10,8 +10,7 @@ from typing import Final
 import pytest
 
 CASES: Final = Path(__file__).parents[1] / "data" / "field_operations"
-NOT_JUDGED: Final = 77
-"""Exit status of a case of which a counterpart is missing."""
+NOT_JUDGED: Final = 77  # Exit status of a case of which a counterpart is missing
 
 
 @pytest.mark.thorough

@@ -20,7 +20,6 @@ FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @pytest.fixture
 def launch(start_job):
-    """Return a function that starts the training as a job."""
     return partial(start_job, TRAINING)
 
 
@@ -186,14 +185,13 @@ def test_requeued_job_joins_its_history_across_service_restarts(service, launch,
     assert all(row["steps"] == row["last"] - row["first"] + 1 for row in reach)
 
 
-ENDINGS = {
+ENDINGS = {  # Kinds of end of a process: state and reason of its run, and the exit code that it has without Rankscope
     "exception": ("failed", "rank 0: ValueError: planted", 1),
     "exit-0": ("stopped", "rank 0: sys.exit(0) at step 5 of 4000 planned", 0),
     "SIGINT": ("stopped", "rank 0: KeyboardInterrupt", None),
     "SIGTERM": ("stopped", "rank 0: SIGTERM", -15),
     "SIGTERM-unhandled": ("failed", "stopped responding without an exit report", -15),
 }
-"""Kinds of end of a process: state and reason of its run, and the exit code that it has without Rankscope."""
 
 
 def test_each_kind_of_end_has_its_state_and_reason(service, launch, tmp_path):

@@ -16,7 +16,6 @@ CONSTANT = ("node_boot_time_seconds", "node_memory_MemTotal_bytes", "node_uname_
 
 @pytest.fixture
 def node_exporter(require_server, another_port, tmp_path):
-    """Yield the URL of a node_exporter on this machine."""
     command = [require_server("prometheus-node-exporter"), f"--web.listen-address=127.0.0.1:{another_port}"]
     with (tmp_path / "node-exporter.log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         yield f"http://127.0.0.1:{another_port}/metrics"
@@ -35,7 +34,6 @@ def page(url):
 
 
 def scrapes(service):
-    """Return the number of successful scrapes."""
     lines = service.get("/metrics").splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(SCRAPES))
 

@@ -1,8 +1,4 @@
-"""A real Prometheus with the shipped configuration: it discovers the ranks and answers each panel, variable and alert.
-
-The queries are those of the files that a Grafana server reads, sent to the same addresses. Grafana does not run here,
-so that its display of the responses is not tested.
-"""
+"""A real Prometheus with the shipped configuration discovers the ranks and answers each panel, variable and alert."""
 
 import json
 import re
@@ -101,7 +97,7 @@ def panel_targets():
                 yield f"{panel['title']} {target['refId']}", target
 
 
-UNANSWERED = {
+UNANSWERED = {  # Queries without a result in this run, with the reason. Tests with promtool evaluate them.
     "Closed incidents A": "an incident is closed five minutes after its last firing",
     "Collectives A": "DDP calls its collectives inside torch",
     "Failed ranks A": "no rank fails before the end of this test",
@@ -111,7 +107,6 @@ UNANSWERED = {
     "Samples by remote write B": "no Prometheus writes to the service",
     "Samples by remote write C": "no Prometheus writes to the service",
 }
-"""Queries without a result in this run, with the reason. Tests with promtool evaluate them."""
 
 OF_ACCELERATORS = ("rankscope_gpu_", "rankscope_device_memory_")
 """Metrics with simulated readings, because the ranks of this test have no GPU."""

@@ -23,7 +23,7 @@ for run in ("first", "alone"):
             optimizer.step()
             monitor.log(loss=float(step))
 """
-READERS = {
+READERS = {  # The arguments of each command that reads a store, and a part of its output
     "anomalies": (["alone"], "no anomalies in alone"),
     "compare": (["first", "alone", "--no-figure"], "alone"),
     "diff": (["first", "alone"], "first"),
@@ -35,10 +35,8 @@ READERS = {
     "sql": (["select max(step) as last from scalars where run = 'alone'"], "12"),
     "summary": ([], "alone, completed"),
 }
-"""The arguments of each command that reads a store, and a part of its output."""
 
-WRITERS = {"doctor", "import", "serve", "store", "up", "watch"}
-"""Commands whose store is never a folder of records."""
+WRITERS = {"doctor", "import", "serve", "store", "up", "watch"}  # Commands whose store is never a folder of records
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,4 @@
-"""Real processes killed with SIGKILL. With a spool, each published record is stored exactly once.
-
-Without a spool, lost records are counted; stored and lost records add up to the published ones.
-"""
+"""Processes killed with SIGKILL: a spool keeps each published record, and without one the lost records are counted."""
 
 import json
 

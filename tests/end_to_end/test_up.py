@@ -39,7 +39,6 @@ class Up:
         return dict(re.findall(r"^(\w+) +(https?://\S+) +ready", self.output(), re.MULTILINE))
 
     def children(self):
-        """Return the programs by name."""
         names = {"prometheus": "prometheus", "prometheus-alertmanager": "alertmanager"}
         found = psutil.Process(self.process.pid).children(recursive=True)
         return {names.get(Path(child.cmdline()[0]).name, "service"): child for child in found}
@@ -69,11 +68,9 @@ def fetch(url):
 
 @pytest.mark.thorough
 def test_programs_reach_each_other_with_tls_and_token(start_up, tmp_path, certificates, free_port):
-    """IPv6, mutual TLS and a token: Prometheus scrapes the service, and `rankscope doctor` can access it.
-
-    The boards also show data of the store from two months ago, which this Prometheus never scraped. This is checked for
-    every board query on stored data of ranks, and for the lists of runs and ranks.
-    """
+    """IPv6, mutual TLS and a token: Prometheus scrapes the service, and `rankscope doctor` can access it."""
+    # The boards also show data of the store from two months ago, which this Prometheus never scraped. This is checked
+    # for every board query on stored data of ranks, and for the lists of runs and ranks.
     then = int(time.time()) // 60 * 60 - 60 * 86_400
     past.put(tmp_path / "history", then)
     write_locked_config(tmp_path, certificates, free_port)

@@ -1,6 +1,4 @@
-"""A small DDP training for the end-to-end tests: fast steps, planted faults, and its own float64 references.
-
-    torchrun --nproc-per-node 2 tiny_training.py FOLDER STEPS SECONDS_PER_STEP
+"""A small DDP training with faults: torchrun --nproc-per-node 2 tiny_training.py FOLDER STEPS SECONDS_PER_STEP.
 
 With STEPS = 0 it trains until the file `FOLDER/stop` exists. Each rank writes `FOLDER/reference-<rank>.jsonl` with the
 expected values of all stored rows, computed without Rankscope.

@@ -1,11 +1,8 @@
-"""A DDP training with one fault of each kind. After each fault it waits until the test has observed it.
+"""A DDP training with one fault of each kind: RANK=… WORLD_SIZE=2 python troubled_training.py FOLDER.
 
-    RANK=… WORLD_SIZE=2 python troubled_training.py FOLDER
-
-The ranks meet in FOLDER and start when it contains the file `go`. Step 20: NaN in a gradient of rank 1. Step 30:
-gradients on both ranks are a thousand times too large. Step 32: only rank 1 changes its bias. Steps 21, 31 and 40 last
-until FOLDER contains the file `seen-<step>`, because a step is published during the next one. Then the training
-continues until it is killed. Readings of GPUs and of CUDA's allocator are simulated.
+The ranks start when FOLDER contains the file `go`. Step 20: NaN in a gradient of rank 1. Step 30: gradients on both
+ranks are a thousand times too large. Step 32: only rank 1 changes its bias. Steps 21, 31 and 40 last until FOLDER
+contains the file `seen-<step>`, because a step is published during the next one. Then it trains until it is killed.
 """
 
 import math
@@ -43,13 +40,11 @@ CONFIG = {
 
 
 def wait_for(sign: Path) -> None:
-    """Wait until the file exists."""
     while not sign.exists():
         time.sleep(PAUSE_SECONDS)
 
 
 def main() -> None:
-    """Train."""
     folder = Path(sys.argv[1])
     sys.path.insert(1, str(Path(__file__).parents[2]))
     from tests.end_to_end.simulated_devices import simulate

@@ -88,10 +88,7 @@ LOGS = {
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of bytes. `read` may raise only errors of the types `own`.
-
-    `former` are inputs for which an earlier release raised another error.
-    """
+    """A reader of bytes, which may raise only `own` errors. Earlier releases raised others for inputs `former`."""
 
     name: str
     seeds: tuple[bytes, ...]
@@ -358,7 +355,6 @@ def _of_logs(folder: Path) -> Iterator[Reader]:
 
 
 def file_of(kind: str, path: Path) -> Callable[[bytes], object]:
-    """Return a function that reads bytes as the file `path` of a folder of logs."""
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def read(data: bytes) -> object:

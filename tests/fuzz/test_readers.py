@@ -1,7 +1,4 @@
-"""Readers of outside bytes raise only their own error: seeded mutations, a second in `make test`, more in `test-fuzz`.
-
-`make test-fuzz` runs for two minutes a reader. The line of a failure has the seed with which it can be repeated.
-"""
+"""Readers of outside bytes raise only their own error: seeded mutations, for longer in `make test-fuzz`."""
 
 import itertools
 import logging

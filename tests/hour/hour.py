@@ -1,8 +1,4 @@
-"""A person's hour with Rankscope, shortened to minutes: real trainings, the service, a browser with open pages.
-
-`Hour` starts everything and looks at all outputs again and again. Each look is a `Look`: the text, and the times before
-and after it was read. What must be true of a look is in `test_hour.py`.
-"""
+"""A person's hour, shortened: trainings, the service, a browser with pages, and the time of each look at them."""
 
 import dataclasses
 import json
@@ -52,8 +48,7 @@ charts: Object.fromEntries((window.drawn ?? []).filter((plot) => plot.root.isCon
   ])),
 ]))}
 """
-"""Text, title, and points of all lines of each chart by the id of its box. Charts have no interface for their points,
-so uPlot is wrapped. All are read in one call, because an open page may be loaded again at any time."""
+"""Text, title, and points of all lines of each chart by id, in one call. A wrapped uPlot collects the points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +114,7 @@ class Hour:
         self.trainings = {name: Training(plan) for name, plan in plans(self.folder, random.Random(self.seed)).items()}
         self.jobs: dict[str, subprocess.Popen[bytes]] = {}
         self.service: subprocess.Popen[bytes] | None = None
-        self.appeared: dict[str, float] = {}
-        """Times at which the open list showed the runs."""
+        self.appeared: dict[str, float] = {}  # Times at which the open list showed the runs
 
     @property
     def url(self) -> str:
@@ -197,7 +191,6 @@ class Hour:
         self.looks[-1] = dataclasses.replace(closed, of=f"{closed.of}, after it was closed")
 
     def start_service(self) -> None:
-        """Start the service, and wait until it answers."""
         command = [
             *(sys.executable, "-m", "rankscope", "serve", "--store", str(self.store), "--listen"),
             f"127.0.0.1:{self.port}",
@@ -262,7 +255,6 @@ class Hour:
         return all(self.jobs[name].poll() is not None for name in names)
 
     def window(self, name: str) -> Browser:
-        """Open a browser of its own, as a window that is left open."""
         profile = self.folder / f"chromium-{name}"
         profile.mkdir()
         window = self.stack.enter_context(browser(self.chromium, profile))
@@ -296,7 +288,6 @@ class Hour:
         self.look_at_all(listing, following, visiting)
 
     def start_all(self, names: Sequence[str], listing: Browser) -> None:
-        """Start trainings, and wait until the open list shows them."""
         for name in names:
             self.start(name)
         waiting = set(names)

@@ -1,7 +1,4 @@
-"""The person's hour: everything that pages, commands and messages show is compared with the trainings' own files.
-
-A look may be older than the training by `LAG_SECONDS` and one step. Numbers are compared with the digits shown.
-"""
+"""The person's hour: everything that pages, commands and messages show is compared with the trainings' own files."""
 
 import json
 import math
@@ -20,20 +17,17 @@ from tests.hour.truth import Training
 
 from rankscope_storage.connection import connect
 
-LAG_SECONDS = 8.0
-"""Longest time between the end of a step and its place on a page that is open or loaded."""
+LAG_SECONDS = 8.0  # Longest time between the end of a step and its place on a page that is open or loaded
 
-COMMIT_SECONDS = 10.0
-"""Longest time between two commits of the service; lists read the store."""
+COMMIT_SECONDS = 10.0  # Longest time between two commits of the service; lists read the store
 
 RESULTS = Path(__file__).parents[2] / "hour-results"
 
-UNTRUE = (
+UNTRUE = (  # Expressions that no page or summary may contain
     *(r"undefined", r"\[object", r"(=|: |rank |step )None\b", r"Infinity(?! )", r"NaN %", r"nan %"),
     *(r"\b1 times the median", r"rank unknown", r"at step (\d+) at step", r"Traceback", r"1e\+0\d %", r"\{\""),
     r"trend: (falling|rising) .* NaN",
 )
-"""Expressions that no page or summary may contain."""
 
 
 @pytest.fixture(scope="module")

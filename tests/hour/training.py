@@ -1,11 +1,9 @@
 """A two-rank training for the person's hour, which writes its own record of each step, without Rankscope.
 
     torchrun --nproc-per-node 2 training.py PLAN
-
 PLAN is a JSON file: `run`, `folder`, `steps`, `seconds` (duration of a step), `seed`, and faults: `nan` (`[step, rank,
 tensor]`, lasts to the end), `crash` (`[step, rank]`, in the first attempt), `spike` (`[step, factor]` of the logged
 loss), `loader` (`[rank, seconds]` of waiting for data in each step). `own` is true for logged metrics of its own.
-Each rank appends one line per step to `FOLDER/truth-<rank>.jsonl`.
 """
 
 import json
@@ -26,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 
 CRASH = "disk quota exceeded on /data"
-KEPT_STEPS = 5
-"""A checkpoint is written after each of these numbers of steps."""
+KEPT_STEPS = 5  # A checkpoint is written after each of these numbers of steps
 
 
 class Loader:

@@ -26,7 +26,6 @@ class Training:
         return Path(self.plan["folder"])
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the lines of all ranks in the order of attempt, step, rank."""
         lines: list[dict[str, Any]] = []
         for rank in range(self.ranks):
             path = self.folder / f"truth-{rank}.jsonl"

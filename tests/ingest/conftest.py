@@ -45,11 +45,9 @@ def encode_records(
 
 
 class FakeRank:
-    """A rank without training: a real HTTP server that follows the protocol of the record channel.
+    """A rank without training: a real HTTP server that follows the protocol in docs/record-channel.md."""
 
-    It is written from docs/record-channel.md and shares no code with the exporter. If `behave` is set, it may return a
-    different response to a request.
-    """
+    # It shares no code with the exporter. If `behave` is set, it may return a different response to a request.
 
     def __init__(self, *, run: str = "r", rank: int = 0, world_size: int = 1, **registration: Any) -> None:
         who = {"run": run, "rank": rank, "world_size": world_size, "host": "here", "pid": 1000 + rank, "url": ""}

@@ -66,8 +66,7 @@ AREAS: Final = {
     ),
     "notify": ("ingest/rankscope_ingest/notify/**/*.py",),
 }
-COVERAGE: Final = ROOT / ".mutants"
-"""Folder of the recorded lines and durations. It is not committed."""
+COVERAGE: Final = ROOT / ".mutants"  # Folder of the recorded lines and durations. It is not committed.
 
 FIRST_SECONDS: Final = 90.0
 """The tests that a change is tried on first have about this duration together. The others follow if none fails."""
@@ -137,7 +136,6 @@ def write(path: Path, rows: Iterable[Mutant | Result], *, append: bool = False) 
 
 
 def read(path: Path, kind: type[Mutant | Result]) -> list[Mutant | Result]:
-    """Return the rows of a file that `write` wrote."""
     _, *lines = path.read_text(encoding="utf-8").splitlines()
     return [kind(*map(json.loads, line.split("\t"))) for line in lines]
 
@@ -184,7 +182,6 @@ FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTI
 
 @functools.cache
 def durations() -> dict[str, float]:
-    """Return the seconds of each test that passed in the recorded run."""
     printed = (COVERAGE / "tests.log").read_text(encoding="utf-8")
     found: dict[str, float] = defaultdict(float)
     for seconds, test in DURATION.findall(printed):
@@ -259,7 +256,6 @@ def failed(tests: list[str], variables: dict[str, str], seconds: float) -> str |
 
 
 def tried(mutant: Mutant) -> Result:
-    """Return the fate of a mutant."""
     began = time.monotonic()
 
     def result(verdict: str, by: str, tests: int) -> Result:
@@ -304,7 +300,6 @@ def parts(tests: list[str]) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Run a command of this module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=["draw", "map", "test", "compare"])
     parser.add_argument("first", type=Path)

@@ -111,7 +111,6 @@ def rank_install(wheel, tmp_path_factory):
 
 
 def run_on_rank(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` in an interpreter that can import only from `folder`."""
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
@@ -186,7 +185,7 @@ def test_command_on_a_rank_names_the_extras_to_install(rank_install, command, ex
     assert 1 == done.stderr.count("\n")
 
 
-ON_A_STORE = {
+ON_A_STORE = {  # The arguments of commands that end. The others need a server, a training, or another tool's files.
     "anomalies": [],
     "compare": ["a", "b", "-o", "FILE.svg"],
     "diff": ["a", "b"],
@@ -202,7 +201,6 @@ ON_A_STORE = {
     "version": [],
     "watch": ["LOG", "--once", "--store", "NEW"],
 }
-"""The arguments of commands that end. The others need a server, a training, or another tool's files."""
 
 
 @pytest.fixture(scope="module")

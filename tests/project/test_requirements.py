@@ -10,8 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = ROOT / "docs" / "requirements.md"
 TRACED = (TRACE, ROOT / "docs" / "importing.md", ROOT / "docs" / "importing-training-logs.md")
-LAST = {"S0": 18, "S1": 18, "S2": 14, "S3": 15, "S4": 15}
-"""Number of the last behaviour of each earlier tool."""
+LAST = {"S0": 18, "S1": 18, "S2": 14, "S3": 15, "S4": 15}  # Number of the last behaviour of each earlier tool
 
 ROW = re.compile(r"^\| (?P<numbers>[^|]*\b(?:S\d-\d\d|contract \d)[^|]*) \|[^|]*\|(?P<tests>[^|]*)\|$", re.MULTILINE)
 

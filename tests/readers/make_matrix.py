@@ -1,8 +1,7 @@
 """A store with rows in every view and macro and a query for each of them, which other readers read in several versions.
 
-`make test-readers` writes the matrix in docs/readers.md. Each version has a virtual environment in the folder
-RANKSCOPE_READERS_CACHE (default: ~/.cache/rankscope-readers). It is created once. The exit code is 1 if a version that
-must read the store does not, or if it reads other values.
+`make test-readers` writes the matrix in docs/readers.md. RANKSCOPE_READERS_CACHE is the folder of the environments. The
+exit code is 1 if a version that must read the store does not, or if it reads other values.
 """
 
 import datetime as dt
@@ -33,7 +32,7 @@ from rankscope_storage.query.statements import definitions
 
 _BEGAN: Final = dt.datetime.fromtimestamp(START / 1e6, dt.UTC)
 _CURVE: Final = f"WITH c AS (SELECT run, step, rank, value FROM scalars WHERE run = '{MAIN}' AND name = 'loss')"
-_CALLS: Final = {
+_CALLS: Final = {  # A query for each macro; a view is read completely
     "ema": f"{_CURVE} FROM ema(c, step, value, 0.1, series := rank)",
     "moving_average": f"{_CURVE} FROM moving_average(c, step, value, 5, series := rank)",
     "p10": f"{_CURVE} FROM p10(c, value, series := rank)",
@@ -43,7 +42,6 @@ _CALLS: Final = {
     "top_deviations": f"FROM top_deviations('{MAIN}')",
     "bucket_deviations": f"FROM bucket_deviations('{MAIN}')",
 }
-"""A query for each macro; a view is read completely."""
 
 
 def queries() -> dict[str, str]:
@@ -111,17 +109,15 @@ def _histograms() -> list[dict[str, Any]]:
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parents[1] / "docs" / "readers.md"
 _BLOCK: Final = re.compile(r"(<!-- matrix: readers -->\n).*?(<!-- end -->)", re.DOTALL)
-_SECONDS: Final = 600
-"""Time limit of one installation and of one reader."""
+_SECONDS: Final = 600  # Time limit of one installation and of one reader
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A reader: its package, its versions in ascending order, and the function of `read_files` that calls it.
+    """A reader: its package, its versions in ascending order, and the function of `read_files` that calls it."""
 
-    `reads` describes the compared values. `refused` are versions that are known not to read the store. `beside` are
-    further requirements of single versions, and `always` those of all versions.
-    """
+    # `reads` describes the compared values. `refused` are versions that are known not to read the store. `beside` are
+    # further requirements of single versions, and `always` those of all versions.
 
     name: str
     package: str
@@ -236,7 +232,6 @@ def _files(root: Path) -> dict[str, list[str]]:
 
 
 def _floats(root: Path) -> set[tuple[str, str]]:
-    """Return dataset and name of each column with floats."""
     return {
         (dataset, field.name)
         for dataset, paths in _files(root).items()
@@ -260,7 +255,6 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterat
 
 
 def result(reader: Reader, version: str, root: Path, expected: Mapping[str, Mapping[str, Any]]) -> Result:
-    """Return the result of one version of a reader on the store at `root`."""
     wanted: Mapping[str, Any] = expected["views" if reader.function == "views" else "files"]
     if reader.function == "fastparquet":
         excluded = _floats(root)
@@ -276,7 +270,6 @@ def result(reader: Reader, version: str, root: Path, expected: Mapping[str, Mapp
 
 
 def matrix(results: list[Result]) -> str:
-    """Return the table of the page."""
     lines = ["| reader | minimum version | also tested | older versions | reads |", "|---|---|---|---|---|"]
     for reader in READERS:
         own = [one for one in results if one.reader is reader]

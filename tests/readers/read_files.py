@@ -2,11 +2,9 @@
 
     python read_files.py READER < files.json > found.json
     python read_files.py views SCRIPT < queries.json > rows.json
-
-DuckDB executes the script rankscope.sql. The output has the columns and sorted rows of each query, or the text of its
+DuckDB executes the script rankscope.sql; the output has the columns and sorted rows of each query, or the text of its
 error. For other readers, the input has the paths of the files by dataset, and the path of the store. The output has the
-number of rows, and for each column the number of its values and their sum. NaN counts as null, because pandas does not
-distinguish them.
+number of rows, and the number of values and their sum of each column. NaN counts as null: pandas does not distinguish.
 """
 
 import datetime as dt
@@ -22,7 +20,6 @@ Columns = dict[str, list[Any]]
 
 
 def pyarrow(path: str) -> Columns:
-    """Read the file at `path` with pyarrow."""
     from pyarrow import parquet
 
     return parquet.ParquetFile(path).read().to_pydict()
@@ -46,21 +43,18 @@ def fastparquet(path: str) -> Columns:
 
 
 def polars(path: str) -> Columns:
-    """Read the file at `path` with the reader that is part of polars."""
     import polars as pl
 
     return pl.read_parquet(path, hive_partitioning=False).to_dict(as_series=False)
 
 
 def datafusion(path: str) -> Columns:
-    """Read the file at `path` with DataFusion."""
     import datafusion
 
     return datafusion.SessionContext().read_parquet(path).to_pydict()
 
 
 def clickhouse(path: str) -> Columns:
-    """Read the file at `path` with the library of ClickHouse."""
     import chdb
     from pyarrow import ipc
 

@@ -1,7 +1,4 @@
-"""Fixtures for faults that last: real processes under `make soak`, which is not part of `make test`.
-
-`RANKSCOPE_SOAK_SECONDS` is the duration of each fault: 60 by default, 600 for the complete guarantee.
-"""
+"""Fixtures for `make soak`; `RANKSCOPE_SOAK_SECONDS` is the duration of each fault: 60, or 600 for the guarantee."""
 
 import os
 import subprocess
@@ -41,7 +38,6 @@ class Memory:
                     continue
 
     def most(self, since: float, until: float) -> float:
-        """Return the maximum between two times of the monotonic clock."""
         return max((rss for at, rss in self.seen if since <= at <= until), default=0.0)
 
     def stop(self) -> None:

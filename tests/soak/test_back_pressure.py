@@ -1,8 +1,4 @@
-"""With slow, absent or full storage of any duration, stored and lost records add up, and none is stored twice.
-
-Only records that ring and spool could not hold are lost. They are counted on the page of the rank, on the page of the
-service and in the store. The memory of the service remains limited.
-"""
+"""With slow, absent or full storage of any duration, stored and lost records add up, and none is stored twice."""
 
 import re
 import time
@@ -17,12 +13,9 @@ from tests.soak.conftest import SECONDS, Memory
 pytestmark = pytest.mark.timeout(4 * SECONDS + 400)
 
 RING = 1024
-PAUSE = 0.005
-"""Pause of a rank between two records: about 150 records per second."""
-MEMORY_MB = 600.0
-"""Memory limit of a service with all its libraries and its backlog: batches are limited by rows."""
-GROWTH_MB = 64.0
-"""Largest increase of the memory from the first to the second half of a fault."""
+PAUSE = 0.005  # Pause of a rank between two records: about 150 records per second
+MEMORY_MB = 600.0  # Memory limit of a service with all its libraries and its backlog: batches are limited by rows
+GROWTH_MB = 64.0  # Largest increase of the memory from the first to the second half of a fault
 
 
 def value_of(page: str, name: str) -> float:

@@ -35,7 +35,6 @@ def ask(source: Any, statement: str) -> list[tuple[Any, ...]]:
 
 
 def files(root: Path) -> pa.Table:
-    """Return the files of the newest version."""
     return Log.open(root, sync_to_disk).snapshot().files
 
 

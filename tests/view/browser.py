@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-SECONDS: Final = 30.0
-"""Longest time in seconds for an answer of the browser, or for a condition of a page."""
+SECONDS: Final = 30.0  # Longest time in seconds for an answer of the browser, or for a condition of a page
 
 _OPTIONS: Final = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 _QUIET: Final = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio")
@@ -57,7 +56,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """End the browser."""
         with contextlib.suppress(OSError):
             os.close(self._commands)
         self._process.terminate()
@@ -73,7 +71,6 @@ class Browser:
                     self._messages.put(json.loads(message))
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """Call a method of the protocol, and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None and not method.startswith(("Target.", "Browser.")):
@@ -103,7 +100,6 @@ class Browser:
                 self._receive(left)
 
     def open(self, url: str) -> None:
-        """Load the page at `url`, and wait until it has been loaded."""
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
@@ -148,7 +144,6 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def press(self, keys: str) -> None:
-        """Press keys one after the other."""
         for key in keys:
             self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
             self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
@@ -159,7 +154,6 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def picture(self) -> bytes:
-        """Return the visible part of the page as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
 

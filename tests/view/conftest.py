@@ -47,6 +47,5 @@ def stored(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def opened(stored: Callable[..., Path]) -> Iterator[Callable[..., Connection]]:
-    """Yield a function as `stored`, which returns a connection to the store."""
     with ExitStack() as stack:
         yield lambda *later, **tables: stack.enter_context(connect(stored(*later, **tables)))

@@ -1,7 +1,4 @@
-"""Pages in a real browser: the six usual ways of a reader, keys, zoom and pan, heat maps, and rows of a live run.
-
-All tests share one browser and one server. After each test, the browser must have reported no message.
-"""
+"""Pages in a real browser, which all tests share: after each test, the browser must have reported no message."""
 
 import json
 

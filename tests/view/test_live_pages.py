@@ -76,10 +76,8 @@ EVALUATION = "document.querySelector('#more [aria-label=\"Evaluation loss\"]').p
 
 
 async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monkeypatch):
-    """Each second poll brings only scalars of the machine, as for a run whose steps take longer than a poll.
-
-    Once, the sender of rows fails.
-    """
+    """Each second poll brings only scalars of the machine, as for a run whose steps take longer than a poll."""
+    # Once, the sender of rows fails.
     ten_seconds = 10_000_000
     fails = [False, False, False, True]
     changed = LiveTails.changed

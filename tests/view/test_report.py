@@ -25,7 +25,6 @@ LARGEST_BYTES = 3_000_000
 
 @pytest.fixture(scope="module")
 def made(connection):
-    """Return a function that makes the report of a run once."""
     known: dict[str, str] = {}
 
     def make(run: str) -> str:

@@ -1,7 +1,4 @@
-"""Write synthetic runs with the API of the store: small ones for tests of pages, a large one for pictures.
-
-The main run restarts twice, its gradient becomes NaN on rank 1, and one rank becomes slow. All numbers are seeded.
-"""
+"""Write synthetic runs with the API of the store: small ones for tests of pages, a large one for pictures."""
 
 import json
 from dataclasses import dataclass
@@ -15,8 +12,7 @@ import pyarrow as pa
 from rankscope_storage.api.store import Batch, Store, Writer
 from rankscope_storage.base.schema import conform, dataset_schema
 
-START = 1_760_000_000_000_000
-"""Time of the first step in UTC µs."""
+START = 1_760_000_000_000_000  # Time of the first step in UTC µs
 
 HOSTILE = '<script>alert("x")</script>\u202e/../a=b&c'
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
@@ -76,7 +72,6 @@ def events(listed: list[dict[str, Any]]) -> pa.Table:
 
 
 def append(writer: Writer, **tables: pa.Table) -> None:
-    """Append the tables, with the watermark of each process in them."""
     newest: dict[str, int] = {}
     for table in tables.values():
         last = table.select(["incarnation", "seq"]).drop_null().group_by("incarnation").aggregate([("seq", "max")])
@@ -133,7 +128,6 @@ def trajectory(size: Size) -> Trajectory:
 
 
 def rank_scalars(run: str, size: Size, course: Trajectory) -> pa.Table:
-    """Return all scalars of all ranks of the main run."""
     tables, seq, slow = [], np.arange(len(course.step)), max(size.ranks - 2, 0)
     gpu = '{"gpu":"0"}'
     labels = {"learning_rate": '{"group":"0"}', "gpu_clock_hertz": '{"clock":"sm","gpu":"0"}', "gpu_utilization": gpu}
@@ -206,7 +200,6 @@ def norms(size: Size, course: Trajectory, number: int) -> Norms:
 
 
 def tensor_rows(run: str, size: Size, course: Trajectory) -> pa.Table:
-    """Return the gradient statistics of all tensors."""
     tables, seq = [], np.arange(len(course.step))
     every = {"run": run, "attempt": course.attempt, "seq": seq, "step": course.step, "ts": course.ts}
     every |= {"ts_origin": "rank", "kind": "grad_unreduced", "placement": "full", "infs": 0 * seq, "numel": 4096}
@@ -279,7 +272,6 @@ def evaluations(run: str, size: Size, course: Trajectory) -> pa.Table:
 
 
 def write_main(writer: Writer, run: str, size: Size) -> Trajectory:
-    """Write the main run, and return its course."""
     course = trajectory(size)
     tags = json.dumps({"team": "pretrain", "size": "1b", "ddp": str(size.ranks)})
     columns = {"planned_steps": round(size.steps * 1.6), "last_step": size.steps - 1, "world_size": size.ranks}

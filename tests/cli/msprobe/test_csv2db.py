@@ -44,7 +44,6 @@ def expected_rows(output, types=(*TENSOR_TYPES, "other")):
 
 
 def put(tmp_path, name, text, rank=0):
-    """Write a file of a rank into the output in `tmp_path`."""
     folder = tmp_path / "out" / f"Dec03_21-34-40-rank{rank}-0123abcd"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)

@@ -43,10 +43,7 @@ def without(labels, *names):
 
 @dataclass(frozen=True)
 class Scenario:
-    """Input series in promtool's notation, and the labels of the active alerts at some of the samples.
-
-    `expected` maps the index of a sample to the labels of the alerts that are active at its time.
-    """
+    """Input series in promtool's notation, and `expected`: labels of the active alerts by index of a sample."""
 
     alert: str
     title: str
@@ -203,10 +200,9 @@ def nan():
 
 
 def vectors():
-    """Yield series recorded from msprobe, one scenario for each rule. Each step is exported as a separate rank.
-
-    The expected firings are those of the reference evaluator. Tests of the contract compare the evaluator with msprobe.
-    """
+    """Yield series recorded from msprobe, one scenario for each rule. Each step is exported as a separate rank."""
+    # The expected firings are those of the reference evaluator. Tests of the contract compare the evaluator with
+    # msprobe.
     rules = [AnomalyNan(infs=False, threshold=1.0), AnomalyTurbulence(threshold=1.0)]
     given, fires = {}, {rule.name: [] for rule in rules}
     for vector in VECTORS:

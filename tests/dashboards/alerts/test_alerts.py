@@ -131,7 +131,7 @@ EVERYWHERE = {
 
 SCALARS = ("rankscope_loss", "rankscope_grad_norm", "rankscope_learning_rate", "rankscope_scalar")
 FIRINGS = ("rankscope_anomaly_events_total", "rankscope_ingest_anomaly_events_total")
-MUTANTS = {
+MUTANTS = {  # Further mutations of one alert, such as typing errors and wrong simplifications
     "AnomalyTurbulence": {
         "> (rankscope": [">= (rankscope", "> ignoring (tensor) group_left () (rankscope"],
         "(1 + rankscope_rule_threshold": ["(0 + rankscope_rule_threshold"],
@@ -222,7 +222,6 @@ MUTANTS = {
         'reason=~"series_.+"} > 0': ['reason=~"series_.+"} >= 0', 'reason=~"series_.+"} > 9'],
     },
 }
-"""Further mutations of one alert, such as typing errors and wrong simplifications."""
 
 
 def grouped(suite=scenarios.SUITE, only=None):

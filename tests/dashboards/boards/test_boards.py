@@ -86,10 +86,8 @@ def test_boards_have_all_documented_metrics_that_the_docs_do_not_except():
 
 
 def test_only_queries_on_rank_metrics_name_the_job_and_read_the_store():
-    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately.
-
-    Queries on metrics of the service that the store has too contain one selector without and one with the job.
-    """
+    """A selector with the job also reads the store. Rates are exempt: they query both kinds of samples separately."""
+    # Queries on metrics of the service that the store has too contain one selector without and one with the job.
     for title, expression in EXPRESSIONS:
         without = re.sub(SCRAPED_OR_STORED, "", expression)
         for metric, selector in re.findall(r"(rankscope_\w+)\{([^}]*)\}", without):
@@ -102,10 +100,8 @@ def test_only_queries_on_rank_metrics_name_the_job_and_read_the_store():
 
 
 def test_rates_never_mix_scraped_and_stored_samples():
-    """Stored samples are a few milliseconds older than scraped ones, so a merged counter would seem to reset.
-
-    Only metrics of ranks are stored.
-    """
+    """Stored samples are a few milliseconds older than scraped ones, so a merged counter would seem to reset."""
+    # Only metrics of ranks are stored.
     for title, expression in EXPRESSIONS:
         without = re.sub(SCRAPED_OR_STORED, "", expression)
         for metric in re.findall(r"\b(?:rate|irate|increase)\((\w+)", without):
@@ -209,10 +205,8 @@ def test_annotations_mark_restarts_checkpoints_and_incidents():
 
 @pytest.mark.parametrize("job", [None, "rankscope"])
 def test_each_event_has_one_mark_at_every_range(judge, job):
-    """The run has the last two hours of a day. Grafana evaluates marks about 100 times. The store has few samples.
-
-    The last evaluation is at a whole interval, up to an interval before the end of the range.
-    """
+    """The run has the last two hours of a day. Grafana evaluates marks about 100 times. The store has few samples."""
+    # The last evaluation is at a whole interval, up to an interval before the end of the range.
     of_run = 'run="r"' + (f', job="{job}"' if job else "")
     ages, saves = ("0+10x360", "{}x89") if job is None else ("0 _x2 0 _x357", "{} _x89")
     saved = " ".join(saves.format(3 * number) for number in range(1, 9))
@@ -272,10 +266,8 @@ VARIABLES_OF = {
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_variables_select_one_run_and_several_ranks_from_series(name):
-    """Lists also contain runs from before Prometheus started: remote read returns series, but no label values.
-
-    Without options and a choice, Grafana 9.4 sends an empty value, as in a window `[]`, which Prometheus rejects.
-    """
+    """Lists also contain runs from before Prometheus started: remote read returns series, but no label values."""
+    # Without options and a choice, Grafana 9.4 sends an empty value, as in a window `[]`, which Prometheus rejects.
     found = VARIABLES[name]
 
     assert VARIABLES_OF[name] == list(found)

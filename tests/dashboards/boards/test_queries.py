@@ -209,9 +209,7 @@ EXPRESSIONS = [
     f"round({substituted(item['expr'])}, 0.000001)"  # a sum of floats depends on their order
     for item in (*(target for _, panel in PANELS for target in panel["targets"]), *MARKS)
 ]
-WITHOUT_RESULT = 8
-"""Number of queries that select nothing from the series of this test, such as closed incidents, marks of values that
-had not changed, or the spread between ranks, which are at different steps here."""
+WITHOUT_RESULT = 8  # queries that select nothing here: closed incidents, marks without a change, spread of ranks
 
 
 def results(judge, cases):

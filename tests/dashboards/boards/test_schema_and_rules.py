@@ -14,13 +14,12 @@ from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import LINT_EXCEPTIONS, PROVISIONING
 
-MODULES = {
+MODULES = {  # Modules of the package with the types `Options` and `FieldConfig`, by type of panel
     "stat": "stat/panelcfg/x/StatPanelCfg",
     "status-history": "statushistory/panelcfg/x/StatusHistoryPanelCfg",
     "table": "table/panelcfg/x/TablePanelCfg",
     "timeseries": "timeseries/panelcfg/x/TimeSeriesPanelCfg",
 }
-"""Modules of the package with the types `Options` and `FieldConfig`, by type of panel."""
 
 WITH_SETTINGS = {"status-history", "table", "timeseries"}
 """Types of panels with settings of their own for each field: the type `FieldConfig`."""
@@ -75,10 +74,8 @@ def script(boards):
 
 @pytest.fixture
 def errors(tmp_path):
-    """Return a function that returns the errors of the TypeScript compiler for a script.
-
-    The packages of Grafana are in the folder of packages that contains the compiler.
-    """
+    """Return a function that returns the errors of the TypeScript compiler for a script."""
+    # The packages of Grafana are in the folder of packages that contains the compiler.
     compiler = shutil.which("tsc")
     packages = Path(compiler).resolve().parents[2] if compiler else Path()
     if not (packages / "@grafana" / "schema").is_dir():
@@ -180,10 +177,7 @@ RULES = {
     "target-counter-agg-rule": lambda board: [title for title, _ in bare_counters(board)],
     "uneditable-dashboard": lambda board: ["board"] if board["editable"] else [],
 }
-"""The places where a board breaks a rule, for all rules except the two about logs, and target-promql.
-
-`test_boards.py` parses all queries with promtool.
-"""
+"""The places where a board breaks a rule, for all rules except the two about logs, and target-promql."""
 
 
 def excluded(rule, where):

@@ -33,12 +33,9 @@ SECRETS: Final = ("authorization_credentials", "password", "token")
 
 @dataclass
 class Alerting:
-    """Alerting of one organisation.
+    """Alerting of one organisation. `mistakes`: rules that the server accepted although they cannot work."""
 
-    - `keeps_later_keys`: keep the keys of rules that 9.4 drops. This is not recorded; it follows the documentation of
-      later releases.
-    - `mistakes`: rules that the server accepted although they cannot work, as Grafana does.
-    """
+    # `keeps_later_keys`: keep the keys of rules that 9.4 drops, as the documentation of later releases describes.
 
     keeps_later_keys: bool = False
     rules: dict[str, dict[str, Any]] = field(default_factory=dict)

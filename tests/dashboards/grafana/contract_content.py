@@ -109,10 +109,7 @@ def uid_error(uid: str) -> str | None:
 
 
 class Content:
-    """Folders, data sources and boards.
-
-    `migrates_boards`: return boards of another schema version than was sent, as later releases do (not recorded).
-    """
+    """Folders, data sources, boards. `migrates_boards`: return another schema version than was sent (not recorded)."""
 
     def __init__(self) -> None:
         self.migrates_boards = False

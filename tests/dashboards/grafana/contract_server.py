@@ -1,8 +1,4 @@
-"""A server that answers as the recorded Grafana 9.4 does, strict and lenient where it is, and the recorded answers.
-
-Folders, data sources, boards and alerting are models in memory, for the requests that a deployment sends.
-`tests/data/grafana_api/README.md` describes the recording.
-"""
+"""A server that answers as the recorded Grafana 9.4 does, with models in memory: `tests/data/grafana_api/README.md`."""
 
 import base64
 import json
@@ -19,13 +15,12 @@ from tests.dashboards.grafana.contract_alerting import Alerting
 from tests.dashboards.grafana.contract_content import NOT_MODELLED, Answer, Caller, Content, Request, Role, message
 
 ADMIN: Final = ("admin", "admin")
-TOKENS: Final = {
+TOKENS: Final = {  # Service account tokens (`glsa_`) and an API key (`eyJr`), with their roles
     "glsa_admin": Role.ADMIN,
     "glsa_editor": Role.EDITOR,
     "glsa_viewer": Role.VIEWER,
     "eyJr_admin": Role.ADMIN,
 }
-"""Service account tokens (`glsa_`) and an API key (`eyJr`), with their roles."""
 
 MOST_WRONG_PASSWORDS: Final = 5
 HEALTH: Final = {"commit": "8f3e923057", "database": "ok", "version": "9.4.0-pre"}
@@ -44,7 +39,6 @@ def permission(method: str, path: str) -> str | None:
 
 
 def is_granted(caller: Caller, needed: str) -> bool:
-    """Return True if the caller's role has the permission."""
     if caller.role is Role.EDITOR:
         return needed.startswith(("folders:", "dashboards:", "any of dashboards:"))
     return caller.role is Role.ADMIN
@@ -52,12 +46,9 @@ def is_granted(caller: Caller, needed: str) -> bool:
 
 @dataclass
 class ContractServer:
-    """A running contract server with its state.
+    """A running server; no caller has the `denied` permissions. `authenticated`: paths of requests with credentials."""
 
-    - `denied`: permissions that no caller has.
-    - `authenticated`: paths of the requests with credentials.
-    - `fail_after`: number of requests after which the server closes each connection without an answer.
-    """
+    # `fail_after`: number of requests after which the server closes each connection without an answer.
 
     content: Content = field(default_factory=Content)
     alerting: Alerting = field(default_factory=Alerting)
@@ -98,7 +89,6 @@ class ContractServer:
         return [request for request in self.requests if not request.startswith("GET")]
 
     def answer(self, request: Request) -> Answer:
-        """Return the answer to one request."""
         self.requests.append(f"{request.method} {request.path}")
         if "Authorization" in request.headers:
             self.authenticated.append(request.path)
@@ -205,7 +195,6 @@ def pairs() -> tuple[Pair, ...]:
 
 
 def pair(case: str) -> Pair:
-    """Return the pair of one case."""
     return next(one for one in pairs() if one.case == case)
 
 

@@ -101,7 +101,6 @@ class Requests(Browser):
         self.call("Network.setExtraHTTPHeaders", headers={"Authorization": login})
 
     def forget(self) -> None:
-        """Forget all earlier requests and problems."""
         self.sent, self.answered, self.lists = {}, {}, []
         self.problems.clear()
 

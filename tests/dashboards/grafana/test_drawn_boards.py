@@ -1,7 +1,5 @@
-"""Boards that a real Grafana server draws in Chromium: every panel, for runs of each kind, at several time ranges.
-
-With RANKSCOPE_GRAFANA_PICTURES, pictures of all boards and the measured times are written to this folder.
-"""
+"""Boards that a real Grafana server draws in Chromium: every panel, for runs of each kind, at several time ranges."""
+# With RANKSCOPE_GRAFANA_PICTURES, pictures of all boards and the measured times are written to this folder.
 
 import os
 import re
@@ -29,16 +27,13 @@ ONE_RANK = Path(__file__).with_name("drawn_training.py")
 TWO_RANKS = Path(__file__).parents[2] / "end_to_end" / "slow_rank_training.py"
 TROUBLED = Path(__file__).parents[2] / "end_to_end" / "troubled_training.py"
 CHECKPOINT_STEP, NAN_STEP, LAST_STEP = 10, 40, 60
-ENDED_STEPS = 1300
-"""The run lasts longer than the distance of two points at a range of 24 h."""
+ENDED_STEPS = 1300  # The run lasts longer than the distance of two points at a range of 24 h
 
 ENDLESS = 100_000
-LATE_SECONDS = 0.3
-"""The last rank waits this long for its data in each step."""
+LATE_SECONDS = 0.3  # The last rank waits this long for its data in each step
 
 DEFAULT_WITHIN_SECONDS = 60.0
-SETTLED_SECONDS = 130.0
-"""At a range of 24 h, points of a chart and marks are a minute apart."""
+SETTLED_SECONDS = 130.0  # At a range of 24 h, points of a chart and marks are a minute apart
 
 LATER_SECONDS = 480
 """A view ends at the latest this long after all faults, so that each range contains them on a slow machine too."""
@@ -57,7 +52,7 @@ PROBABLE = "No data. Probable reason: "
 NO_FIRING = f"{PROBABLE}No counter of firings here: none fired, or the run has ended"
 NO_RANK = f"{PROBABLE}No rank of this run is scraped: it has ended"
 NO_LOSS = f"{PROBABLE}The script logs no loss"
-FALSE = {
+FALSE = {  # Texts of our panels that contradict the store for a run. The range contains all of its faults.
     "live": {NO_INCIDENT, NO_FIRING, NO_RANK},
     "simulated": {
         NO_INCIDENT,
@@ -72,7 +67,6 @@ FALSE = {
     "ended": {NO_INCIDENT, NO_LOSS},
     "past": {NO_INCIDENT, NO_LOSS},
 }
-"""Texts of our panels that contradict the store for a run. The range contains all of its faults."""
 
 CLAIMS = re.compile(r"No (?:rule|tensor|rank|anomaly|incident) (?:fired|holds|failed|deviates)\b.*")
 """Claims that nothing happened, which a panel without data cannot know. Each of these runs had a fault."""
@@ -81,14 +75,11 @@ SHOWN = {kind: {"State": "running"} for kind in ("simulated", "slow", "nan")}
 SHOWN |= {kind: {"State": "completed"} for kind in ("ended", "past")}
 SHOWN |= {"failed": {"State": "failed", "Failed ranks": "RuntimeError"}}
 SHOWN["slow"]["Slow ranks"] = "rank 1"
-SHOWN["nan"]["Latest loss"] = "NaN"
-"""A text that a panel must show for a run."""
+SHOWN["nan"]["Latest loss"] = "NaN"  # A text that a panel must show for a run
 
-ENDED = {"failed", "ended", "past"}
-"""Runs whose last step must be shown."""
+ENDED = {"failed", "ended", "past"}  # Runs whose last step must be shown
 
-NOT_GREEN = {"nan": {"Latest loss"}, "failed": {"State", "Ranks up"}}
-"""Tiles that must not be green for a run."""
+NOT_GREEN = {"nan": {"Latest loss"}, "failed": {"State", "Ranks up"}}  # Tiles that must not be green for a run
 
 LOADED_WITHIN_SECONDS = 150.0
 """Longest time for all queries of a board, on a machine with other work. On two idle cores it is at most 5 s."""
@@ -175,10 +166,8 @@ def times() -> Iterator[list[tuple[Any, ...]]]:
 
 
 def test_nan_of_one_step_reaches_the_default_policy(all_programs: Watched):
-    """Grafana's default policy waits 30 s before it notifies a new group.
-
-    No other fault may come before this one: the group of an alert has all runs, and waits 5 minutes after a message.
-    """
+    """Grafana's default policy waits 30 s before it notifies a new group."""
+    # No other fault may come before this one: the group of an alert has all runs, and waits 5 minutes after a message.
     all_programs.start("single")
 
     assert all_programs.seconds_until_message("single", "nan", "AnomalyNan") < DEFAULT_WITHIN_SECONDS

@@ -15,8 +15,7 @@ pytestmark = [needs_server, pytest.mark.timeout(600)]
 STALLED_AFTER_SECONDS = 5.0
 EVALUATION_SECONDS = 10.0
 WITHIN_SECONDS = 30.0
-JUDGED_AFTER_STEPS = 110
-"""A step for which the rule AnomalyTurbulence has enough earlier values."""
+JUDGED_AFTER_STEPS = 110  # A step for which the rule AnomalyTurbulence has enough earlier values
 
 WINDOW_SECONDS = 60.0 * int(WINDOW.removesuffix("m"))
 

@@ -43,7 +43,6 @@ class Message:
     document: dict[str, Any]
 
     def alerts(self, status: str = "firing") -> Iterator[dict[str, Any]]:
-        """Yield the alerts of this message that have the state `status`."""
         yield from (alert for alert in self.document["alerts"] if alert["status"] == status)
 
 
@@ -79,7 +78,6 @@ class Hook:
         self._server.server_close()
 
     def about(self, run: str) -> list[Message]:
-        """Return the messages that contain an alert about a run."""
         every = [(message, message.document["alerts"]) for message in list(self.messages)]
         return [message for message, alerts in every if any(one["labels"].get("run") == run for one in alerts)]
 
@@ -104,14 +102,12 @@ class Watched:
     ranks: dict[str, Ranks] = field(default_factory=dict)
 
     def start(self, *runs: str) -> None:
-        """Start a rank for each run, and wait for their first steps."""
         ranks = self.programs.start_ranks(*runs)
         self.ranks |= dict.fromkeys(runs, ranks)
         self.wait_for(lambda: all(live_runs(self.programs.urls["service"]).get(run, 0) > 5 for run in runs))
         self.wait_for(lambda: {series["metric"]["run"] for series in self.query("rankscope_step")} >= set(runs))
 
     def send(self, run: str, command: str) -> None:
-        """Send a command to the rank of a run."""
         self.ranks[run].send(run, command)
 
     def seconds_until_message(self, run: str, command: str, alert: str) -> float:
@@ -124,14 +120,12 @@ class Watched:
         return at - bad
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Return the result of an instant query of Prometheus."""
         query = urlencode({"query": expression})
         with urllib.request.urlopen(f"{self.programs.urls['prometheus']}/api/v1/query?{query}", timeout=30) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return found
 
     def wait_for_result(self, expression: str) -> None:
-        """Wait until an instant query of Prometheus has a result."""
         self.wait_for(lambda: self.query(expression))
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 120.0) -> Any:
@@ -164,10 +158,8 @@ def watched(
     stalled_after_seconds: float = 300.0,
     scrape_seconds: float = SCRAPE_SECONDS,
 ) -> Iterator[Watched]:
-    """Run all programs in the context. `servers` are the paths of Prometheus and Alertmanager.
-
-    Our rules have a route of their own, or the default policy notifies the receiver.
-    """
+    """Run all programs in the context. `servers` are the paths of Prometheus and Alertmanager."""
+    # Our rules have a route of their own, or the default policy notifies the receiver.
     points = folder / "points.yaml"
     points.write_text(POINTS.format(name=RECEIVER), encoding="utf-8")
     times = {"stalled_after_seconds": stalled_after_seconds, "scrape_seconds": scrape_seconds}

@@ -244,10 +244,8 @@ def test_uids_and_titles_are_unique_and_within_the_length_limit():
 
 
 def test_rules_use_only_states_and_conditions_that_grafana_accepts():
-    """The interval is the minimum of Grafana. One that is no multiple of 10 s prevents the start of the server.
-
-    Grafana's keepFiringFor does not apply to series that a filter omits, so that evaluations are counted.
-    """
+    """The interval is the minimum of Grafana. One that is no multiple of 10 s prevents the start of the server."""
+    # Grafana's keepFiringFor does not apply to series that a filter omits, so that evaluations are counted.
     assert {"10s"} == {group["interval"] for group in ALERTING["groups"]}
     for rule in RULES:
         query, condition = rule["data"]
@@ -321,10 +319,8 @@ def test_data_sources_have_the_scrape_interval_and_read_lists_from_series():
 
 
 def test_addresses_paths_and_texts_contain_nothing_that_grafana_replaces():
-    """Grafana replaces `$NAME` and `${NAME}` by environment variables, and unset ones by an empty string.
-
-    With an empty path, it would read every JSON file in its working directory as a board.
-    """
+    """Grafana replaces `$NAME` and `${NAME}` by environment variables, and unset ones by an empty string."""
+    # With an empty path, it would read every JSON file in its working directory as a board.
     (provider,) = PROVIDERS["providers"]
     texts = [text for name, text in FILES.items() if name.startswith(("datasources/", "dashboards/rankscope.yaml"))]
 

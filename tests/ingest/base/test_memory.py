@@ -10,7 +10,6 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only gl
 
 
 def printed(script: str, *arguments: str) -> list[int]:
-    """Return the numbers that a Python process prints."""
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [int(number) for number in done.stdout.split()]

@@ -62,7 +62,6 @@ def at(**steps):
 
 
 def opened(*symptoms):
-    """Return a tracker with the announced incidents of `symptoms`."""
     incidents = tracker()
     for one in symptoms:
         incidents.observe(one, 0.0)
@@ -415,7 +414,7 @@ ACTIVATION = {"kind": "act_out", "tensor": "3", "op": "norm", "value": 80.0, "ba
 NANS = {**GRADIENT, "op": "nans"}
 LOSS_NAN = {"op": "loss", "value": float("nan")}
 OF_NANS = "AnomalyNan in {} of 5.bias, rank 0, step 216: 80 elements are NaN"
-FIRINGS = {
+FIRINGS = {  # Rows of the same cause by the title of their message
     "LossSpike in loss, rank 0, step 216: loss 109, 436 times its median": [
         *(rule_fired("AnomalyTurbulence", **GRADIENT, micro_step=0), rule_fired("LossSpike", **SPIKE)),
     ],
@@ -433,7 +432,6 @@ FIRINGS = {
         *(rule_fired("AnomalyNan", **NANS, micro_step=0), rule_fired("AnomalyNan", **LOSS_NAN)),
     ],
 }
-"""Rows of the same cause by the title of their message."""
 
 
 @pytest.mark.parametrize("title", FIRINGS)

@@ -276,7 +276,6 @@ async def serve():
 
 @pytest.fixture
 async def fetcher():
-    """Return a fetcher with a token and a timeout of 0.5 s."""
     networks = [ipaddress.ip_network("127.0.0.0/8")]
     async with Fetcher(networks=networks, token="secret", timeout_seconds=0.5) as made:
         yield made

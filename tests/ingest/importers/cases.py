@@ -1,27 +1,20 @@
 """The table of imported logs: `cases/FORMAT.txt` has texts of logs, each with everything that its import stores.
 
 A case of the format FORMAT begins with a line `%% NAME`. The next blocks are its files, and the last one the result:
-
-    %% NaN is a value
     %> log loss.jsonl                 a file to import; without a name it is train.log
     {"step": <1..3>, "loss": NaN}
     %> rows
     <1..3>: loss nan
     event <1..3> anomaly AnomalyNan critical loss: AnomalyNan: loss is nan
-
 To add a case, write its log and `%> rows`; the failing test prints the result, of which each line has to be checked
 against the log. These are the other blocks:
-
     %> file NAME                      a file that is only written; it replaces an earlier one of the same name
     %> move NAME NEW
     %> import NAME                    imports a file or folder
-    %> events NAME                    an event file of TensorBoard, with lines `STEP TAG = VALUE` or `STEP restart`; its
-                                      program has ended unless `--changed ''` follows
-
-A name may be followed by `--forced` (the format is given, not detected), `--changed TIME` (of the file), and `--loss`,
-`--year` and `--pattern` as in the command. The block `rows` shows more with the words `labels` (units and labels),
-`details` (of events), `config` and `attempts`.
-
+    %> events NAME                    an event file of TensorBoard: lines `STEP TAG = VALUE` or `STEP restart`
+The program of an event file has ended unless `--changed ''` follows. A name may be followed by `--forced` (the format
+is given, not detected), `--changed TIME` (of the file), and `--loss`, `--year` and `--pattern` as in the command. The
+block `rows` shows more with the words `labels` (units and labels), `details` (of events), `config` and `attempts`.
 A line with `<1..9>`, or `<10..90/10>` in steps of 10, means nine lines, and `<x9>` nine equal lines. ␀ ␉ ␍ ␛ are
 control characters, and a log that ends with ␄ has no last line end. The result has a line per record: step, rank,
 attempt and time, and the scalars by name; `-` is no step. Events, facts of the run that are not the usual ones, lines

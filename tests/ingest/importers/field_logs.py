@@ -1,7 +1,4 @@
-"""Compare the rows of an imported log with the facts about it, which `INPUT.expected.json` contains.
-
-The comparison is a copy of the checker of the field logs with changed names; it reads rows instead of calling commands.
-"""
+"""Compare the rows of an imported log with the facts about it, which `INPUT.expected.json` contains."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ def any_of(a: Any, choices: Any) -> bool:
 
 
 def judge(label: str, rows: Sequence[Mapping[str, Any]], want: Mapping[str, Any]) -> list[str]:
-    """Return the differences of a series from the facts about it."""
     values = [row["value"] for row in rows]
     if not values:
         return [] if want.get("optional") else [f"no {label}"]
@@ -61,10 +57,8 @@ def judge(label: str, rows: Sequence[Mapping[str, Any]], want: Mapping[str, Any]
 def differences(
     rows: Sequence[Mapping[str, Any]], others: Mapping[str, int | None], want: Mapping[str, Any]
 ) -> list[str]:
-    """Return the differences of a log from the facts in `want`.
-
-    `rows` has its scalars, and `others` the number of events by type and the planned steps as `planned`.
-    """
+    """Return the differences of a log from the facts in `want`."""
+    # `rows` has its scalars, and `others` the number of events by type and the planned steps as `planned`.
     named: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         named.setdefault(row["name"], []).append(row)

@@ -324,10 +324,8 @@ def _of_two_writers(order):
 
 
 def _mixed(found):
-    """Return the number of records that are in an attempt of which most records are of the other writer.
-
-    Repeated steps are not counted: they belong to the same attempt while the writers are at the same step.
-    """
+    """Return the number of records that are in an attempt of which most records are of the other writer."""
+    # Repeated steps are not counted: they belong to the same attempt while the writers are at the same step.
     mixed = 0
     for group in found:
         most, _ = Counter(writer for writer, _ in group).most_common(1)[0]

@@ -1,8 +1,4 @@
-"""Tests that SQL queries of imported logs reproduce known facts about these logs.
-
-An independent script computed the facts. All facts are compared in all their digits, of which some have nine. The
-script gives 0.0 as `mean_elapsed_ms_per_rank` of Megatron logs that print seconds, which is no fact of the log.
-"""
+"""SQL queries of imported logs reproduce facts that an independent script computed, in all their digits."""
 
 import datetime as dt
 import json
@@ -22,7 +18,6 @@ def recorded(folder: str) -> list[Any]:
 
 
 def answers(logs: Any, queries: dict[str, str], names: Any) -> dict[str, Any]:
-    """Return the results of the queries of these names."""
     (found,) = logs.query("SELECT " + ", ".join(f'({queries[name]}) AS "{name}"' for name in names))
     return found
 

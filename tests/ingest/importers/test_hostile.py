@@ -1,7 +1,4 @@
-"""Tests of hostile content that all importers must handle in the same way.
-
-Content for one format is in the tests of that format. `tests/fuzz` changes valid logs; here the content is random.
-"""
+"""All importers handle hostile content in the same way. Tests of a format have the content for this format."""
 
 import gzip
 import io

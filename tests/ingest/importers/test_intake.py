@@ -1,7 +1,4 @@
-"""Tests of the runner: an interrupted import, the numbers of records, secrets, unchanged files, and anomaly rules.
-
-`cases` has logs that grow, are rotated, or begin again.
-"""
+"""The runner: an interrupted import, the numbers of records, secrets, unchanged files, and anomaly rules."""
 
 import json
 import math

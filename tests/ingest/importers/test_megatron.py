@@ -1,8 +1,4 @@
-"""Tests that the Megatron importer reads any bytes to the end, in bounded memory; `cases` has the variants of its rows.
-
-The result does not depend on the way of reading: column parser or parser of single rows, large or small chunks, a
-complete or a growing log.
-"""
+"""The Megatron importer reads any bytes in bounded memory, with the same result for each way of reading."""
 
 import random
 import resource
@@ -78,7 +74,6 @@ slow = settings(deadline=None, max_examples=examples(60), suppress_health_check=
 
 
 def said(path):
-    """Return all records of a log and its faults."""
     faults = Faults()
     found, run = [], None
     for block in MegatronText().read(path, faults):

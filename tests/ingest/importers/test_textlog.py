@@ -219,7 +219,6 @@ def state(*losses):
 
 
 def import_all(group, logs):
-    """Import pairs of a path and a run as one group, and return the reports."""
     group.begin({run for _, run in logs})
     reports = []
     for path, run in logs:

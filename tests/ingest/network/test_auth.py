@@ -175,7 +175,7 @@ async def test_service_listens_with_tls(start_service, certificates, web_config,
         assert [401, 200] == [(await get("/sd"))[0], (await get("/sd", Authorization="Bearer t"))[0]]
 
 
-REFUSED = [
+REFUSED = [  # Scheme, certificate of the client, and the texts of the service and of the client
     (
         "http",
         None,
@@ -186,7 +186,6 @@ REFUSED = [
     ("https", "stranger", "its client certificate is not signed by a trusted CA", "client certificate"),
     ("https", "expired", "its client certificate has expired: renew it", "client certificate"),
 ]
-"""Scheme, certificate of the client, and the texts of the service and of the client."""
 
 
 async def test_only_client_certificates_of_the_ca_are_accepted(

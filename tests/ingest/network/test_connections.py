@@ -81,7 +81,6 @@ class Server:
         return reader, writer
 
     async def get(self, request=GET):
-        """Return the whole answer to a request on a new connection."""
         reader, _ = await self.begin(request.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         return await reader.read()
 

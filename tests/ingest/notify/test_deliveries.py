@@ -310,7 +310,6 @@ def root_log() -> Iterator[list[str]]:
 
 
 async def failure(url: str, **settings: Any) -> str:
-    """Return the reason why a delivery to `url` fails."""
     (notifier,) = make_notifiers([url], **{"timeout_seconds": 20.0, **settings})
     with pytest.raises(NotifyError) as error:
         await notifier.send(MESSAGE)
@@ -449,7 +448,6 @@ async def test_redirect_to_loopback_leaves_the_proxy_and_uses_no_netrc(serve):
 
 @contextlib.contextmanager
 def smtp(handler: Any, port: int, **options: Any) -> Iterator[None]:
-    """Run an SMTP server in the body of the context."""
     controller = Controller(handler, hostname="127.0.0.1", port=port, **options)
     controller.start()
     try:

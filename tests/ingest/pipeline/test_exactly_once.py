@@ -48,7 +48,6 @@ class ServiceProcess:
         self._starts = 0
 
     def start(self) -> None:
-        """Start and wait until the process listens."""
         self.process = start_module("rankscope_ingest.__main__", self._config, log=self._log)
         self._starts += 1
         until(lambda: self.log().splitlines().count(self.url) == self._starts, 90)

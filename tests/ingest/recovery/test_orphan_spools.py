@@ -94,10 +94,8 @@ def seqs_by_run(service: Any) -> dict[str, list[int]]:
 
 
 async def test_spools_are_stored_and_deleted_at_the_start(start_service, eventually, root):
-    """A service that was moved to another host reads spools that name its earlier address.
-
-    A torn end loses only the torn record. A damaged record in the middle is counted as lost.
-    """
+    """A service that was moved to another host reads spools that name its earlier address."""
+    # A torn end loses only the torn record. A damaged record in the middle is counted as lost.
     make_spool(root, "dead", 10, EXIT)
     make_spool(root, "moved", 3, EXIT, run="moved", service="http://earlier:9470")
     (file,) = make_spool(root, "torn", 5, run="torn").folder.glob("*.arrows")
@@ -251,8 +249,6 @@ async def test_live_rank_with_the_identity_of_a_spool_is_not_affected(start_serv
 
 
 def _change(old: str, new: str) -> Any:
-    """Return a function that changes the identity of a spool."""
-
     def change(folder: Path) -> None:
         path = folder / "identity.json"
         assert old in path.read_text()

@@ -331,10 +331,8 @@ READERS = {"hints": RemoteRead, "all": WithoutHints}
 
 @contextlib.asynccontextmanager
 async def two_readers(store, monkeypatch, sent):
-    """Yield settings of remote read for two values of the label `via`, with the hints of a request and without them.
-
-    `sent` has the number of samples that were sent for each value of `via`.
-    """
+    """Yield settings of remote read for two values of the label `via`, with the hints of a request and without them."""
+    # `sent` has the number of samples that were sent for each value of `via`.
 
     def counted(*args, **more):
         answers = read(*args, **more)

@@ -75,10 +75,8 @@ CLASSES_2 = message_classes(MESSAGES_2)
 
 
 def write_request_2(*series, symbols=("",)):
-    """Return the bytes of a request of version 2.0 with the same items as `write_request`, and with metadata.
-
-    Labels are sorted as the specification requires. `symbols` are the first symbols.
-    """
+    """Return the bytes of a request of version 2.0 with the same items as `write_request`, and with metadata."""
+    # Labels are sorted as the specification requires. `symbols` are the first symbols.
     request, places = CLASSES_2["Request"](), {symbol: place for place, symbol in enumerate(symbols)}
     for labels, samples, *more in series:
         one = request.timeseries.add()

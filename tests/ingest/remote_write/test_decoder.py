@@ -169,7 +169,6 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
 
 
 def twice():
-    """Return a request whose only series has a label twice."""
     request = CLASSES["WriteRequest"].FromString(write_request((UP, [(NOW, 1.0)])))
     request.timeseries[0].labels.add(name="job", value="again")
     return request.SerializeToString()

@@ -1,7 +1,4 @@
-"""Messages about stalled and failed runs: a rank is named only if a source singles it out.
-
-Three situations, with every set of sources: a sleeping rank, a rank in an earlier collective, and a dead rank.
-"""
+"""Messages about stalled and failed runs name a rank only if a source singles it out, for every set of sources."""
 
 import itertools
 import json
@@ -32,10 +29,9 @@ LONGEST_WAIT = 2000
 
 
 class Job:
-    """`world` ranks after 41 steps, of which `rank` differs from the others, and the sources of facts about it.
+    """`world` ranks after 41 steps, of which `rank` differs from the others, and the sources of facts about it."""
 
-    The heartbeat reports steps and silence to the service; without it every rank seems to answer.
-    """
+    # The heartbeat reports steps and silence to the service; without it every rank seems to answer.
 
     def __init__(self, world: int, rank: int, situation: str, sources: Collection[str]) -> None:
         self.runs, self.stalls = RunTracker(LIMITS), StallTracker()
@@ -48,7 +44,6 @@ class Job:
                 self.runs.stepped(KEY, one, 41, 1.0)
 
     def first_message(self) -> Incident:
-        """Let time pass until a message is sent, and return it."""
         for second in range(1, LONGEST_WAIT):
             for one in range(self.world):
                 if not self.is_silent(one):

@@ -25,7 +25,7 @@ from rankscope_ingest.scrape.discovery import ExporterList
 from rankscope_ingest.scrape.scraper import PageQueue, Scraper
 from rankscope_ingest.watch.session import WatchSession
 
-TASKS = {
+TASKS = {  # Each background task of the service, and a method of it that raises in the test
     "accepting connections": (_Connections, "_begin"),
     "closing late connections": (_Connections, "sweep"),
     "decoding a remote-write request": (RemoteWrite, "_decode_body"),
@@ -41,7 +41,6 @@ TASKS = {
     "scraping the exporter ": (Scraper, "scrape"),
     "sending live updates to a page": (LiveTails, "changed"),
 }
-"""Each background task of the service, and a method of it that raises in the test."""
 
 AWAITED = {"base/background.py": 2, "service/offline.py": 1, "service/service.py": 5, "watch/session.py": 3}
 """Numbers of tasks by file that their function awaits, so that errors are raised there."""

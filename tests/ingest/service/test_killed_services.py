@@ -31,8 +31,7 @@ pytestmark = [
 
 open_channels = open_channels  # noqa: PLW0127 - a fixture
 
-LIVES = 24
-"""Services that are killed one after the other, each at a later system call."""
+LIVES = 24  # Services that are killed one after the other, each at a later system call
 
 
 class Service(ServiceProcess):

@@ -12,13 +12,12 @@ from rankscope.output.log_lines import log_to
 from rankscope_contract.model.schema import DATASETS, Plan, PlanEntry
 
 OWN_LOG = "step 1 loss 2.0\nstep 2 loss 1.5\nRuntimeError: no access to s3://bob:{log line}@bucket/x\n"
-ENTRANCES = (
+ENTRANCES = (  # Places of the secrets. The secret of a place is its name with the digits 1 to 9 instead of the vowels.
     *("exporter address", "exporter without a name", "query of an exporter", "refused exporter", "exporter label"),
     *("list of exporters", "address for messages", "run", "host", "setting", "argument", "scalar", "scalar label"),
     *("event", "details of an event", "exception", "header", "remote write target", "remote write label"),
     *("user agent", "log line", "refused run", "registered address"),
 )
-"""Places of the secrets. The secret of a place is its name with the digits 1 to 9 instead of the vowels."""
 
 
 JSON = {"Content-Type": "application/json", "Content-Encoding": "identity"}
@@ -72,7 +71,6 @@ async def send_others(service, rank) -> None:
 
 
 async def everything(service) -> dict[str, str]:
-    """Return all texts of the store, pages and documents, by their place."""
     found = {
         name: json.dumps(service.rows(f"SELECT * FROM {name}"), default=str, ensure_ascii=False) for name in DATASETS
     }

@@ -196,7 +196,7 @@ async def silent(*_):
     await asyncio.sleep(60)
 
 
-BAD_ANSWERS = {
+BAD_ANSWERS = {  # Expected error text, the response, and the reason that is counted
     "closed in the middle": (cut_in_the_middle, "cut"),
     "text/html": (answer_with(body=b"<html>hello</html>", Content_Type="text/html"), "garbage"),
     "end-of-stream": (
@@ -221,7 +221,6 @@ BAD_ANSWERS = {
     "announce seq 0 to 5": (contradict("Rankscope-Last", "5"), "cut"),
     "announce seq 1 to 4": (contradict("Rankscope-First", "1"), "cut"),
 }
-"""Expected error text, the response, and the reason that is counted."""
 
 
 async def test_invalid_response_is_reported_and_stores_nothing(start_service, fake_rank, eventually):
@@ -323,13 +322,12 @@ async def test_token_is_required_and_sent(start_service, fake_rank, eventually):
     assert "Bearer s3cret" == rank.requests[0].headers["Authorization"]
 
 
-EXIT_EVENTS = {
+EXIT_EVENTS = {  # Exit events of a rank, and the resulting state and reason of its run
     "surrogate": ('{"reason": "exception", "error": "no file \\udcff.bin"}', "failed", "rank 0: no file ?.bin"),
     "nested": ('{"reason": "completed", "error": ["\\ud800"]}', "completed", None),
     "deep": ("[" * 3000, "stopped", "ended without reporting success"),
     "null": ("null", "stopped", "ended without reporting success"),
 }
-"""Exit events of a rank, and the resulting state and reason of its run."""
 
 
 async def test_exit_events_of_any_content_are_handled(start_service, fake_rank, eventually):

@@ -220,10 +220,8 @@ async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_serv
 
 
 async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_service, fake_rank, eventually):
-    """Rank 0 has begun the step 31, which waits 11 s for its peer, when rank 1 raises at step 30.
-
-    In the other run, the first rank to fail is unknown.
-    """
+    """Rank 0 has begun the step 31, which waits 11 s for its peer, when rank 1 raises at step 30."""
+    # In the other run, the first rank to fail is unknown.
     closed = "RuntimeError: Connection closed by peer"
     async with Receiver() as receiver, start_service(**{"notify.urls": [receiver.url]}) as service:
         for run, last_step, cause in (("r", 31, "OSError: disk full"), ("unknown", 30, closed)):

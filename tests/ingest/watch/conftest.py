@@ -68,7 +68,6 @@ class Sshd:
         pytest.fail((self.folder / "sshd.log").read_text())
 
     def stop(self) -> None:
-        """End the server and all its connections."""
         if self.process is None:
             return
         self.cut_connections()
@@ -170,7 +169,6 @@ def time_of(line: str) -> float | None:
 
 
 def later(line: str, seconds: float) -> str:
-    """Return a line of the log as if it was written `seconds` later."""
     moment = time_of(line)
     if moment is None:
         return line
@@ -185,8 +183,7 @@ class Replay:
     path: Path
     now: float
     zone: str = "+0000"
-    ahead: float = 0.0
-    """Seconds by which the clock of the machine of the log is ahead of that of this machine."""
+    ahead: float = 0.0  # Seconds by which the clock of the machine of the log is ahead of that of this machine
     date_file: Path | None = None
 
     def clock(self) -> float:
@@ -271,12 +268,10 @@ def stored_rows(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def steps_in(lines: Sequence[str]) -> list[int]:
-    """Return the steps of the first lines of the slow log."""
     return list(range(901, 901 + sum("] iteration" in line for line in lines)))
 
 
 def imported_rows(folder: Path, log: Path) -> list[tuple[Any, ...]]:
-    """Return the rows of one import of the complete log."""
     with Store.open(folder, create=True).claim(owner="test") as writer:
         import_records(log, writer, find_importer(log), run="r", known=[])
     return stored_rows(folder)

@@ -173,7 +173,6 @@ def lines(first: int, last: int, **faults: Mapping[int, float]) -> list[str]:
 
 
 async def write(watch: Watch, replay: Replay, *parts: list[str]) -> None:
-    """Write the parts to the log, and poll after each one."""
     async with watch.session() as session:
         for part in parts:
             replay.write(part, seconds=10.0)

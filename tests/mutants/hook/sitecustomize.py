@@ -1,7 +1,4 @@
-"""Imports one module from a changed copy of its file. Python runs this file at its start if PYTHONPATH has the folder.
-
-MUTANT_OF is the path of the module's file, and MUTANT_COPY is that of the copy. Bytecode is not kept.
-"""
+"""Python imports this file at its start: it loads the module MUTANT_OF from its changed copy MUTANT_COPY."""
 
 import importlib.machinery
 import os

@@ -1,8 +1,4 @@
-"""Run a Python program while the kernel refuses to make hard links, as it does on FAT.
-
-A double of such a file system, made with a seccomp filter: link() and linkat() fail with EPERM. No mount is needed.
-Usage: python no_links.py CODE. Exits with 77 where the filter cannot be installed.
-"""
+"""Run CODE while the kernel refuses hard links, as on FAT: python no_links.py CODE. Exits with 77 if it cannot."""
 
 import ctypes
 import platform

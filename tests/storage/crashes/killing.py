@@ -1,8 +1,4 @@
-"""Kill processes before the n-th call that changes a folder, thousands of times and cheaply.
-
-One process imports the storage package under a preloaded library (`kill_at.c`, compiled here) and is forked for each
-life.
-"""
+"""Kill processes before the n-th call that changes a folder, thousands of times, cheaply in forks of one process."""
 
 import ctypes
 import importlib
@@ -39,7 +35,6 @@ class Killer:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -56,11 +51,9 @@ class Killer:
         self._request("prepare", operation, root, 0)
 
     def content(self, root: Path) -> dict[str, Any]:
-        """Return all rows of the store at `root`, by dataset."""
         return self._found("content", "", root)
 
     def after(self, operation: str, root: Path) -> dict[str, Any]:
-        """Return the result of `operations.after`, from a separate process."""
         return self._found("after", operation, root)
 
     def _found(self, action: str, operation: str, root: Path) -> dict[str, Any]:
@@ -83,7 +76,6 @@ class Killer:
 
 
 def compiled(folder: Path) -> Path:
-    """Compile the library to preload in `folder`, and return its path."""
     library = folder / "kill_at.so"
     options = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-ldl"]
     subprocess.run(["gcc", "-o", str(library), str(HERE / "kill_at.c"), *options], check=True)

@@ -1,7 +1,4 @@
-"""The operations that are killed, the stores with which they begin, and the checks afterwards. Runs in forked children.
-
-An operation gets the folder of a store and a function that reports its acknowledged records.
-"""
+"""The operations that are killed, the stores before them, and the checks afterwards. Runs in forked children."""
 
 import datetime as dt
 import os
@@ -71,7 +68,6 @@ def silent(_: int) -> None:
 
 
 def merge(root: Path, *_: Any) -> None:
-    """Compact all small files."""
     compaction.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
@@ -88,7 +84,6 @@ def roll_up(root: Path, days: float = 1, now: dt.datetime = _LATER, **more: floa
 
 
 def rename_run(root: Path, _: Acknowledge) -> None:
-    """Rename a run, unless it has the new name already."""
     if any(row["run"] == "r" for row in content(root)["scalars"]):
         rename(root, "r", "s", sync_to_disk)
 
@@ -128,7 +123,6 @@ OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], object]]] = {
 
 
 def prepare(operation: str, root: Path) -> None:
-    """Create the store with which `operation` begins."""
     if operation == "create":
         return
     if operation == "append":  # a checkpoint becomes due during the operation
@@ -170,10 +164,8 @@ def age(root: Path) -> None:
 
 
 def content(root: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return all rows of the newest version, by dataset and sorted, without the query code of the package.
-
-    The details of import events are omitted, because they contain the path of the log.
-    """
+    """Return all rows of the newest version, by dataset and sorted, without the query code of the package."""
+    # The details of import events are omitted, because they contain the path of the log.
     found: dict[str, list[dict[str, Any]]] = {}
     for file in Log.open(root, sync_to_disk).snapshot().files.to_pylist():
         table = pq.ParquetFile(root / file["path"]).read()
@@ -183,10 +175,8 @@ def content(root: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def after(operation: str, root: Path) -> dict[str, Any]:
-    """Return the state after a kill, and after the operation was repeated and the store vacuumed.
-
-    No step may fail: the next process needs no repair after a kill.
-    """
+    """Return the state after a kill, and after the operation was repeated and the store vacuumed."""
+    # No step may fail: the next process needs no repair after a kill.
     readable = has_entries(root) and operation != "repair"
     found = content(root) if readable else {}
     whole = not readable or check(root).is_intact

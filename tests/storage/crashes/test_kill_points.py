@@ -1,7 +1,4 @@
-"""Kill each operation at every call that changes the store: no acknowledged row is lost, and no row is doubled.
-
-`make test-crashes` kills at all calls, every test run at a few. The next process needs no repair.
-"""
+"""Each operation, killed at calls that change the store (all in `make test-crashes`): no row is lost or doubled."""
 
 import itertools
 import os
@@ -17,14 +14,12 @@ from tests.storage.crashes.operations import OPERATIONS, RANKS, RECORDS
 from rankscope_storage.connection import connect
 from rankscope_storage.maintenance.check import check
 
-ROWS = {"scalars": 1, "tensor_stats": 2}
-"""Rows of a record in each dataset."""
+ROWS = {"scalars": 1, "tensor_stats": 2}  # Rows of a record in each dataset
 
 TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
 """Datasets that change together in one commit."""
 
-ONE_COMMIT = ("rename", "remove", "join")
-"""Operations that change all datasets in one commit."""
+ONE_COMMIT = ("rename", "remove", "join")  # Operations that change all datasets in one commit
 
 A_FEW = [("append", 24), ("compact", 10)]
 

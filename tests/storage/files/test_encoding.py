@@ -107,7 +107,6 @@ def coded(values: list[str | None]) -> pa.DictionaryArray:
 
 
 def chunk(file: pq.ParquetFile, column: str, group: int = 0) -> pq.ColumnChunkMetaData:
-    """Return the metadata of the column with this path in a row group."""
     found = file.metadata.row_group(group)
     return next(one for one in map(found.column, range(found.num_columns)) if one.path_in_schema == column)
 
@@ -162,10 +161,8 @@ def test_integers_are_plain_if_all_are_zero_or_wide_and_else_differences(tmp_pat
 
 
 def scalars(names: int, ranks: int, steps: int, pace: int = 300_000, *, shared: bool = True) -> pa.Table:
-    """Return a row per step, rank and name. Steps are `pace` microseconds apart, with an irregular part.
-
-    If `shared`, all names of a rank and step have the same time.
-    """
+    """Return a row per step, rank and name. Steps are `pace` microseconds apart, with an irregular part."""
+    # If `shared`, all names of a rank and step have the same time.
     step, rank, name = (one.ravel() for one in np.indices((steps, ranks, names)))
     ts = times(step * pace + step**2 % 997 + rank * 31 + (0 if shared else name * 17))
     texts = pa.DictionaryArray.from_arrays(pa.array(name.astype(np.int32)), [f"n{one}" for one in range(names)])

@@ -29,7 +29,6 @@ def cells(target, *columns):
 
 
 def only(target, column):
-    """Return the values of `column` in all rows, of all files."""
     return [row[column] for rows in read(target).values() for row in rows]
 
 

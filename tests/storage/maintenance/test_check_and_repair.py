@@ -50,7 +50,6 @@ def rows(root) -> int:
 
 
 def tear(root) -> Path:
-    """Write a truncated entry after the newest one."""
     newest = entries(root)[-1]
     torn = newest.with_name(f"{int(newest.stem) + 1:020d}.json")
     torn.write_bytes(newest.read_bytes()[:40])

@@ -26,13 +26,11 @@ STORED = "SELECT count(*), count(DISTINCT seq) FROM scalars"
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Make compaction merge three or more small files."""
     monkeypatch.setattr(compaction, "SMALL_FILES", 2)
 
 
 @pytest.fixture
 def four(writer, batch, eager):
-    """Append four commits of one scalar each."""
     for seq in range(4):
         writer.append(batch([seq]))
 
@@ -261,7 +259,6 @@ def age(root, sync) -> None:
 
 
 def append(writer, batch, seq: int) -> int:
-    """Append a scalar and a row of statistics; return the number of each then."""
     writer.append(batch([seq]))
     row = {"run": "r", "incarnation": "i-s", "seq": seq, "step": seq, "ts": seq * 1_000_000, "kind": "k", "tensor": "t"}
     put(writer, "tensor_stats", [row], {"i-s": seq})

@@ -1,7 +1,4 @@
-"""A store whose files delta-rs rewrote or rewrites: OPTIMIZE, Z-ORDER, DELETE and checkpoints by other tools.
-
-delta-rs gives each rewritten file the columns of all datasets.
-"""
+"""Stores that delta-rs rewrites (OPTIMIZE, Z-ORDER, DELETE, checkpoints): a file gets the columns of all datasets."""
 
 import datetime as dt
 import json

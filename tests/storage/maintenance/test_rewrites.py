@@ -271,8 +271,7 @@ def test_full_or_read_only_disk_raises_store_error(store, writer, batch, monkeyp
 # Retention: raw rows become rollups, and rollups are removed, at their ages; all other rows are kept.
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
-KEPT_DAYS = 100
-"""With this age, the slack is one day."""
+KEPT_DAYS = 100  # With this age, the slack is one day
 HOUR = BUCKET_SECONDS / 86_400
 
 
@@ -292,7 +291,6 @@ def count(root, dataset: str, counted: str = "count(*)") -> int:
 
 
 def raw_before(root, number: float, **options) -> RetentionReport:
-    """Remove raw rows before day `number`."""
     return retain(root, Retention(raw_days=KEPT_DAYS), sync_to_disk, now=day(number + KEPT_DAYS), **options)
 
 

@@ -86,10 +86,7 @@ class History:
     def ask(
         self, *matchers, start=ALWAYS[0], end=ALWAYS[1], series=1000, samples=10_000, alone=False, last=False, **more
     ):
-        """Return {labels: [(ms, value)]} for matchers (name, operator, value).
-
-        `alone` and `last` are for the last samples.
-        """
+        """Return {labels: [(ms, value)]} for matchers (name, operator, value); `alone` and `last`: last samples."""
         given = tuple(Matcher(OPERATORS[operator], name, value) for name, operator, value in matchers)
         question = SeriesQuery(given, start, end, series_alone=alone, last_alone=last)
         (answer,) = read(self.connection, [question], max_series=series, max_samples=samples, **more)

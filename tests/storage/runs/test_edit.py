@@ -31,7 +31,6 @@ def run_version(run: str, state: str, *, kind: str = "live") -> Batch:
 
 
 def told(root) -> dict[str, list[tuple]]:
-    """Return attempt, incarnation and seq of the scalars, by run."""
     found: dict[str, list[tuple]] = {}
     for run, *rest in ask(root, "SELECT run, attempt, incarnation, seq FROM scalars ORDER BY ALL"):
         found.setdefault(run, []).append(tuple(rest))

@@ -77,11 +77,9 @@ def whole(writer, connection):
 
 @pytest.fixture
 def killed() -> History:
-    """Return a run that was killed at 160 s, after step 8, and restarted at 200 s from the checkpoint after step 5.
-
-    The first step begins at 12 s and takes 20 s. Later steps take 10 s, with a checkpoint of 8 s after step 5 and an
-    evaluation of 5 s after step 3.
-    """
+    """Return a run that was killed at 160 s, after step 8, and restarted at 200 s from the checkpoint after step 5."""
+    # The first step begins at 12 s and takes 20 s. Later steps take 10 s, with a checkpoint of 8 s after step 5 and an
+    # evaluation of 5 s after step 3.
     history = History()
     history.launch(0, 0, 160)
     history.step(0, 1, 32, 20, first_step=20)

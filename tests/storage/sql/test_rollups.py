@@ -111,8 +111,7 @@ def _is_odd(dataset: str, row: Row) -> bool:
 
 ROLLED_UP = 'SELECT step, "rows" FROM tensor_rollups ORDER BY step'
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
-POLICY = Retention(raw_days=10, scalars_days=10)
-"""With this policy, the slack is a day."""
+POLICY = Retention(raw_days=10, scalars_days=10)  # With this policy, the slack is a day
 
 
 def day(number: float) -> dt.datetime:

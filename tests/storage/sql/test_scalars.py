@@ -61,11 +61,9 @@ ATTEMPTS = st.lists(st.tuples(st.integers(10, 50), st.integers(1, 20)), min_size
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ATTEMPTS, st.integers(1, 9), st.integers(0, 8), st.booleans())
 def test_last_attempt_of_a_step_is_valid_and_cumulative_steps_repeat(tmp_path_factory, attempts, every, offset, before):
-    """Each attempt is (first step, number of steps); the reference simulates the training.
-
-    A scalar that is logged rarely follows the attempts of the loss. An attempt may end before its first value; an
-    evaluation before the first step has the last step's number.
-    """
+    """Each attempt is (first step, number of steps); the reference simulates the training."""
+    # A scalar that is logged rarely follows the attempts of the loss. An attempt may end before its first value; an
+    # evaluation before the first step has the last step's number.
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     rows, losses, evaluations, trained, end = [], {}, {}, 0, 0
     for attempt, (first, count) in enumerate(attempts):

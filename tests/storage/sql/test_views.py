@@ -408,8 +408,7 @@ def test_calls_with_one_number_are_counted_in_order():
     assert [(1, 4, False), (2, 8, False)] == found
 
 
-History = list[tuple[int, int, int, bool]]
-"""Elements: rank, number, time, and whether the rank has left the call."""
+History = list[tuple[int, int, int, bool]]  # Elements: rank, number, time, and whether the rank has left the call
 
 HISTORIES = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 50), st.booleans()),

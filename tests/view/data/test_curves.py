@@ -410,10 +410,8 @@ def test_names_sort_by_their_numbers():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a store with three runs of 200 steps on two ranks: `other` differs from step 150, and `long` is longer.
-
-    In the run `long`, the replicas of rank 1 differ from step 40.
-    """
+    """Return a store with three runs of 200 steps on two ranks: `other` differs from step 150, and `long` is longer."""
+    # In the run `long`, the replicas of rank 1 differ from step 40.
     batches = []
     for run, steps in (("same", 200), ("other", 200), ("long", 260)):
         tables, statistics, step = [], [], np.arange(steps)

@@ -213,10 +213,8 @@ def test_first_cause_among_anomalies_of_one_time_is_always_the_same(tmp_path):
 
 
 def test_firings_of_one_cause_are_one_line(opened):
-    """A NaN from step 40 to step 160 gives 119 events in each step, and one that comes back later its own line.
-
-    The optimizer does not run then, on two ranks.
-    """
+    """A NaN from step 40 to step 160 gives 119 events in each step, and one that comes back later its own line."""
+    # The optimizer does not run then, on two ranks.
     nan = {"rule": "AnomalyNan", "severity": "critical"}
     places = [(step, number) for step in (*range(40, 161), 300) for number in range(119)]
     listed = [event("r", "anomaly", step, 1_000_000 * step, tensor=f"layer.{number}", **nan) for step, number in places]

@@ -41,7 +41,6 @@ def words(texts) -> list[str]:
 
 
 def data(axes, gid) -> tuple[list[float], list[float]]:
-    """Return the finite points of all lines with this name."""
     x, y = (np.concatenate([line.get_data()[part] for line in artists(axes, gid)]) for part in (0, 1))
     known = np.isfinite(y)
     return x[known].tolist(), y[known].tolist()
