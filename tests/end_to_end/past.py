@@ -1,7 +1,4 @@
-"""Steps from months ago in a store, and the boards that show them through a Prometheus that scraped none of them.
-
-Each metric of a rank has a series here, also those of GPUs, so that all panels of ranks are queried.
-"""
+"""Steps from months ago in a store, and the boards that show them through a Prometheus that scraped none of them."""
 
 import itertools
 import json
@@ -47,6 +44,7 @@ def put(folder: Path, then: int) -> None:
         row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _scalars(spec, rank, step, then)
     ]
     tensors = [_tensor(kind, rank, step, then) for kind in KINDS for rank in (0, 1) for step in range(STEPS)]
+    feature = {"kind": "stable_rank", "module": "layer", "value": 2.0}
     tables = {
         name: pa.Table.from_pylist(made, schema=dataset_schema(name))
         for name, made in (
@@ -54,7 +52,7 @@ def put(folder: Path, then: int) -> None:
             ("tensor_stats", tensors),
             ("attempts", [_attempt(step, then) for step in range(STEPS)]),
             ("events", [_incident(then)]),
-            ("features", [_feature(rank, step, then) for rank in (0, 1) for step in range(STEPS)]),
+            ("features", [_when(rank, step, then) | feature for rank in (0, 1) for step in range(STEPS)]),
         )
     }
     with Store.open(folder, create=True).claim(owner="before") as writer:
@@ -77,10 +75,6 @@ def _incident(then: int) -> dict[str, Any]:
     symptom = {"rule": "AnomalyNan", "kind": Kind.GRAD_REDUCED, "tensor": "weight", "op": "norm"}
     event = {"type": "incident", "severity": "critical", "message": "", "details": '{"state":"opened"}'}
     return {**_when(1, 12, then), **symptom, **event}
-
-
-def _feature(rank: int, step: int, then: int) -> dict[str, Any]:
-    return {**_when(rank, step, then), "kind": "stable_rank", "module": "layer", "value": 2.0}
 
 
 def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
@@ -111,14 +105,12 @@ def panels_of_the_past() -> dict[str, str]:
 
 
 def substituted(text: str) -> str:
-    """Return a query with values for the variables of the boards."""
     for variable, value in VARIABLES.items():
         text = text.replace(variable, value)
     return text
 
 
 def shown(prometheus: str, expression: str, then: int) -> list[list[float]]:
-    """Return the values of a panel at steps 16, 20 and 24."""
     start, end = (then + SECONDS_PER_STEP * step for step in (16, 24))
     data = _asked(f"{prometheus}/api/v1/query_range", query=expression, start=start, end=end, step=4 * SECONDS_PER_STEP)
     return [[float(value) for _, value in series["values"]] for series in data["result"]]

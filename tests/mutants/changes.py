@@ -31,7 +31,7 @@ OPERATORS: Final = {
     ast.Or: ast.And,
 }
 CALLS: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
-SQL: Final = {
+SQL: Final = {  # Changes within a text that is an SQL statement, by pattern
     r"<=": "<",
     r">=": ">",
     r"(?<=\s)<(?=\s)": "<=",
@@ -54,7 +54,6 @@ SQL: Final = {
     r"(?<![\w.$])1(?![\w.])": "2",
     r"(?<![\w.$])0(?![\w.])": "1",
 }
-"""Changes within a text that is an SQL statement, by pattern."""
 
 STATEMENT: Final = re.compile(r"\b(?:SELECT|WHERE|FROM|WHEN|OVER)\b")
 
@@ -152,7 +151,8 @@ class _Finder(ast.NodeVisitor):
         return f"({self._text(left)}) {words[2:-2]} ({self._text(right)})"
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_text = any(isinstance(part, ast.JoinedStr | ast.Constant) and not _is_number(part) for part in _sides(node))
+        sides = node.left, node.right
+        is_text = any(isinstance(part, ast.JoinedStr | ast.Constant) and not _is_number(part) for part in sides)
         if (other := OPERATORS.get(type(node.op))) and not is_text:
             self._place(node, self._joined(node.left, other(), node.right))
         self.generic_visit(node)
@@ -226,7 +226,3 @@ class _Finder(ast.NodeVisitor):
 
 def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool)
-
-
-def _sides(node: ast.BinOp) -> tuple[ast.expr, ast.expr]:
-    return node.left, node.right

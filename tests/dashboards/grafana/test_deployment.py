@@ -424,13 +424,7 @@ def test_refused_connection_and_server_that_hangs_are_reported(local: Grafana):
             local.deploy(server=server)
 
 
-def clash_of_folders(grafana: Grafana) -> None:
-    grafana.user.post("/folders", {"uid": "other", "title": grafana.content.rules_folder.title})
-
-
-def clash_of_sources(grafana: Grafana) -> None:
-    source = {"name": "rankscope-live", "uid": "other", "type": "prometheus", "access": "proxy", "url": "http://a"}
-    grafana.user.post("/datasources", source)
+OTHER_SOURCE = {"name": "rankscope-live", "uid": "other", "type": "prometheus", "access": "proxy", "url": "http://a"}
 
 
 def clash_of_boards(grafana: Grafana) -> None:
@@ -444,8 +438,8 @@ def clash_of_rules(grafana: Grafana) -> None:
 
 
 CLASHES = {
-    "/folders/other": clash_of_folders,
-    "/datasources/uid/other": clash_of_sources,
+    "/folders/other": lambda to: to.user.post("/folders", {"uid": "other", "title": to.content.rules_folder.title}),
+    "/datasources/uid/other": lambda grafana: grafana.user.post("/datasources", OTHER_SOURCE),
     "/dashboards/uid/other": clash_of_boards,
     "/v1/provisioning/alert-rules/a-users-rule": clash_of_rules,
 }

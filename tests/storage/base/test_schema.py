@@ -19,11 +19,6 @@ from rankscope_storage.files.older_integers import has_older_integers
 GOLDEN = Path(__file__).parents[2] / "golden" / "parquet_schema.txt"
 
 
-def two_rows(dataset: str) -> pa.Table:
-    """Return two rows that differ in every column, because constant columns are encoded differently."""
-    return conform(pa.table({field.name: two_values(field.type) for field in dataset_schema(dataset)}), dataset)
-
-
 def two_values(kind: pa.DataType) -> pa.Array:
     if pa.types.is_list(kind):
         return pa.array([[value] for value in two_values(kind.value_type).to_pylist()], kind)
@@ -34,7 +29,8 @@ def two_values(kind: pa.DataType) -> pa.Array:
 
 def described(root: Path, dataset: str) -> str:
     """Return columns, types and encodings of a file of `dataset`, as Parquet reports them, after some checks."""
-    file = write_file(root, dataset, "p", two_rows(dataset), sync_to_disk)
+    rows = pa.table({field.name: two_values(field.type) for field in dataset_schema(dataset)})  # no constant columns
+    file = write_file(root, dataset, "p", conform(rows, dataset), sync_to_disk)
     metadata = pq.ParquetFile(root / file.path).metadata
     assert SCHEMA_VERSION == schema_version(metadata.metadata)
     assert dataset.encode() == metadata.metadata[b"rankscope_dataset"]
