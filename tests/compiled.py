@@ -1,8 +1,4 @@
-"""Compile the modules that test processes import, each once.
-
-Run in a new environment, before several test processes start at the same time. Otherwise each of them compiles the
-modules of torch, and the kernel for statistics, because no other process has finished and written the results.
-"""
+"""Compile the modules that test processes import, each once, before several test processes start together."""
 
 import os
 

@@ -121,7 +121,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def skips_by_reason(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> Counter[str]:
-    """Return the number of skipped tests by reason."""
     return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)  # type: ignore[index]
 
 
@@ -137,10 +136,7 @@ def _require_server(program: str, package: str | None = None) -> str:
 
 @pytest.fixture(scope="session")
 def require_server() -> Callable[..., str]:
-    """Return a function that returns the path of a program. Without the program, it skips or fails the test.
-
-    `require_server("promtool", "prometheus")` names the Debian package if its name differs from that of the program.
-    """
+    """Return a function `(program, package=program)` that returns its path, and skips or fails the test without it."""
     return _require_server
 
 
@@ -164,16 +160,12 @@ def free_port() -> int:
 
 @pytest.fixture
 def another_port() -> int:
-    """Return a second free port."""
     return _free_port()
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """A CA and its certificates, created by openssl. `server` and `client` are valid for all names of this machine.
-
-    `expired` has expired, `elsewhere` names another machine, and `stranger` is signed by another CA.
-    """
+    """A CA and its certificates: valid for this machine, expired, for another machine, and signed by another CA."""
 
     folder: Path
 

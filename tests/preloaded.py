@@ -1,8 +1,4 @@
-"""The last module that a process imports before it forks programs with monitors.
-
-The import compiles the kernel for statistics, so that the programs only read it from numba's cache. It excludes all
-objects of this moment from garbage collection: a collection in a program then does not search all of torch.
-"""
+"""Compile the kernel for statistics, and keep all of torch from garbage collection, before programs are forked."""
 
 import gc
 

@@ -1,11 +1,8 @@
-"""Python programs for tests, each in a separate process, with only one import of torch.
+"""Python programs for tests, each in a process forked from one that has imported torch and the exporter.
 
-A first process imports torch, the modules of its optimizers, and the exporter, which takes seconds. It is forked for
-each program. The child has a separate `__main__`, environment and standard streams. At its end it waits for threads,
-calls the functions of `atexit`, and destroys its own objects. It does not destroy the modules, which takes longer than
-most programs, unless the test needs a `whole_exit`. Programs that depend on the import of modules, or that spawn
-children, need `subprocess` instead. `warm_processes()` does the same for functions, which exit like those of
-`multiprocessing`.
+The child has a separate `__main__`, environment and standard streams. At its end it waits for threads, calls the
+functions of `atexit`, and destroys its own objects, but no modules unless the test needs a `whole_exit`. Programs that
+depend on the import of modules, or that spawn children, need `subprocess` instead.
 """
 
 from __future__ import annotations
@@ -284,10 +281,7 @@ def run_program(
     whole_exit: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `code` like `python -c`, in this environment updated by `environment`.
-
-    The modules `imported` are imported already. With `whole_exit`, the process exits like any interpreter.
-    """
+    """Run `code` like `python -c` after the import of `imported`; `whole_exit`: exit like any interpreter."""
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return server_of(*imported).run(code, told, seconds, folder, whole_exit=whole_exit)
 
@@ -314,10 +308,7 @@ def start_module(module: str, *arguments: object, log: Path, **environment: str)
 
 
 def run_two_ranks(code: str, *, seconds: float = 300.0) -> list[dict[str, Any]]:
-    """Return the results of `main()`, which `code` defines, on two ranks connected by Gloo.
-
-    `code` can use `rank`, `dist`, `json` and a common `folder`.
-    """
+    """Return the results of `main()` in `code` on two Gloo ranks. It can use `rank`, `dist`, `json` and `folder`."""
     done = run_program(f"{BEFORE_TWO_RANKS}{code}{AFTER_TWO_RANKS}", seconds=seconds)
     assert 0 == done.returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,7 +1,4 @@
-"""Number of examples and cases of tests: a few by default, all of them with RANKSCOPE_THOROUGH=1.
-
-A usual run has the same examples each time; a thorough run has random ones, so that repeated runs try further ones.
-"""
+"""Number of examples and cases of tests: few and the same each time; with RANKSCOPE_THOROUGH=1 all, and random."""
 
 import os
 from collections.abc import Collection, Iterable

@@ -76,7 +76,6 @@ class Watched:
         return list(dict.fromkeys(row.step for row in self.rows(kind) if tensor in (None, row.entry.tensor)))
 
     def measured(self) -> list[int]:
-        """Return the steps with statistics."""
         return [record.step for record in self.records if record.statistics is not None and record.step is not None]
 
     def scalars(self, name: str) -> list[tuple[int | None, float]]:
@@ -150,7 +149,6 @@ def ended(monitor: Monitor) -> Published:
 
 
 def small() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """Return a small model and its optimizer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
@@ -164,8 +162,6 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> N
 
 
 class Training(Watched):
-    """A training of the small model."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(*small(), **settings)
 

@@ -11,7 +11,6 @@ from tests.programs import warm_processes
 
 WORLD = 2
 RANKS = range(WORLD)
-
 Cases = Callable[[int], Iterator[tuple[str, Any]]]
 """Yields the name and the outcome of each case on the rank with this number."""
 

@@ -16,7 +16,6 @@ from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.observers.throughput.costs import ALONE, FORMULA, Inputs, NoFormulaError, cost_of
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[trainers]'")
-
 BATCH, SEQUENCE, VOCABULARY = 2, 32, 200
 DECODER = {
     "num_hidden_layers": 2,
@@ -182,8 +181,7 @@ def test_tokens_of_a_step_equal_the_count_of_trainer(tmp_path):
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = transformers.Trainer(Scores(), arguments, train_dataset=rows, callbacks=[Reading(), watching])
-    trainer.train()
+    transformers.Trainer(Scores(), arguments, train_dataset=rows, callbacks=[Reading(), watching]).train()
 
     tokens = BATCH * LENGTH * ACCUMULATED
     assert [(1, tokens), (2, tokens)] == results["tokens"]

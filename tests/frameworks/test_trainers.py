@@ -1,7 +1,4 @@
-"""Conformance of Hugging Face Trainer, Accelerate and Lightning on one and two ranks, with a float64 training.
-
-They come with the tests' extra. Where they are missing the tests are skipped, and fail where nothing may be missing.
-"""
+"""Conformance of Hugging Face Trainer, Accelerate and Lightning on one and two ranks, with a float64 training."""
 
 import importlib.util
 import os
@@ -26,7 +23,6 @@ from tests.exporter.adapters.observation import Found
 from tests.exporter.adapters.training import ADAM, loss_of
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(500)]  # the first test waits for all the training
-
 KINDS = {"grad_unreduced", "grad_reduced", "grad_clipped", "param_before", "param_after", "exp_avg", "exp_avg_sq"}
 OF_SKIPPED = {"grad_unreduced", "grad_reduced"}
 ACTIVATIONS = {"act_in", "act_out", "act_grad_out", "act_grad_in"}
@@ -77,8 +73,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Everything:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     how = {"capture_output": True, "text": True, "timeout": LONGEST_SECONDS + 50, "env": environment}
     done = subprocess.run(script, check=False, **how)
-    names = ("0", "1", "alone", *FAILING)
-    paths = {name: (folder / name).with_suffix(".pickle") for name in names}
+    paths = {name: (folder / name).with_suffix(".pickle") for name in ("0", "1", "alone", *FAILING)}
     assert [] == [name for name, path in paths.items() if not path.exists()], done.stderr[-5000:]
     return {name: pickle.loads(path.read_bytes()) for name, path in paths.items()}
 

@@ -1,7 +1,4 @@
-"""Runs every training of the tests in processes forked from one, because importing the trainers is slow.
-
-`trainings_run.py FOLDER` writes FOLDER/<process>.pickle for two ranks, one process without ranks, and those that fail.
-"""
+"""Write FOLDER/<process>.pickle for each process of all trainings, forked from one that has imported the trainers."""
 
 import atexit
 import logging

@@ -19,8 +19,6 @@ logging.disable(logging.WARNING)
 
 @dataclass(slots=True)
 class Engine(Loop):
-    """A loop in which the engine makes the update."""
-
     def replaced(self) -> list[tuple[Any, str]]:
         """Return the methods that the monitor replaces while it is attached."""
         return [(self.attached, "_take_model_step")]
@@ -88,8 +86,7 @@ def engine(
         return loss.detach()
 
     # The monitor detects accumulation by hand only after it has happened.
-    also = {"gradients": {"sum_micro_batches": True}} if by_hand else {}
-    return Engine(made, made, backward, also=also)
+    return Engine(made, made, backward, also={"gradients": {"sum_micro_batches": True}} if by_hand else {})
 
 
 FROM_START = {"stage3_param_persistence_threshold": 0}

@@ -26,8 +26,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-SCALE = 8.0
-WIDTH = 6
+SCALE, WIDTH = 8.0, 6
 PARTS = ("enter", "0", "1", "leave")
 
 

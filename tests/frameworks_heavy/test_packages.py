@@ -1,8 +1,4 @@
-"""Conformance of DeepSpeed in every stage of ZeRO, and of Megatron-Core with each kind of parallelism, on two ranks.
-
-All expected rows exist on every rank and equal a float64 training without a wrapper. `make test-frameworks` installs
-the packages; without them the tests are skipped.
-"""
+"""DeepSpeed in every stage of ZeRO, and Megatron-Core: rows of two ranks equal a float64 training without a wrapper."""
 
 import functools
 import importlib.util
@@ -32,7 +28,6 @@ from tests.exporter.parts import session_of
 from rankscope_exporter import Monitor, MonitorConfig
 
 Outcomes = dict[tuple[str, int], Outcome]
-
 pytestmark = pytest.mark.timeout(900)  # the first test waits for all the training, and for DeepSpeed to compile
 
 
@@ -245,8 +240,7 @@ def hashed(make: Any, rank: int) -> tuple[dict[tuple[int, str], tuple[str, int]]
 @pytest.mark.parametrize("loops", WHOLE)
 def test_replicas_have_equal_hashes_and_parts_have_none(loops: str, tmp_path: Path) -> None:
     names = (*WHOLE[loops], *DIVIDED[loops])
-    work = functools.partial(train_all, loops=loops, result=hashed)
-    found = outcomes(tmp_path, work, names, wait_seconds=600)
+    found = outcomes(tmp_path, functools.partial(train_all, loops=loops, result=hashed), names, wait_seconds=600)
 
     for name in names:
         (one, faults), (other, more) = (found[name, rank] for rank in range(WORLD))

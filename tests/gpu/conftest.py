@@ -28,7 +28,6 @@ def device() -> Device:
 
 @pytest.fixture
 def cuda(device: Device) -> torch.device:
-    """Return the CUDA device; skip the test on a substitute."""
     if not device.is_cuda:
         pytest.skip("make test-gpu")
     return device.name

@@ -126,8 +126,7 @@ def hashes(tensors: list[torch.Tensor], device: torch.device, words: int | None 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_hash_of_equal_bits_is_equal_on_the_device(dtype, words, device):
     generator = torch.Generator().manual_seed(1)
-    sizes = (0, 1, 7, 100, 3000, 200_001)
-    tensors = [torch.randn(size, generator=generator).mul(10).to(dtype) for size in sizes]
+    tensors = [torch.randn(size, generator=generator).mul(10).to(dtype) for size in (0, 1, 7, 100, 3000, 200_001)]
     tensors.append(tensors[-1][:200_000].view(400, 500).t())
     expected = hashes(tensors, torch.device("cpu"), words)
 
@@ -142,8 +141,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 def rows_of_training(device: torch.device) -> dict[Any, tuple[Any, ...]]:

@@ -89,8 +89,7 @@ def test_phases_have_the_durations_of_the_device(device):
 def test_peak_of_the_device_is_known_and_mfu_is_a_share(cuda, device):
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4))).to(cuda, torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    flops = 6 * 4 * 4096**2
-    settings = {"throughput": {"flops_per_sample": flops}}
+    settings = {"throughput": {"flops_per_sample": 6 * 4 * 4096**2}}
     with Monitor(configured("default", every=1000, **settings)).attach(model, optimizer) as monitor:
         session = session_of(monitor)
         for _ in range(20):
@@ -175,10 +174,6 @@ def test_peak_memory_that_the_monitor_adds(configuration, cuda, device, record_p
         assert added < 512 << 20
 
 
-def collectives_of(records: Any) -> list[Any]:
-    return [row for record in records for row in record.collectives]
-
-
 def test_collectives_of_nccl_have_rows(group, cuda, device):
     model = Block().to(cuda)
     optimizer = adamw(model.parameters())
@@ -190,7 +185,7 @@ def test_collectives_of_nccl_have_rows(group, cuda, device):
             dist.all_gather_into_tensor(gathered, torch.ones(500, device=cuda))
             Case().run(device, monitor, model, optimizer, 1)
             device.synchronize()
-    rows = collectives_of(records_of(session))
+    rows = [row for record in records_of(session) for row in record.collectives]
     sizes = {row["op"]: row["bytes"] for row in rows}
 
     assert 0 == monitor.faults

@@ -1,8 +1,4 @@
-"""The device of these tests, and small trainings that must have equal bits with and without a monitor.
-
-With RANKSCOPE_GPU_STAND_IN=cpu, tests that need no CUDA run on the CPU, where work takes place immediately. This shows
-that the tests run; it shows nothing about a GPU.
-"""
+"""Small trainings with equal bits with and without a monitor. RANKSCOPE_GPU_STAND_IN=cpu only shows that tests run."""
 
 import contextlib
 import functools
@@ -56,7 +52,6 @@ class Device:
             torch.cuda.synchronize(self.name)
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Return the seconds of the device for `work`."""
         began = time.perf_counter()
         if not self.is_cuda:
             work()
@@ -91,8 +86,7 @@ def _cycles_per_second() -> float:
     return cycles / device.timed(lambda: torch.cuda._sleep(cycles))
 
 
-STEPS = 6
-WIDTH = 64
+STEPS, WIDTH = 6, 64
 
 
 class Block(nn.Module):
@@ -252,8 +246,7 @@ def state_of(
 
 def _bits(tensor: torch.Tensor) -> bytes:
     local = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    whole: bytes = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return whole
+    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def differences(expected: dict[str, bytes], found: dict[str, bytes]) -> list[str]:

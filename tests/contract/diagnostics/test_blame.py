@@ -77,10 +77,7 @@ WAITS_FOR_DEVICE = dump(OWN, calls=".item")
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """One process group and its progress.
-
-    `done` is the last completed call of each rank; the ranks in `waits` are in the next call.
-    """
+    """A process group: `done` is the last completed call of each rank; the ranks in `waits` are in the next one."""
 
     ranks: Sequence[int]
     name: str = "default_pg"
@@ -125,8 +122,7 @@ def facts(
 
 def waiting(rank: int, world: int) -> Group:
     """Return a group of all ranks in which every rank except `rank` waits in the next call."""
-    others = {one: "all_reduce" for one in range(world) if one != rank}
-    return Group(ranks=range(world), waits=others)
+    return Group(ranks=range(world), waits={one: "all_reduce" for one in range(world) if one != rank})
 
 
 # Properties for any set of sources: three situations, with every source removed from any rank.
@@ -135,8 +131,7 @@ WORLDS = [(world, rank) for world in (2, 3, 8) for rank in sorted({0, 1, world -
 
 
 def sleeping(world: int, rank: int) -> list[RankFacts]:
-    dumps = {one: SLEEPS if one == rank else IN_REDUCE for one in range(world)}
-    return facts(flights(waiting(rank, world)), dumps)
+    return facts(flights(waiting(rank, world)), {one: SLEEPS if one == rank else IN_REDUCE for one in range(world)})
 
 
 def in_an_earlier_call(world: int, rank: int) -> list[RankFacts]:
@@ -145,8 +140,7 @@ def in_an_earlier_call(world: int, rank: int) -> list[RankFacts]:
         done={one: 39 if one == rank else 40 for one in range(world)},
         waits=dict.fromkeys(range(world), "all_reduce"),
     )
-    dumps = {one: IN_BARRIER if one == rank else IN_REDUCE for one in range(world)}
-    return facts(flights(group), dumps)
+    return facts(flights(group), {one: IN_BARRIER if one == rank else IN_REDUCE for one in range(world)})
 
 
 def dead(world: int, rank: int) -> list[RankFacts]:

@@ -224,11 +224,7 @@ KEPT = 3
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, int], dict[int, dict[int, str]], set[int]]:
-    """Return a history of calls.
-
-    The result is the number of entered calls, the number of completed calls and the operation of each call, all by
-    rank; and the ranks that send a record. A rank is in at most one call at a time. Operations of ranks may differ.
-    """
+    """Return entered calls, completed calls and operations by rank, and the ranks that send a record."""
     size = draw(st.integers(1, 4))
     entered = {rank: draw(st.integers(0, 6)) for rank in range(size)}
     left = {rank: count - draw(st.integers(0, min(1, count))) for rank, count in entered.items()}

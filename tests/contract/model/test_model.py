@@ -265,10 +265,7 @@ def test_label_text_does_not_depend_on_the_order_of_labels(labels):
     assert None is canonical_labels({}) is canonical_labels(None)
 
 
-SECRET = "correct-horse"
-MIXED = "kX9mPq2vL8wR"
-
-
+SECRET, MIXED = "correct-horse", "kX9mPq2vL8wR"
 SECRET_NAMES = [
     *("token", "hf_token", "HF_TOKEN", "wandb.api_key", "apiKey", "api-key", "access_key_secret"),
     *("aws_secret_access_key", "password", "db.passwd", "DB_PASSWORD_PROD", "private_key", "client_secret"),

@@ -26,7 +26,6 @@ DIFFERENCES = {
 # In msprobe, a norm or a minimum may be NaN. Our statistics use finite elements only, and the NaN rule judges the
 # number of NaNs, or a logged scalar. These vectors are judged as logged scalars.
 JUDGED_AS_A_SCALAR = {"N01", "N02"}
-
 finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -40,8 +39,7 @@ def seed_rules(vector: dict[str, Any]) -> list[AnomalyRule]:
 
 
 def firings(vector: dict[str, Any]) -> list[tuple[int, str]]:
-    scalar = vector["id"] in JUDGED_AS_A_SCALAR
-    kind, op = (None, "value") if scalar else ("grad_reduced", vector["op"])
+    kind, op = (None, "value") if vector["id"] in JUDGED_AS_A_SCALAR else ("grad_reduced", vector["op"])
     found = evaluate(seed_rules(vector), kind, op, [float(value) for value in vector["series"]])
     return [(firing.position, firing.rule.name) for firing in found]
 

@@ -109,8 +109,6 @@ EVERYWHERE = {"http_proxy": PROXY, "https_proxy": PROXY}
 
 @pytest.fixture(autouse=True)
 def no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail each test in which a name is resolved."""
-
     def resolve(*_: object) -> None:
         raise AssertionError("a name was resolved")
 

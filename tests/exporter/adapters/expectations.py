@@ -110,10 +110,7 @@ def check_own_gradients(found: Outcomes, name: str, owed: Owed, steps: Steps) ->
 def check_combined(
     found: Outcomes, name: str, owed: Owed, steps: Steps, kinds: Collection[str], divided: Collection[str] = ()
 ) -> None:
-    """Check reduced gradients, parameters and moments, combined over the ranks or on each rank.
-
-    A kind in `divided` may be on one rank only.
-    """
+    """Check reduced gradients, parameters and moments, over all ranks or on each; those in `divided` may be on one."""
     for step, truth, scale in steps:
         for kind in kinds:
             if kind == LOCAL:
@@ -157,10 +154,7 @@ def of_kind(
 
 
 def check_calls(outcomes: Sequence[Outcome], truths: Sequence[Truth], micros: int, *, split: bool) -> None:
-    """Check the features and the structure of modules over all chunks of all ranks: entropies, norms, rows.
-
-    Each is there once for the whole model, by the names of its parts there.
-    """
+    """Check the features and structure of modules over all chunks of all ranks: each is once in the whole model."""
     rows = [row for outcome in outcomes for row in outcome.of_modules]
     routed = ("blocks.0.up", "blocks.1.up")
     linear = (*routed, "blocks.0.down", "blocks.1.down", "enter", "leave")

@@ -151,8 +151,7 @@ def summed(loop: Loop) -> Loop:
 
 def fsdp1(rank: int, micros: int = 1, holding: Any = no_sync) -> Loop:
     options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
-    model = FullyShardedDataParallel(Net(), use_orig_params=True, **options)
-    return plainly(model, rank, micros, holding)
+    return plainly(FullyShardedDataParallel(Net(), use_orig_params=True, **options), rank, micros, holding)
 
 
 def tensor_parallel(_rank: int) -> Loop:

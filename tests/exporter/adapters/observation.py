@@ -57,8 +57,6 @@ class FoundOfModule:
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of one rank for one loop."""
-
     rows: list[Found] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
     of_modules: list[FoundOfModule] = field(default_factory=list)
@@ -110,8 +108,7 @@ def _next(results: Any, workers: Sequence[Any], exit_codes: Sequence[int], wait_
 def train_all(rank: int, store: str, names: list[str], results: Any) -> None:
     begin(rank, store)
     for name in names:
-        enabled = name not in ALONE or rank == 0
-        results.put((name, rank, watched(EVERY[name], rank, enabled=enabled)))
+        results.put((name, rank, watched(EVERY[name], rank, enabled=name not in ALONE or rank == 0)))
         dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,4 @@
-"""Conformance of each framework: every quantity on every rank equals a float64 training without a wrapper.
-
-A framework is added by a loop in `loops.py` and a line in `OWED`.
-"""
+"""Each framework in `loops.py` and `OWED`: each quantity on each rank equals a float64 training without a wrapper."""
 
 import functools
 import itertools
@@ -15,7 +12,6 @@ from tests.exporter.adapters.training import STEPS, Net, Truth, truths
 from tests.properties import THOROUGH, named
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all the training
-
 STAGE = Owed(local="full", shared=frozenset({"full"}), ranks=(0,), micros=MICROS, split=True, everywhere=False)
 OWED = {
     "plain, reducing itself": Owed(shared=frozenset({"full"}), micros=2, by_loop=True),

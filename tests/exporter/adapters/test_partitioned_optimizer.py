@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.exporter.adapters.expectations import ALL, GRADIENTS, LOCAL, check
 from tests.exporter.adapters.loops import SKIPPED, Loop
-from tests.exporter.adapters.observation import Found, Outcome, watched
+from tests.exporter.adapters.observation import Outcome, watched
 from tests.exporter.adapters.training import ADAM, CLIP, STEPS, Net, batch, loss_of, truths
 from tests.exporter.parts import Watched
 
@@ -101,10 +101,6 @@ def outcome() -> Outcome:
     return watched(lambda _rank: flat_loop(micros=2), 0)
 
 
-def local_rows(outcome: Outcome, step: int, micro: int | None) -> list[Found]:
-    return [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, micro)]
-
-
 def test_training_is_bit_identical_and_the_method_is_restored():
     loops: list[FlatLoop] = []
 
@@ -125,7 +121,8 @@ def test_every_kind_is_combined_from_the_parts_of_all_groups(outcome):
             rows = [row for row in outcome.rows if (str(row.kind), row.step, row.micro_step) == (kind, step, None)]
             check(rows, truth.local(0) if kind == LOCAL else truth.shared[kind], 1e-4)
         for micro in range(2):
-            check(local_rows(outcome, step, micro), truth.micro[0][micro], 1e-4)
+            rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, micro)]
+            check(rows, truth.micro[0][micro], 1e-4)
 
 
 def test_update_without_an_optimizer_step_is_a_skipped_step():

@@ -28,7 +28,6 @@ from rankscope_exporter.api.session_factory import find_replica_dedup
 from rankscope_exporter.model.parameter_names import named_parameters
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
-
 QUANTITIES = ("parameters", "gradients", "optimizer_state", "adam_updates", "direction", "activations")
 SHARED = {"param_before", "param_after", "grad_reduced", "grad_clipped", "exp_avg", "exp_avg_sq"}
 STATE = {"exp_avg", "exp_avg_sq"}

@@ -34,8 +34,7 @@ class Net(nn.Module):
         self.inner = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.norm(self.first(x)), self.inner(self.first.weight)[: len(x)])
-        return result
+        return self.last(self.norm(self.first(x)), self.inner(self.first.weight)[: len(x)])
 
 
 Change = Callable[[nn.Module, list[Any]], None]
@@ -86,8 +85,7 @@ class Outcome:
             for change in WAYS[way].get(step, ()):
                 change(net, self.seen)
             optimizer.zero_grad()
-            dtype = net.first.weight.dtype
-            net(torch.arange(12.0).reshape(3, 4).to(dtype) / step).square().sum().backward()
+            net(torch.arange(12.0).reshape(3, 4).to(net.first.weight.dtype) / step).square().sum().backward()
             rows = [row.entry for row in self.monitor.current("grad_unreduced", "grad_reduced", "act_grad_out")]
             self.kinds.append({(entry.kind, entry.tensor, entry.micro_step) for entry in rows})
             optimizer.step()

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-STEPS = 3
-ROWS = 8
+STEPS, ROWS = 3, 8
 CLIP = 0.5  # every loop "clips" by this factor, which needs no norm over ranks
 ADAM = {"lr": 0.01, "eps": 1e-3}  # a large eps: without it, the update is the sign of a rounding error
 
@@ -27,8 +26,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.checkpointed:
-            inner: torch.Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
-            return inner
+            return checkpoint(self.inner, x, use_reentrant=self.reentrant)
         return self.inner(x)
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,11 +86,7 @@ def truths(
     primed: bool = False,
     **options: Any,
 ) -> list[Truth]:
-    """Return the truth of each step; `split`: micro-batches are parts of one batch, and their mean is trained on.
-
-    `clip` returns what clipping multiplies with; a `primed` optimizer has stepped once before, on zeros;
-    `options` are the model's.
-    """
+    """Return the truth of each step. `split`: one mean over micro-batches; `primed`: the optimizer stepped on zeros."""
     model = Net(**options).double()
     optimizer = torch.optim.Adam(model.parameters(), **ADAM)
     if primed:
@@ -111,8 +105,7 @@ def truths(
             _update(model, optimizer, truth.shared["grad_clipped"])
         truth.shared["param_after"] = _parameters(model)
         for key in ("exp_avg", "exp_avg_sq"):
-            state = {name: optimizer.state[item][key].clone() for name, item in model.named_parameters()}
-            truth.shared[key] = state
+            truth.shared[key] = {name: optimizer.state[item][key].clone() for name, item in model.named_parameters()}
         found.append(truth)
     return found
 

@@ -202,8 +202,6 @@ time.sleep(60)
 
 
 class Idle(torch.optim.SGD):
-    """An optimizer that reads no learning rate."""
-
     def step(self, closure: Any = None) -> None:
         """Do nothing."""
 
@@ -283,8 +281,7 @@ def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
     closed: list[str] = []
     for name, method in (("persistence", "close"), ("_server", "stop"), ("_registration", "stop")):
         owner = getattr(channel, name)
-        original = getattr(owner, method)
-        monkeypatch.setattr(owner, method, _noting(closed, name, broken if name == part else original))
+        monkeypatch.setattr(owner, method, _noting(closed, name, broken if name == part else getattr(owner, method)))
     training.finish()
 
     assert ["_registration", "_server", "persistence"] == closed

@@ -298,14 +298,10 @@ def keep_as_attribute(net: nn.Module, monitor: Monitor) -> Any:
     net.monitor = monitor  # type: ignore[assignment]  # no module
 
 
-def keep_in_hook(net: nn.Sequential, monitor: Monitor) -> Any:
-    net[0].register_forward_hook(lambda *_: monitor.log(loss=1.0))
-
-
 WAYS: dict[str, Callable[[nn.Sequential, Monitor], Any]] = {
     "names": lambda _net, _monitor: None,
     "attribute of the model": keep_as_attribute,
-    "hook of the model": keep_in_hook,
+    "hook of the model": lambda net, monitor: net[0].register_forward_hook(lambda *_: monitor.log(loss=1.0)),
     "open phase": lambda _net, monitor: monitor.phase("evaluation").__enter__(),
 }
 """References to a monitor."""

@@ -350,11 +350,9 @@ def test_no_secret_and_no_long_text_of_a_training_leaves_its_rank(tmp_path, quie
     sinks = {name: {"folder": str(tmp_path / name)} for name in ("tensorboard", "csv")}
     hyper = {"api_key": secret("setting"), "text": LONG}
     monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path / "records"))
-    config = replace(quiet, console=True, sinks=sinks, run=url("run"), hyperparameters=hyper)
-    monitor = Monitor(config)
+    monitor = Monitor(replace(quiet, console=True, sinks=sinks, run=url("run"), hyperparameters=hyper))
     error = trained(monitor)
-    rank = reader(monitor)
-    records, shown = rank.records(), pages(monitor)
+    records, shown = reader(monitor).records(), pages(monitor)
     monitor.__exit__(type(error), error, None)
     spooled = [pa.ipc.open_stream(path).read_all().to_pylist() for path in (tmp_path / "records").rglob("*.arrows")]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,9 +1,7 @@
 """Train while one name of torch after another is absent for the exporter, and print one line of JSON for each name.
 
-torch itself still finds the name. Names are all private names in the source of the exporter that it reads while it
-watches a model: alone, in DDP, in FSDP1 or in FSDP2. The names that its modules read at their import are absent
-together, in a process in which the exporter is imported without them. Other processes train in an installation in which
-the exporter cannot be imported, or with a torch without torch.distributed.
+Names are all private names in the source of the exporter that it reads while it watches a model. Those that its modules
+read at their import are absent together. Other processes train without the exporter, or without torch.distributed.
 """
 
 import ast

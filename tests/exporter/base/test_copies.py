@@ -56,8 +56,7 @@ class Holding(nn.Module):
         self.held = held
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.body(x)
-        return result
+        return self.body(x)
 
 
 def saved(value: Any) -> Any:
@@ -135,8 +134,7 @@ def trainer_mon(request: pytest.FixtureRequest) -> TrainerMon:
 
 
 def callback_class(module: str) -> type[Any]:
-    kind: type[Any] = importlib.import_module(f"rankscope_exporter.integrations.{module}").RankscopeCallback
-    return kind
+    return importlib.import_module(f"rankscope_exporter.integrations.{module}").RankscopeCallback
 
 
 def callback_of(module: str) -> Factory:
@@ -236,15 +234,13 @@ def test_copy_of_data_is_equal(made):
 # Objects of a training: a copy is inactive.
 
 
-def live_id(kind: type[Any] | str) -> str:
-    return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
-
-
 def names_of(made: Any) -> set[str]:
     return {name for name in dir(made) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("kind", LIVE, ids=live_id)
+@pytest.mark.parametrize(
+    "kind", LIVE, ids=lambda kind: kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+)
 def test_copy_has_all_attributes_and_is_inactive(kind, request):
     """Also within a model. The file of the model does not contain the token."""
     made = LIVE[kind](request)

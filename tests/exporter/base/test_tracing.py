@@ -142,8 +142,7 @@ class Body(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.last(torch.relu(self.first(x)))
-        return made
+        return self.last(torch.relu(self.first(x)))
 
 
 class CompiledInPlace(Loop):
@@ -189,8 +188,7 @@ def of_jit(net: nn.Module) -> int:
 
 def of_fx(net: nn.Module, **how: Any) -> list[str]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = net(x)
-        return made
+        return net(x)
 
     return targets(make_fx(forward, **how)(ONES))
 
@@ -293,8 +291,7 @@ class SelectiveCheckpoint(Loop):
             return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
         contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-        made = checkpoint(self.net.__call__, x, use_reentrant=False, context_fn=contexts)
-        return made.square().sum()
+        return checkpoint(self.net.__call__, x, use_reentrant=False, context_fn=contexts).square().sum()
 
 
 USUAL = [Loop, CompiledLoss, CompiledStep, Traced, Moded, SelectiveCheckpoint]
@@ -322,8 +319,7 @@ def trained(case: Callable[[], Loop], **settings: Any) -> tuple[Loop, tuple[Any,
 @pytest.mark.parametrize("case", few(len(USUAL), [*USUAL, *LONG]), ids=lambda case: case.__name__)
 def test_training_is_bit_identical_and_its_rows_are_right(case):
     _, alone, _ = trained(case)
-    options = {"hashes": {"of": "all", "every": 1}}
-    loop, same, watched = trained(case, quantities=case.quantities, options=options)
+    loop, same, watched = trained(case, quantities=case.quantities, options={"hashes": {"of": "all", "every": 1}})
     rows = watched.rows()
 
     assert alone[0] == same[0], "the trained bits differ"

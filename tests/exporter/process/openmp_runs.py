@@ -2,9 +2,7 @@
 
     python -m tests.exporter.process.openmp_runs CASE THREADS environment|call STEPS
 
-STEPS are measured, after a warm-up. With `environment`, only OMP_NUM_THREADS sets the number of threads. With `call`,
-torch.set_num_threads() sets it too. Each case has the same model, the same steps and a gloo group of one rank, with or
-without a monitor.
+OMP_NUM_THREADS sets the number of threads; with `call`, torch.set_num_threads() also does. STEPS follow a warm-up.
 """
 
 import ctypes
@@ -40,7 +38,6 @@ QUIET_SECONDS = 2.5
 """Longer than `hang_after_seconds`, so that the watchdog reads stacks and the flight record."""
 
 DATASETS = ("features", "histograms", "hashes", "modules", "collectives")
-
 TASKS = Path("/proc/self/task")
 
 EVERYTHING: dict[str, Any] = {
@@ -82,11 +79,8 @@ LIMITED = "everything, on_anomaly with torch"
 
 
 class Core(nn.Module):
-    """Scaled dot-product attention."""
-
     def forward(self, *parts: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor = functional.scaled_dot_product_attention(*parts, is_causal=True)
-        return attended
+        return functional.scaled_dot_product_attention(*parts, is_causal=True)
 
 
 class Net(nn.Module):
@@ -101,8 +95,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.project(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.core(*parts).transpose(1, 2).flatten(2) + torch.stack(list(self.shifts)).sum(0)
-        out: torch.Tensor = self.out(x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.perceptron(x))
-        return out
+        return self.out(x + self.gate(x).softmax(-1).amax(-1, keepdim=True) * self.perceptron(x))
 
 
 def native_threads() -> set[int]:
@@ -163,8 +156,7 @@ def train(case: str, folder: Path, steps: int) -> dict[str, Any]:
         files = {"sinks": {name: {"folder": str(folder / name)} for name in ("csv", "tensorboard", "anomalies")}}
         own = {**files, "serve": {"spool_dir": str(folder)}} if given else {}
         settings = {"every": EVERY, "console": False, "exit_wait_seconds": 0, **own, **given}
-        on_anomaly = works_with_torch if case == LIMITED else None
-        monitor = Monitor(settings, on_anomaly=on_anomaly).attach(model, optimizer)
+        monitor = Monitor(settings, on_anomaly=works_with_torch if case == LIMITED else None).attach(model, optimizer)
         print(monitor.address, flush=True)
     known: set[int] = set()
 

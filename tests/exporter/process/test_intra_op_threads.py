@@ -1,8 +1,4 @@
-"""The threads of torch's pool are found exactly, while threads of other libraries compute.
-
-Each program runs in a new interpreter, and in a child that was forked after the import of torch. In Python 3.11, the
-`native_id` of the main thread of such a child is that of its parent.
-"""
+"""The threads of torch's pool are found exactly, also in a fork, while threads of other libraries compute."""
 
 import os
 import subprocess

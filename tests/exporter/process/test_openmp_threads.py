@@ -1,7 +1,4 @@
-"""Tests that the monitor opens no OpenMP team and does not make the OpenMP threads of the training sleep more often.
-
-Each training is a separate process with its own OMP_NUM_THREADS (`openmp_runs.py`).
-"""
+"""The monitor opens no OpenMP team, and the OpenMP threads of a training sleep no more often (`openmp_runs.py`)."""
 
 import contextlib
 import http.client

@@ -47,8 +47,7 @@ def stories(draw):
     """Return rules, the kinds of some entries, and the observations of each entry at each step."""
     kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4))
     rules = draw(st.lists(turbulence | nan, max_size=4))
-    steps = draw(st.lists(st.tuples(*[observation] * len(kinds)), min_size=1, max_size=8))
-    return rules, kinds, steps
+    return rules, kinds, draw(st.lists(st.tuples(*[observation] * len(kinds)), min_size=1, max_size=8))
 
 
 def finished(step) -> Finished:

@@ -269,8 +269,7 @@ def test_repeated_number_of_skipped_steps_is_named_once(steps, count):
 def test_skipped_step_without_measured_tensors_is_published():
     net = torch.nn.Linear(2, 2)
     optimizer, scaler = torch.optim.SGD(net.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
-    options = {"hashes": {"every": 1, "of": "all"}}
-    with Watched(net, optimizer, quantities=["hashes"], options=options) as seen:
+    with Watched(net, optimizer, quantities=["hashes"], options={"hashes": {"every": 1, "of": "all"}}) as seen:
         for factor in (1.0, float("inf"), 1.0):
             scaler.scale(factor * net(torch.ones(1, 2)).sum()).backward()
             scaler.step(optimizer)

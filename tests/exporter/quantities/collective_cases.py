@@ -49,10 +49,7 @@ def collectives(options: Mapping[str, Any] | None = None, *quantities: str, **mo
 def train(
     script: Script, options: Mapping[str, Any] | None = None, *, steps: int = 1, after: Script | None = None
 ) -> Run:
-    """Train a layer, without a monitor if `options` is None.
-
-    `script` runs between the backward pass and the update, and `after` runs after the update.
-    """
+    """Train without a monitor if `options` is None. `script` runs before the update, and `after` runs after it."""
     torch.manual_seed(0)
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

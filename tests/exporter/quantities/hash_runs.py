@@ -21,10 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
 
-WORLD = 2
-STEPS = 6
+WORLD, STEPS = 2, 6
 EVERY = 2  # steps 1, 3 and 5 are measured
-
 Wrap = Callable[[nn.Module], nn.Module]
 
 
@@ -38,8 +36,7 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(5.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.leave(torch.tanh(self.norm(self.enter(x))))
-        return y
+        return self.leave(torch.tanh(self.norm(self.enter(x))))
 
 
 @dataclass
@@ -135,8 +132,7 @@ def _disturb(parameter: torch.Tensor) -> None:
 
 def _bits(parameter: Any) -> list[int]:
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    found: list[int] = local.detach().contiguous().view(torch.int32).flatten().tolist()
-    return found
+    return local.detach().contiguous().view(torch.int32).flatten().tolist()
 
 
 def _left(monitor: Monitor) -> dict[str, Any]:
@@ -160,8 +156,7 @@ def main(folder: Path, cases: Sequence[str] = tuple(CASES)) -> None:
                 os._exit(1)
             os._exit(0)
         children.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    sys.exit(max(map(abs, codes)))
+    sys.exit(max(map(abs, [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])))
 
 
 def _rank(rank: int, folder: Path, cases: Sequence[str]) -> None:

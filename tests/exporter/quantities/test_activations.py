@@ -62,8 +62,6 @@ class Shaped(nn.Module):
 
 
 class Zoo(nn.Module):
-    """All forms of arguments and results, one after the other."""
-
     FORMS: ClassVar[dict[str, Callable[[torch.Tensor], Any]]] = {
         "tensor": lambda y: y,
         "single": lambda y: (y,),
@@ -155,8 +153,7 @@ def recorded_names() -> set[Key]:
 
 def test_rows_have_the_names_and_numbers_of_msprobe_for_the_same_model():
     def loss(model: nn.Module, _step: int) -> torch.Tensor:
-        value: torch.Tensor = model(torch.arange(32).view(4, 8)).square().mean()
-        return value
+        return model(torch.arange(32).view(4, 8)).square().mean()
 
     run = train(Transformer(), [loss, loss], 1)
 
@@ -169,8 +166,7 @@ def indexed() -> nn.Module:
     """Return a model with integer arguments and results, as language models and routers have them."""
 
     def forward(net: Any, ids: torch.Tensor, *, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden = net.embed(ids) * mask[..., None] + positions[..., None]
-        return net.pick(hidden, ids.to(torch.uint8))[0]
+        return net.pick(net.embed(ids) * mask[..., None] + positions[..., None], ids.to(torch.uint8))[0]
 
     pick = Composed(lambda _net, hidden, _pixels: tuple(hidden.topk(2)))
     return Composed(forward, embed=nn.Embedding(9, 6), pick=pick)
@@ -178,8 +174,7 @@ def indexed() -> nn.Module:
 
 def indexed_loss(model: nn.Module, _step: int) -> torch.Tensor:
     ids = torch.arange(8).view(2, 4)
-    loss: torch.Tensor = model(ids, mask=ids > 2, positions=ids.to(torch.int32)).square().mean()
-    return loss
+    return model(ids, mask=ids > 2, positions=ids.to(torch.int32)).square().mean()
 
 
 def test_integers_and_truth_values_are_measured_only_if_a_target_names_them():
@@ -218,8 +213,7 @@ class Blocks(nn.Module):
         whole = lambda x: x + getattr(self, name)(x)  # noqa: E731
         if self.mode == "plain":
             return whole(x)
-        result: torch.Tensor = checkpoint(whole, x, use_reentrant=self.mode == "reentrant")
-        return result
+        return checkpoint(whole, x, use_reentrant=self.mode == "reentrant")
 
     def forward(self, x: torch.Tensor, note: Any = None) -> torch.Tensor:
         if note is None:
@@ -279,8 +273,7 @@ def test_recomputed_calls_are_measured_once_with_their_gradients(mode, block_ref
 
 
 def plain_loss(model: nn.Module, step: int) -> torch.Tensor:
-    loss: torch.Tensor = model(batch(step).requires_grad_()).square().mean()
-    return loss
+    return model(batch(step).requires_grad_()).square().mean()
 
 
 @pytest.mark.usual(5)
@@ -504,8 +497,7 @@ def test_autocast_changes_neither_statistics_nor_training():
 
 def test_dataparallel_replicas_are_reported_and_not_measured():
     """A replica of a module shares its hooks."""
-    replicated = Composed(lambda net, x: copy.copy(net.linear)(x), linear=nn.Linear(6, 6))
-    run = train(replicated, plain_loss, 2)
+    run = train(Composed(lambda net, x: copy.copy(net.linear)(x), linear=nn.Linear(6, 6)), plain_loss, 2)
 
     assert {""} == run.kinds_by_module().keys()
     assert ["activations: linear: runs as replicas of DataParallel, which are not measured"] == run.notices

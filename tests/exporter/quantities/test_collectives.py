@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.exporter.parts import config_of, small, train
-from tests.exporter.quantities.collective_cases import Run, cases, given
+from tests.exporter.quantities.collective_cases import cases, given
 from tests.exporter.ranks import RANKS, outcomes_of
 
 from rankscope_exporter import Monitor
@@ -27,10 +27,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 
 @pytest.fixture
 def runs(outcomes):
-    def both(name: str) -> list[Run]:
-        return [outcomes["sequences", rank][name] for rank in RANKS]
-
-    return both
+    return lambda name: [outcomes["sequences", rank][name] for rank in RANKS]
 
 
 # Numbers.

@@ -106,8 +106,7 @@ def test_logits_that_cannot_be_computed_are_reported(call, notices):
 
 
 def test_missing_router_features_are_reported_once():
-    options = {"router": {"targets": ["gate", "never", "gaet"]}}
-    run = measure(forms(lambda z: z, calls=2), form_loss, options, steps=3)
+    run = measure(forms(lambda z: z, calls=2), form_loss, {"router": {"targets": ["gate", "never", "gaet"]}}, steps=3)
 
     assert {"router_entropy", "router_similarity"} == {key.kind for key in run.features[3]}
     assert [
@@ -146,7 +145,6 @@ class OfMegatron(Signature):
 
 
 OfMegatron.__module__ = "megatron.core.transformer.dot_product_attention"
-
 X = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(3))  # b h s d
 TRIL = torch.ones(5, 5, dtype=torch.bool).tril()
 
@@ -327,8 +325,7 @@ def test_features_equal_those_of_the_returned_attention_weights(case):
 
 
 def test_module_that_adds_its_own_keys_is_reported():
-    call = MULTIHEAD["itself"][1]
-    model = multihead(call, batch_first=True, add_bias_kv=True)
+    model = multihead(MULTIHEAD["itself"][1], batch_first=True, add_bias_kv=True)
     run = measure(model, whole_loss, {"attention": {"targets": ["attention"]}})
 
     assert (0, {}) == (run.faults, run.features)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 HEADS, GROUPS, WIDTH, EXPERTS = 4, 2, 4, 5
 LONG, SHORT = 6, 4
-
 Note = Callable[..., None]
 
 
@@ -147,8 +146,7 @@ def alone() -> tuple[Run, dict[int, dict[Feature, float]]]:
 
         return loss
 
-    run = measure(net(), [loss_of(0), loss_of(1)], None)
-    return run, {step: look.rows for step, look in seen.items()}
+    return measure(net(), [loss_of(0), loss_of(1)], None), {step: look.rows for step, look in seen.items()}
 
 
 @pytest.mark.parametrize("mode", ["plain", "reentrant", "not reentrant"])

@@ -12,7 +12,6 @@ from tests.exporter.statistics.test_hashes import reference
 from tests.programs import run_program
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all trainings
-
 Found = Mapping[str, Mapping[str, Any]]
 NAMES = {"enter.weight", "enter.bias", "norm.weight", "norm.bias", "leave.weight", "leave.bias"}
 SAMPLED = (1, 3, 5)

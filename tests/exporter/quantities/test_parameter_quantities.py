@@ -25,10 +25,7 @@ def batch(step: int, micro: int = 0) -> torch.Tensor:
 
 
 class Training:
-    """A training of a model that `make` makes, with an Adam optimizer by default. It calls `observe`.
-
-    A step has micro-batches, clipping to the norm `longest` if given, and the update.
-    """
+    """A training with micro-batches, by default with Adam, which clips to the norm `longest` and calls `observe`."""
 
     make: Callable[[], Any] = staticmethod(net)
 

@@ -79,8 +79,7 @@ def cases(rank: int) -> Iterator[tuple[str, Any]]:
     for case, make in CASES.items():
         if not THOROUGH and case not in USUAL:
             continue
-        quantities = {"linear": {}} if case == "in parts" else QUANTITIES
-        run = measure(make(), loss(rank), quantities)
+        run = measure(make(), loss(rank), {"linear": {}} if case == "in parts" else QUANTITIES)
         is_equal = case == "in parts" or run.losses == measure(make(), loss(rank), None).losses
         yield case, (run.features, run.notices, run.faults, is_equal)
     yield "tensor parallel", tensor_parallel()
@@ -96,8 +95,7 @@ def tensor_parallel() -> tuple[Any, ...]:
         return parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
 
     def one(model: nn.Module, step: int) -> torch.Tensor:
-        value: torch.Tensor = model(batch(step)).square().mean()
-        return value
+        return model(batch(step)).square().mean()
 
     bare, run = train(make(), one, 2, None), train(make(), one, 2, {})
     torch.manual_seed(0)

@@ -79,8 +79,7 @@ def run(
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], str]:
     folder = tmp_path_factory.mktemp("structure")
-    batch = torch.arange(32).view(4, 8)
-    rows, text, notices = run(Transformer(), batch, print_struct=True, output_dir=str(folder))
+    rows, text, notices = run(Transformer(), torch.arange(32).view(4, 8), print_struct=True, output_dir=str(folder))
 
     assert [] == notices
     return folder / "module_struct/rank0/module_struct.json", rows, text
@@ -135,8 +134,7 @@ def forms() -> nn.Module:
 
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         y = net.twice(net.twice(x)[:1])
-        out: torch.Tensor = checkpoint(net.twice, net.pair(y, mask=y > 0)["y"], use_reentrant=True)
-        return out
+        return checkpoint(net.twice, net.pair(y, mask=y > 0)["y"], use_reentrant=True)
 
     pair = Composed(lambda _net, y, mask: {"y": y, "count": 3, "both": (mask, y)})
     return Composed(forward, twice=nn.Linear(4, 4), never=nn.Linear(2, 2), pair=pair)

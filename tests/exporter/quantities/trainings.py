@@ -91,10 +91,7 @@ def measure(
     steps: int = 2,
     lr: float = 0.1,
 ) -> Run:
-    """Train `steps` steps with one loss for each micro-batch.
-
-    `quantities` has the options of each quantity by its name. If it is None, no monitor is used.
-    """
+    """Train with one loss per micro-batch and the options by quantity, or without a monitor if they are None."""
     losses: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = config_of(

@@ -82,8 +82,7 @@ def test_capture_of_an_active_quantity_keeps_its_schedule():
 def test_quantity_can_be_captured_with_other_options():
     """Its rows replace those of the active quantity, which continues afterwards with its own rows."""
     capture = {**CAPTURE, "options": {"parameters": {"targets": ["0.*"]}}, "quantities": ["parameters"]}
-    options = {"parameters": {"targets": ["0.weight", "2.*"]}}
-    with Training(capture=capture, options=options, every=2) as training:
+    with Training(capture=capture, options={"parameters": {"targets": ["0.weight", "2.*"]}}, every=2) as training:
         training.train(3)
         training.fire()
         training.train(6)

@@ -29,7 +29,6 @@ class Training(parts.Training):
         self.change_queue = self.session.change_queue
 
     def edit(self, **settings: Any) -> None:
-        """Edit the file, and wait until the edit was read."""
         write(self.path, **settings)
         wait_until(lambda: self.change_queue.state()["to_come"])
 

@@ -281,8 +281,7 @@ def test_entries_of_one_long_episode_leave_the_plan():
         for step in range(1, 13):
             update(*(torch.ones(1, 4) for _ in range(60 if step in (3, 11) else 4)))
 
-    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
-    records = run(net, train, "activations", "micro_gradients")
+    records = run(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), train, "activations", "micro_gradients")
     size = sizes(records)
     outputs = [row for r in records for row in rows_of(r, ("act_out",)) if row.entry.tensor == "2"]
 

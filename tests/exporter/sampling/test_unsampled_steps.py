@@ -48,8 +48,7 @@ def calls_of_ours(function: Callable[[], None]) -> Counter[str]:
 
 
 def hooked_parameters(net: nn.Module) -> list[str]:
-    named = net.named_parameters()
-    return [name for name, item in named if item._post_accumulate_grad_hooks or item._backward_hooks]
+    return [name for name, item in net.named_parameters() if item._post_accumulate_grad_hooks or item._backward_hooks]
 
 
 EVERYTHING = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "structure", "linear")
@@ -92,8 +91,7 @@ class TwoHeads(nn.Module):
         self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
-        result: torch.Tensor = self.get_submodule(head)(x)
-        return result
+        return self.get_submodule(head)(x)
 
 
 def test_backward_pass_through_unmeasured_parameters_is_detected():

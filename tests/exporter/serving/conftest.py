@@ -27,7 +27,6 @@ from rankscope_exporter.serving.rank_state import RankServerSources
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"
-
 Numbers = Mapping[str, float | int | None]
 
 
@@ -58,8 +57,7 @@ class Got:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = pa.ipc.open_stream(self.body).read_all().to_pylist()
-        return rows
+        return pa.ipc.open_stream(self.body).read_all().to_pylist()
 
     @property
     def seqs(self) -> list[int]:
@@ -133,8 +131,7 @@ class ServiceDouble:
                     self.send_header("Location", double.redirect_to)
                     self.end_headers()
                     return
-                received = {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path]
-                received.append(document)
+                {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path].append(document)
                 status, text = double.refusal or (200, double.reply().to_json())
                 if document["incarnation"] in double.refused:
                     status, text = 409, "not you"

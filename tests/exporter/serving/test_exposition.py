@@ -77,8 +77,7 @@ def _filled(record) -> Bench:
         Scalar("my scalar", -math.inf),
     )
     events = (ANOMALY, Event(type=EventType.STEP_SKIPPED))
-    firing = frozenset({("AnomalyNan", "grad_reduced")})
-    bench.live.update(record(8, scalars=scalars, events=events, firing=firing))
+    bench.live.update(record(8, scalars=scalars, events=events, firing=frozenset({("AnomalyNan", "grad_reduced")})))
     return bench
 
 
@@ -133,8 +132,7 @@ def test_page_without_records_is_valid_and_a_lone_surrogate_is_replaced(record):
 
 
 def test_absent_tensor_has_no_sample(statistics):
-    entries = [PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")]
-    made = statistics(entries, [{"norm": 1.0}, None])
+    made = statistics([PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")], [{"norm": 1.0}, None])
     stale = Statistics(made.plan, pa.array([1.0] * len(made.values), pa.float32()), made.counts)
     bench = Bench()
     bench.live.update(StepRecord(ts=0, step=0, statistics=stale))
@@ -328,8 +326,7 @@ def test_firings_above_the_series_limit_count_as_other(live, record):
 def test_rule_fires_until_its_kind_is_evaluated_again(live, record):
     """A record of hardware metrics, between steps, evaluates no rule of scalars."""
     gradient, scalar = ("AnomalyNan", "grad_reduced"), ("AnomalyNan", "")
-    nan = (Scalar("loss", math.nan),)
-    live.update(record(0, [GRADIENT], ONE, firing=frozenset({gradient, scalar}), scalars=nan))
+    live.update(record(0, [GRADIENT], ONE, firing=frozenset({gradient, scalar}), scalars=(Scalar("loss", math.nan),)))
     live.update(record(1, [ACTIVATION], ONE))
     live.update(StepRecord(ts=0, scalars=(Scalar("gpu_power_watts", 1.0),)))
     shown = [live.snapshot().firing]

@@ -231,7 +231,6 @@ def test_nested_datasets_round_trip_with_their_record():
 
 
 def _whole(dataset: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Return `row` with null for each missing column."""
     return {field.name: None for field in NESTED[dataset]} | row
 
 

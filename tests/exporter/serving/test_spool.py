@@ -223,9 +223,7 @@ class Fuse:
     NAMES = ("open", "write", "ftruncate", "rename", "replace", "unlink", "mkdir", "rmdir")
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: int, *, torn: bool) -> None:
-        self.left = calls
-        self.torn = torn
-        self.blown = False
+        self.left, self.torn, self.blown = calls, torn, False
         for name in self.NAMES:
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
 

@@ -14,7 +14,6 @@ from rankscope_ingest.importers import importers
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRecord
 
 Numbers = Mapping[str, float | None]
-
 FINITE: dict[str, float | None] = {"norm": 5.0, "min": -3.0, "max": 4.0, "mean": 0.5}
 FINITE |= {"nans": 0, "infs": 0, "zeros": 1, "numel": 4}
 ABSENT: dict[str, float | None] = dict.fromkeys(FINITE)

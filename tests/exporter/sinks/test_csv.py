@@ -29,7 +29,6 @@ from rankscope_storage.formats import ExportOptions, export_formats
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "csv_sink.txt"
 ACTIVATIONS = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
 NO_VALUES: dict[str, float | None] = dict.fromkeys(FLOAT_OPS)
-
 NOTHING: dict[str, float | None] = dict.fromkeys(("nans", "infs", "zeros", "numel"), 0)
 
 

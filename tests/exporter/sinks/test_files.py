@@ -170,8 +170,7 @@ class Failing(Sink):
     def __init__(self, name: str = "failing", *, ill: bool = True) -> None:
         self.name = name
         self.offered: list[int | None] = []
-        self.closed = 0
-        self.ill = ill
+        self.closed, self.ill = 0, ill
 
     def put(self, record: StepRecord) -> None:
         self.offered.append(record.step)

@@ -67,8 +67,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def numbers(size: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """Return `size` normally distributed numbers times `scale`, rounded to `dtype`."""
-    generator = torch.Generator().manual_seed(size)
-    return (torch.randn(size, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    return (torch.randn(size, generator=torch.Generator().manual_seed(size), dtype=torch.float64) * scale).to(dtype)
 
 
 def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequence[str]) -> None:

@@ -218,8 +218,7 @@ def norms_of(weights: list[torch.Tensor], tolerance: float) -> tuple[np.ndarray,
 
 def with_spectrum(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     left = torch.linalg.qr(normal(rows, len(values), seed=3).double())[0]
-    right = torch.linalg.qr(normal(columns, len(values), seed=4).double())[0]
-    return (left * values.double()) @ right.t()
+    return (left * values.double()) @ torch.linalg.qr(normal(columns, len(values), seed=4).double())[0].t()
 
 
 SPECTRA = {

@@ -31,7 +31,6 @@ def reference(data: bytes) -> int:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of the elements in row-major order."""
     return b"".join(bytes(element.clone().view(1).view(torch.uint8).tolist()) for element in tensor.flatten().unbind())
 
 

@@ -34,8 +34,7 @@ class Attend(nn.Module):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         heads = query.unflatten(-1, (2, -1)).transpose(1, 2), key.unflatten(-1, (2, -1)).transpose(1, 2)
-        weights = (heads[0] @ heads[1].transpose(-2, -1)).softmax(-1)
-        return (weights @ heads[1]).transpose(1, 2).flatten(-2)
+        return ((heads[0] @ heads[1].transpose(-2, -1)).softmax(-1) @ heads[1]).transpose(1, 2).flatten(-2)
 
 
 class Tied(nn.Module):
@@ -63,8 +62,7 @@ class Net(nn.Module):
             before = self.fixed(self.fixed(self.words(x)))
         x = self.norm(self.attend(self.words(x), self.words(x) + before))
         x = x * self.gate(x).softmax(-1)[..., :1]
-        result: torch.Tensor = self.tied(x, self.words.weight)
-        return result
+        return self.tied(x, self.words.weight)
 
 
 def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -83,8 +81,7 @@ class Training:
         assert self.model is not None
         assert self.optimizer is not None
         self.optimizer.zero_grad()
-        dtype = next(self.model.parameters()).dtype
-        self.model(data(dtype)).square().mean().backward()
+        self.model(data(next(self.model.parameters()).dtype)).square().mean().backward()
         if updates:
             self.optimizer.step()
 
@@ -95,8 +92,7 @@ class Training:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    return found
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
 def left(storages: Mapping[str, StorageWeakRef]) -> list[str]:
@@ -257,8 +253,7 @@ class RanksNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        result: torch.Tensor = x * self.gate(x).softmax(-1)[..., :1]
-        return result
+        return x * self.gate(x).softmax(-1)[..., :1]
 
 
 def ddp() -> nn.Module:

@@ -21,16 +21,13 @@ from rankscope_exporter.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.quantities.parameters import Parameters
 from rankscope_exporter.training.step_tracker import Ended, StepTracker
 
-STEPS = 5
-FAULTY = 3
+STEPS, FAULTY = 5, 3
 ALWAYS = list(range(1, STEPS + 1))
 FROM_FAULTY = ALWAYS[FAULTY - 1 :]
 QUANTITIES = ("parameters", "gradients", "micro_gradients", "optimizer_state", "activations", "structure")
 
 
 class Run:
-    """A training with an unusual event before or in a step."""
-
     notes: Sequence[str] = ()
     faults: Sequence[str] = ()
     skipped: Sequence[int] = ()
@@ -399,10 +396,7 @@ def test_process_ends_as_without_the_monitor(event, code, how):
 
 
 def ended(tracker: StepTracker, *events: str) -> list[tuple[int, bool]]:
-    """Return the steps that the events end, each with whether it was skipped.
-
-    A pass with a "!" finds that the gradients of the last backward pass were deleted.
-    """
+    """Return the steps that the events end, and whether each was skipped. A pass with "!" finds deleted gradients."""
     calls: dict[str, Any] = {
         "forward": lambda: tracker.forward_begins(lambda: False),
         "forward!": lambda: tracker.forward_begins(lambda: True),
@@ -414,8 +408,7 @@ def ended(tracker: StepTracker, *events: str) -> list[tuple[int, bool]]:
         "end": tracker.end,
         "end, not skipped": lambda: tracker.end(skipped=False),
     }
-    found = [calls[event]() for event in events]
-    return [(item.step, item.skipped) for item in found if isinstance(item, Ended)]
+    return [(item.step, item.skipped) for item in [calls[event]() for event in events] if isinstance(item, Ended)]
 
 
 PASSES = ("forward", "backward")

@@ -395,8 +395,7 @@ def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(group, m
     names = {parameter: name for name, parameter in loop.net.named_parameters()}
 
     def note(kind: str, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        own = None if names[parameter] == "0.weight" else tensor.to_local()
-        loop.note(step, kind, {names[parameter]: own})
+        loop.note(step, kind, {names[parameter]: None if names[parameter] == "0.weight" else tensor.to_local()})
 
     def update(parameter: torch.Tensor) -> None:
         note("grad_reduced", parameter, parameter.grad)

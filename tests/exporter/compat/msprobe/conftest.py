@@ -9,7 +9,6 @@ from tests.exporter.compat.msprobe.monitored_runs import Run, train
 
 @pytest.fixture(autouse=True)
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder in MONITOR_OUTPUT_DIR."""
     folder = tmp_path / "out"
     monkeypatch.setenv("MONITOR_OUTPUT_DIR", str(folder))
     monkeypatch.delenv("DYNAMIC_MONITOR", raising=False)

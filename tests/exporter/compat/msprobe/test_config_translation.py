@@ -356,7 +356,6 @@ def test_migration_page_is_linked(page):
 
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the training
-
 DOCUMENT = {"wg_distribution": True, "targets": {"0:module.layers.1": {}, "module.head.bias": {}}, "format": "csv"}
 NAMES = {f"layers.1.{layer}.{kind}" for layer in ("first", "second") for kind in ("weight", "bias")} | {"head.bias"}
 

@@ -198,8 +198,7 @@ def test_l2_targets_select_attention_linear_and_router_modules(trained, targets,
 
 
 def causal_entropy(length: int, scores: torch.Tensor) -> float:
-    hidden = torch.ones(length, length).triu(1).bool()
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    weights = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1)
     return float(-(weights * weights.clamp_min(1e-38).log()).sum(-1).mean())
 
 
@@ -249,12 +248,8 @@ def test_cc_distribution_hooks_collectives_at_measured_steps(trained):
 # Alerts.
 
 
-def spoiled(step: int) -> torch.Tensor:
-    """Return a batch whose gradients are 1,000 times as large in step 3 and NaN in step 4."""
-    return batch() * (1000.0 if step == 3 else math.nan if step == 4 else 1.0)
-
-
-SPOILED = {"steps": 4, "inputs": spoiled}
+# Gradients are 1,000 times as large in step 3 and NaN in step 4.
+SPOILED = {"steps": 4, "inputs": lambda step: batch() * (1000.0 if step == 3 else math.nan if step == 4 else 1.0)}
 
 
 def test_alert_rules_fire_as_in_msprobe(trained):
@@ -321,7 +316,6 @@ def test_eps_is_the_limit_below_which_an_element_is_zero(trained):
 
 
 def files(output: Path) -> dict[str, list[dict[str, str]]]:
-    """Return the rows of each CSV file by its name."""
     return {path.name: list(csv.DictReader(path.open())) for path in output.rglob("*.csv")}
 
 
@@ -388,8 +382,7 @@ def record(step: int | None, *events: Event) -> StepRecord:
 
 
 def read(folder: Path, rank: int = 3) -> dict[str, dict[str, Any]]:
-    document: dict[str, dict[str, Any]] = json.loads((folder / f"anomaly_detected/rank{rank}/anomaly.json").read_text())
-    return document
+    return json.loads((folder / f"anomaly_detected/rank{rank}/anomaly.json").read_text())
 
 
 def test_entry_has_msprobes_fields_key_and_message(tmp_path):

@@ -229,11 +229,8 @@ def test_new_ops_are_published_from_the_next_step_on(tmp_path):
 
 
 def test_reload_xy_switches_activations_with_the_configured_targets(tmp_path):
-    def reload(step: int, monitor: TrainerMon) -> None:
-        monitor.reload_xy(xy_distribution=step == 1)
-
     document = {"wg_distribution": True, "targets": {"head": {"output": "tensor"}}}
-    run = train(tmp_path, document, steps=3, during=reload)
+    run = train(tmp_path, document, steps=3, during=lambda step, monitor: monitor.reload_xy(xy_distribution=step == 1))
 
     assert [2] == run.steps("act_out")
     assert {"head"} == run.names("act_out")

@@ -1,7 +1,4 @@
-"""Programs of two real ranks on gloo that log each call independently: a line before it and a line after it.
-
-Each program runs in a separate process that forks its ranks, and always kills them by their process ids.
-"""
+"""Programs that fork two ranks on gloo, which log a line before and after each call, and kill them by process id."""
 
 RANKS = """
 import json, os, signal, sys, time, warnings

@@ -348,7 +348,6 @@ def test_failed_compiler_import_reads_without_stacks(monkeypatch):
 
 BOTH = (0, 1)
 RUNS = ("script", "DDP", "FSDP1", "FSDP2", "tensor parallelism")
-
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -458,8 +457,7 @@ def test_store_shows_the_late_rank_and_the_waits_of_the_others(outcomes, tmp_pat
         for rank, outcome in enumerate(outcomes):
             body = encode(0, [StepRecord(ts=outcome["told_at"], collectives=tuple(outcome["script"]["rows"]))]).body
             context = RowContext(run="r", attempt=0, rank=rank, incarnation=f"i{rank}")
-            wire = pa.ipc.open_stream(body).read_all()
-            checked = check(wire, {}, context, after=-1, first_ordinal=0)
+            checked = check(pa.ipc.open_stream(body).read_all(), {}, context, after=-1, first_ordinal=0)
             writer.append(Batch(tables=decode([checked]), watermarks={f"i{rank}": 0}))
     with connect(store.root) as connection:
         calls = connection.query("FROM collective_calls ORDER BY collective_seq").to_pylist()

@@ -1,8 +1,4 @@
-"""RecordedNvml: a double of NVIDIA's module `pynvml` that returns recorded answers.
-
-No GPU was at hand where this was written: the recording has the form of the real module's answers, and was put together
-from its documentation.
-"""
+"""A double of the module `pynvml`. Its answers were written from the documentation of NVIDIA, not recorded on a GPU."""
 # ruff: noqa: N802 - the real module's names
 
 import json
@@ -17,11 +13,7 @@ RECORDING = Path(__file__).with_name("recorded_nvml.json")
 
 
 class RecordedNvml:
-    """Returns the recorded answers of `pynvml` in order, and then always the last one.
-
-    Constants, errors and the names of functions are the real module's. An answer may be an error or
-    the name of one of NVML.
-    """
+    """Returns the recorded answers of `pynvml`, or errors by their name in NVML, in order, and then the last one."""
 
     def __init__(
         self, recording: Path = RECORDING, *, changes: Mapping[str, Mapping[str, list[Any]]] | None = None
@@ -33,8 +25,7 @@ class RecordedNvml:
         self._asked: dict[tuple[str, str], int] = {}
         self._events: list[dict[str, Any]] = []
         self.calls: list[str] = []
-        self.is_there = True
-        self.open_sessions = 0
+        self.is_there, self.open_sessions = True, 0
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(pynvml, name)  # AttributeError for names that the real module does not have

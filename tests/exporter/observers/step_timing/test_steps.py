@@ -132,7 +132,6 @@ def all_totals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step_phases(records: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the phases of all steps after the first."""
     summed: dict[str, float] = defaultdict(float)
     for step, phases in phase_rows(records).items():
         for phase, seconds in phases.items():

@@ -30,8 +30,7 @@ def made(text: str, traits: LoopTraits, *, is_first: bool = False) -> PhaseTotal
         at, what = part.split()
         kind, _, name = what.partition(":")
         marks.append(Mark(kind, float(at), name))  # type: ignore[arg-type]  # a typo fails the test
-    stretches = list(segments(marks, traits))
-    return sum_by_phase(stretches, lambda begin, end: end - begin, is_first=is_first)
+    return sum_by_phase(list(segments(marks, traits)), lambda begin, end: end - begin, is_first=is_first)
 
 
 PLAIN = (

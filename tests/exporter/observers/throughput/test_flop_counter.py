@@ -93,8 +93,7 @@ def attend(model: Mlp, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalize(model: Mlp, x: torch.Tensor) -> torch.Tensor:
-    product = nn.functional.linear(x, model.first.weight)
-    (slope,) = torch.autograd.grad(product.square().sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(nn.functional.linear(x, model.first.weight).square().sum(), x, create_graph=True)
     return slope.square().sum()
 
 
@@ -221,8 +220,7 @@ def test_count_is_divided_by_tokens_and_samples():
 
 
 def test_result_is_accepted_by_the_configuration_and_can_be_pickled():
-    count = rankscope.count_flops(Mlp(), rows())
-    config = MonitorConfig.from_mapping({"throughput": {"flops_per_sample": count}})
+    config = MonitorConfig.from_mapping({"throughput": {"flops_per_sample": rankscope.count_flops(Mlp(), rows())}})
     other = FlopCount(12.0, 3, 2, ("a",))
 
     assert MLP == config.throughput.flops_per_sample
@@ -411,11 +409,7 @@ STEPS = 4
 
 
 class Tokens(nn.Module):
-    """A token model that fits a formula, with a result that is different at each call.
-
-    The weight of its table is computed from other parameters. Like a mixture of experts, it appends a loss to a list
-    outside of the model, and the loop sums it up.
-    """
+    """A token model that fits a formula, with a different result at each call and a loss in an outside list."""
 
     def __init__(self, losses: list[torch.Tensor]) -> None:
         super().__init__()

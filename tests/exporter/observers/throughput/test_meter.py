@@ -50,8 +50,6 @@ class Tokens(nn.Module):
 
 
 class Run:
-    """Four steps of `model` with the monitor, and their results."""
-
     def __init__(
         self, reader, eventually, model, batch, *, forwards=1, sleep=0.0, logged=None, **throughput: Any
     ) -> None:
@@ -370,8 +368,7 @@ EXPECTED = {
 
 @pytest.fixture(scope="module")
 def ranks():
-    kinds = [*EXPECTED, "images"] if THOROUGH else ["images"]
-    return run_two_ranks(PROGRAM.replace("KINDS", repr(kinds)))
+    return run_two_ranks(PROGRAM.replace("KINDS", repr([*EXPECTED, "images"] if THOROUGH else ["images"])))
 
 
 @pytest.mark.parametrize("kind", EXPECTED)
