@@ -54,6 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = {item for item in items if item.get_closest_marker("thorough")} | set(_unusual(items))
         config.hook.pytest_deselected(items=list(left))
         items[:] = [item for item in items if item not in left]
+    if hasattr(config, "workerinput"):
+        # Files of one folder wait for the same things, or need the processor: the processes take them from all folders.
+        places = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: (places[item.path] % 16, places[item.path]))
 
 
 def _unusual(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
