@@ -154,7 +154,7 @@ def test_an_interval_of_a_query_is_readable_in_each_format(tmp_path):
     assert {"1 day 01:00:00", None} == {*pq.read_table(tmp_path / "rows.parquet")["took"].to_pylist()}
 
 
-# `-` as the output of a command is standard output. A command whose output is a folder refuses it.
+# `-` as the output of a command is standard output. A command that writes a folder refuses it.
 
 
 FILES = {  # The arguments of each command that writes a file, and the first bytes of the file

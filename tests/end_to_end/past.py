@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from tests.dashboards.conftest import substituted
 
 from rankscope_contract.metrics.catalogue import CATALOG, FEATURE_VALUE, STEP, TENSOR_BASELINE, TENSOR_VALUE
 from rankscope_contract.metrics.spec import MetricSpec
@@ -100,14 +101,10 @@ def panels_of_the_past() -> dict[str, str]:
             for target in panel.get("targets", ()):
                 reads_store = 'job="rankscope"' in target["expr"]
                 if reads_store and set(re.findall(r"rankscope_\w+", target["expr"])) <= stored:
-                    found[f"{board['title']}: {panel['title']} {target['refId']}"] = substituted(target["expr"])
+                    found[f"{board['title']}: {panel['title']} {target['refId']}"] = substituted(
+                        target["expr"], VARIABLES
+                    )
     return found
-
-
-def substituted(text: str) -> str:
-    for variable, value in VARIABLES.items():
-        text = text.replace(variable, value)
-    return text
 
 
 def shown(prometheus: str, expression: str, then: int) -> list[list[float]]:
@@ -121,7 +118,7 @@ def listed(prometheus: str, then: int) -> dict[str, set[str]]:
     found = {}
     for variable in BOARDS["dashboards/rankscope/tensors.json"]["templating"]["list"]:
         if variable["type"] == "query":
-            text = substituted(variable["query"])
+            text = substituted(variable["query"], VARIABLES)
             if ordered := re.fullmatch(r"query_result\((.+)\)", text):
                 at = {"query": ordered[1], "time": then + STEPS * SECONDS_PER_STEP}
                 runs = _asked(f"{prometheus}/api/v1/query", **at)["result"] if variable["name"] == "run" else ()

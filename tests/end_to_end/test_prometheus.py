@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.dashboards.conftest import FILES
+from tests.dashboards.conftest import FILES, substituted
 from tests.end_to_end.lives import until
 
 from rankscope.output.board_preview import PreviewChoice, preview_html
@@ -84,12 +84,6 @@ def prometheus(require_server, tmp_path, service, another_port):
     process.wait(20)
 
 
-def substituted(text):
-    for variable, value in VARIABLES.items():
-        text = text.replace(variable, value)
-    return text
-
-
 def panel_targets():
     for board in BOARDS:
         for panel in all_panels(board):
@@ -122,7 +116,7 @@ def unanswered_panels(prometheus, seconds=30.0):
     while asked and time.monotonic() < deadline:
         for name, target in list(asked.items()):
             ask = prometheus.now if target["instant"] else prometheus.since_start
-            if ask(substituted(target["expr"])):
+            if ask(substituted(target["expr"], VARIABLES)):
                 del asked[name]
     return list(asked)
 
@@ -131,7 +125,7 @@ def values_of_variables(prometheus):
     """Return the entries of each variable, from the label values address and from the series address."""
     listed = {}
     for variable in (item for board in BOARDS for item in board["templating"]["list"] if item["type"] == "query"):
-        text = substituted(variable["query"])
+        text = substituted(variable["query"], VARIABLES)
         if ordered := re.fullmatch(r"query_result\((.+)\)", text):
             found = [[*series["metric"].values()] for series in prometheus.now(ordered[1])]
             listed[variable["name"]] = [value for (value,) in found]
@@ -159,7 +153,7 @@ def faults_of_previews(prometheus):
 def rates_unlike_scraped(prometheus, rates):
     """Return the ranks whose speed differs from the scraped values, where there are enough samples."""
     scraped = f"rate({TOKENS.name}{SERVICE_RANKS}{RATE_WINDOW})"
-    found = prometheus.since_start(substituted(f"({rates} - on (run, rank) {scraped}) != 0"))
+    found = prometheus.since_start(substituted(f"({rates} - on (run, rank) {scraped}) != 0", VARIABLES))
     return {series["metric"]["rank"] for series in found}
 
 

@@ -244,7 +244,7 @@ def test_modules_of_each_extra_are_of_its_requirements():
 
 
 def imported_by(argument, *libraries):
-    """Return the modules that `rankscope ARGUMENT` imports and whose names begin with one of `libraries`."""
+    """Return the modules that `rankscope ARGUMENT` imports, with names that begin with one of `libraries`."""
     script = f"""
 import sys
 sys.argv[:] = ["rankscope", {argument!r}]

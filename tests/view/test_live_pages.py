@@ -41,7 +41,7 @@ BOOM |= {"details": '{"reason": "exception", "exception": "ValueError: boom"}'}
 
 
 class Page:
-    """A browser, whose methods run in a thread, so that the service of this process answers them."""
+    """A browser. Its methods run in a thread, so that the service of this process answers them."""
 
     def __init__(self, browser):
         self._browser = browser
@@ -76,7 +76,7 @@ EVALUATION = "document.querySelector('#more [aria-label=\"Evaluation loss\"]').p
 
 
 async def test_curve_is_complete_and_progress_is_one_number(page, tmp_path, monkeypatch):
-    """Each second poll brings only scalars of the machine, as for a run whose steps take longer than a poll."""
+    """Each second poll brings only scalars of the machine, as for a run with steps that take longer than a poll."""
     # Once, the sender of rows fails.
     ten_seconds = 10_000_000
     fails = [False, False, False, True]

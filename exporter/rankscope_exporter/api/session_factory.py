@@ -60,7 +60,7 @@ _FROZEN: Final = threading.Event()
 def _is_frozen() -> bool:
     """Return whether the script has called gc.freeze(). After the first such call, its objects are not counted again.
 
-    gc.get_freeze_count() visits them all: 0.1 s for two million.
+    gc.get_freeze_count() visits them all: 0.02 s for the 215,000 objects of torch and transformers.
     """
     if not _FROZEN.is_set() and gc.get_freeze_count():
         _FROZEN.set()

@@ -22,7 +22,7 @@ MODULES = {  # Modules of the package with the types `Options` and `FieldConfig`
 }
 
 WITH_SETTINGS = {"status-history", "table", "timeseries"}
-"""Types of panels with settings of their own for each field: the type `FieldConfig`."""
+"""Types of panels that have settings for each field: the type `FieldConfig`."""
 
 BEFORE_9_5 = "custom.displayMode"
 """Setting of Grafana 9.4 for the colour of a cell, which newer releases ignore. Its newer name is next to it."""

@@ -159,7 +159,7 @@ def watched(
     scrape_seconds: float = SCRAPE_SECONDS,
 ) -> Iterator[Watched]:
     """Run all programs in the context. `servers` are the paths of Prometheus and Alertmanager."""
-    # Our rules have a route of their own, or the default policy notifies the receiver.
+    # Our rules have a separate route, or the default policy notifies the receiver.
     points = folder / "points.yaml"
     points.write_text(POINTS.format(name=RECEIVER), encoding="utf-8")
     times = {"stalled_after_seconds": stalled_after_seconds, "scrape_seconds": scrape_seconds}

@@ -148,7 +148,7 @@ LISTS = {
     *((name, "comm_in") for name in ("scatter", "reduce_scatter")),
     *((name, "comm_out") for name in ("gather", "all_gather")),
 }
-"""Functions with a list of tensors as input or output, whose tensors have an index."""
+"""Functions with a list of tensors as input or output. These tensors have an index."""
 
 
 def functions(rank: int) -> Any:

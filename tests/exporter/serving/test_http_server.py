@@ -234,7 +234,7 @@ def change(document: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def guarded(new_rank):
-    """Return a rank with a token, whose sampling can be changed."""
+    """Return a rank with a token and with sampling that can be changed."""
     sources = RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7})
     return new_rank(token="secret", sources=sources)
 

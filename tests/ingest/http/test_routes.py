@@ -95,7 +95,7 @@ async def test_page_is_loaded_again_after_an_event_but_not_after_each_step():
 
 @pytest.fixture
 def slow_site(tmp_path):
-    """Return a site whose reports wait until the event `may_end` is set."""
+    """Return a site with reports that wait until the event `may_end` is set."""
 
     class SlowSite(Site):
         may_end = threading.Event()

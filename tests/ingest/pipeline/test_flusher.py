@@ -50,7 +50,7 @@ def test_batch_is_due_by_rows_by_age_and_on_demand():
 
 
 def filling(rows, seconds):
-    """Return a batcher whose previous batch gathered `rows` in `seconds`, and whose current one started at 0."""
+    """Return a batcher: its previous batch gathered `rows` in `seconds`, and its current one started at 0."""
     queue = batcher(flush_rows=100, flush_after_seconds=60.0, max_pending_rows=1000)
     queue.add({"scalars": table(*range(rows))}, -seconds)
     queue.release(queue.take())
@@ -394,7 +394,7 @@ NAMES = st.sampled_from(["a", "b", None])
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(NAMES, st.integers(0, 9) | st.none()), max_size=12), st.integers(0, 9), st.integers(0, 9))
 def test_parts_have_all_rows_in_an_order_that_the_store_accepts(rows, last_of_a, last_of_b):
-    """Each row occurs once; a row with a seq is in a part whose watermark includes it."""
+    """Each row occurs once; a row with a seq is in a part with a watermark that includes it."""
     lasts = {"a": last_of_a, "b": last_of_b}
     rows = [(name, None if seq is None else min(seq, lasts.get(name, seq)), n) for n, (name, seq) in enumerate(rows)]
     batcher = Batcher(flush_rows=1, flush_after_seconds=1.0, max_pending_rows=100)

@@ -317,7 +317,7 @@ def test_rows_are_in_storage_order_for_any_order_of_plans_and_ranks():
     assert np.arange(table.num_rows).tolist() == sort_order(table, SORT_KEYS["tensor_stats"]).tolist()
 
 
-# Bodies of releases whose plans do not name their ops, and of newer releases with ops that the service lacks.
+# Bodies of releases with plans that do not name their ops, and of newer releases with ops that the service lacks.
 
 DATA = Path(__file__).parent / "data"
 OLD_RANK = RowContext(run="old", attempt=0, rank=1, incarnation="0123456789abcdef")

@@ -16,7 +16,7 @@ MESSAGES = {
 
 
 def message_classes(messages):
-    """Return a class for each of `messages`, whose fields have a name, a number and a type; `*` is a repeated field."""
+    """Return a class for each of `messages`. Fields have a name, a number and a type; `*` is a repeated field."""
     file = descriptor_pb2.FileDescriptorProto(name=f"{id(messages)}.proto", package="p", syntax="proto3")
     for message, fields in messages.items():
         made = file.message_type.add(name=message)

@@ -269,7 +269,7 @@ async def test_malformed_request_leaves_no_samples_and_no_trace(monkeypatch):
 
 
 async def in_parts(data):
-    """Yield a body whose length the service does not know in advance."""
+    """Yield a body of a length that the service does not know in advance."""
     yield data
 
 

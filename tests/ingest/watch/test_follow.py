@@ -286,7 +286,7 @@ async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lin
 
 
 async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
-    """A log whose format is unknown states the reason, and a first step that never ends is a stall."""
+    """A log of an unknown format states the reason, and a first step that never ends is a stall."""
     async with watch.session() as session:
         replay.write(["loading the data"], seconds=1.0)
         await session.poll()
@@ -330,7 +330,7 @@ async def test_pattern_and_loss_of_the_user_apply(watch, replay):
 
 @pytest.fixture
 def remote(sshd: Sshd, replay: Replay) -> str:
-    """Return the address of the replayed log on a machine whose clock is ten minutes ahead."""
+    """Return the address of the replayed log on a machine with a clock that is ten minutes ahead."""
     replay.date_file = sshd.folder / "now"
     replay.ahead = 600.0
     replay.now -= 600.0
