@@ -5,8 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH_OF_TESTS := 2.13.0# `make test-torch TORCH=2.15.0` runs with another release
 WORKERS ?= 3# test processes; most tests wait for servers, not for the processor
-# Files are distributed in the order of tests/conftest.py. By default, xdist starts with the files of the most tests, and at
-# the end two processes wait for a file with few long tests.
+# tests/conftest.py orders the files. By default, xdist starts with the files of the most tests, and at the end two
+# processes wait for a file with few long tests.
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Python compiles a module at its first import and keeps the result, even if the environment disables this. Compiling all of

@@ -26,6 +26,7 @@ STEPS, SECONDS_PER_STEP = 40, 15
 CHOSEN = {"clock": ["sm"], "type": ["uncorrected"], "phase": ["data_wait", "checkpoint"]}
 """Label values that panels use."""
 
+CHECKPOINT_STEP = 20
 KINDS = (Kind.PARAM_AFTER, Kind.GRAD_REDUCED, Kind.ACT_OUT, Kind.EXP_AVG, Kind.COMM_OUT)
 """One kind of each panel that shows several kinds."""
 
@@ -40,7 +41,10 @@ VARIABLES |= {"$rank": ".+", "$kind": "grad_reduced", "$tensor": ".+", "$rows": 
 
 
 def put(folder: Path, then: int) -> None:
-    """Store steps of two ranks from `then` (seconds) on. All values equal the step, those of rank 1 twice the step."""
+    """Store steps of two ranks from `then` (seconds) on. All values equal the step, those of rank 1 twice the step.
+
+    The ranks saved one checkpoint, and the seconds of this phase are those of its step.
+    """
     rows = [
         row for rank in (0, 1) for step in range(STEPS) for spec in SCALARS for row in _scalars(spec, rank, step, then)
     ]
@@ -52,7 +56,7 @@ def put(folder: Path, then: int) -> None:
             ("scalars", rows),
             ("tensor_stats", tensors),
             ("attempts", [_attempt(step, then) for step in range(STEPS)]),
-            ("events", [_incident(then)]),
+            ("events", [_incident(then), *(_checkpoint(rank, then) for rank in (0, 1))]),
             ("features", [_when(rank, step, then) | feature for rank in (0, 1) for step in range(STEPS)]),
         )
     }
@@ -78,6 +82,11 @@ def _incident(then: int) -> dict[str, Any]:
     return {**_when(1, 12, then), **symptom, **event}
 
 
+def _checkpoint(rank: int, then: int) -> dict[str, Any]:
+    event = {"type": "phase", "severity": "info", "message": "", "details": '{"phase":"checkpoint"}'}
+    return {**_when(rank, CHECKPOINT_STEP, then), **event}
+
+
 def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
     value = float(step * (rank + 1))
     numbers = {"norm": value, "norm_baseline": 1.0, "mean": value, "mean_baseline": 1.0, "nans": step}
@@ -87,8 +96,10 @@ def _tensor(kind: Kind, rank: int, step: int, then: int) -> dict[str, Any]:
 def _scalars(spec: MetricSpec, rank: int, step: int, then: int) -> Iterator[dict[str, Any]]:
     named = {"name": (spec.stored_as or "").removeprefix("scalars:"), "unit": spec.unit}
     for values in itertools.product(*(CHOSEN.get(label, ["x"]) for label in spec.labels)):
+        at = CHECKPOINT_STEP if "checkpoint" in values else step
         labels = canonical_labels(dict(zip(spec.labels, values, strict=True)))
-        yield {**_when(rank, step, then), **named, "labels": labels, "value": float(step * (rank + 1))}
+        if at <= step:
+            yield {**_when(rank, step, then), **named, "labels": labels, "value": float(at * (rank + 1))}
 
 
 def panels_of_the_past() -> dict[str, str]:
