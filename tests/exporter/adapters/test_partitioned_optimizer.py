@@ -4,6 +4,7 @@ import copy
 import pickle
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,30 @@ def test_every_kind_is_combined_from_the_parts_of_all_groups(outcome):
         for micro in range(2):
             rows = [row for row in outcome.rows if (row.kind, row.step, row.micro_step) == (LOCAL, step, micro)]
             check(rows, truth.micro[0][micro], 1e-4)
+
+
+class OfScattered(OfFlattened):
+    traits = replace(PartitionedOptimizer.traits, reduces_each_micro_batch=None)
+
+
+def test_missing_sum_over_micro_batches_is_kept_after_it_was_detected():
+    def make(_rank: int) -> FlatLoop:
+        loop = flat_loop(micros=2)
+        loop.attached = OfScattered(loop.model, loop.attached.flattened)
+        return loop
+
+    outcome = watched(make, 0)
+
+    assert {(step, micro) for step in range(1, STEPS + 1) for micro in (0, 1, None)} - {(1, None)} == {
+        (row.step, row.micro_step) for row in outcome.rows if row.kind == LOCAL
+    }
+    for step, truth in list(enumerate(truths((0,), 2), 1))[1:]:
+        check(
+            [row for row in outcome.rows if row.kind == LOCAL and row.step == step and row.micro_step is None],
+            truth.local(0),
+            1e-4,
+        )
+    assert ([], 0) == (outcome.unequal, outcome.faults)
 
 
 def test_update_without_an_optimizer_step_is_a_skipped_step():

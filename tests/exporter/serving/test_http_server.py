@@ -5,6 +5,7 @@ import http.client
 import json
 import logging
 import os
+import shutil
 import socket
 import ssl
 import threading
@@ -453,6 +454,20 @@ def test_new_certificate_is_used_for_the_next_connection(new_tls_server, certifi
     certificates.web_config(tmp_path / "fresh.json").replace(tmp_path / "web.json")
 
     assert b"/hello {}\n" == asked(server, trusting)
+
+
+def test_files_named_by_a_changed_configuration_are_reloaded(new_tls_server, certificates, tmp_path, trusting):
+    server = new_tls_server()
+    cert, key = tmp_path / "copy.cert", tmp_path / "copy.key"
+    shutil.copy(certificates.cert("server"), cert)
+    shutil.copy(certificates.key("server"), key)
+    certificates.web_config(tmp_path / "web.json", cert_file=str(cert), key_file=str(key))
+
+    assert b"/hello {}\n" == asked(server, trusting)
+    shutil.copy(certificates.cert("expired"), cert)
+    shutil.copy(certificates.key("expired"), key)
+    with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
+        asked(server, trusting)
 
 
 def test_url_and_discovery_file_of_a_rank_with_tls_have_the_scheme(new_rank, certificates, tmp_path, service, until):
