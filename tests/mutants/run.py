@@ -208,7 +208,10 @@ def tests_of_lines(file: str) -> dict[int, set[str]]:
 
 
 def covering(file: str, lines: set[int]) -> list[str]:
-    """Return the tests that execute one of these lines: those of the same folder first, then the short ones."""
+    """Return the tests that execute one of these lines: those of the same folder first, then the short ones.
+
+    The other tests of their files follow. Code of a shared set-up is recorded for the first test that uses it.
+    """
     by_line = tests_of_lines(file)
     tests = set().union(*(by_line.get(line, set()) for line in lines))
     package, *rooms = Path(file.replace("exporter/rankscope_contract", "contract/-")).parent.parts
@@ -216,7 +219,12 @@ def covering(file: str, lines: set[int]) -> list[str]:
     if not tests:  # a line that is executed at the import, or in processes that are not recorded
         tests = set().union(*by_line.values(), {test for test in durations() if test.startswith(folder)})
     stem = Path(file).stem
-    return sorted(tests, key=lambda test: (stem not in test, not test.startswith(folder), durations()[test], test))
+    files = {test.partition("::")[0] for test in tests}
+    found = {test for test in durations() if test.partition("::")[0] in files}
+    return sorted(
+        found,
+        key=lambda test: (test not in tests, stem not in test, not test.startswith(folder), durations()[test], test),
+    )
 
 
 def environment(mutant: Mutant | None, copy: Path) -> dict[str, str]:
