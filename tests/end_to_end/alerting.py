@@ -182,5 +182,5 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def live_runs(service_url: str) -> dict[str, int]:
-    with urllib.request.urlopen(f"{service_url}/api/v1/runs", timeout=5) as answer:
+    with urllib.request.urlopen(f"{service_url}/api/v1/runs", timeout=30) as answer:
         return {run["run"]: run["step"] or 0 for run in json.load(answer)}

@@ -82,7 +82,7 @@ scan_seconds = 0.3
 
     def get(self, path):
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=30) as answer:
             return answer.read().decode()
 
     def runs(self):

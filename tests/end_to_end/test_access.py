@@ -99,12 +99,12 @@ class Node:
 
     def get(self, url, token="open-sesame"):
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(request, timeout=5, context=self.context) as answer:
+        with urllib.request.urlopen(request, timeout=30, context=self.context) as answer:
             return answer.read().decode()
 
     def asked(self, expression):
         query = urllib.parse.urlencode({"query": expression})
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}/api/v1/query?{query}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port + 1}/api/v1/query?{query}", timeout=30) as answer:
             found = json.load(answer)["data"]["result"]
         return {(one["metric"]["instance"], one["metric"].get("rank")): float(one["value"][1]) for one in found}
 
@@ -163,7 +163,7 @@ def test_ipv6_mutual_tls_token_and_node_page_that_survives_a_rank(node, require_
     url = node.targets()[0]["url"]
     bare = ssl.create_default_context(cafile=str(certificates.ca))
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"{url}/metrics", timeout=5, context=bare).read()
+        urllib.request.urlopen(f"{url}/metrics", timeout=30, context=bare).read()
     with pytest.raises(urllib.error.HTTPError, match="401"):
         node.get(f"{url}/node/metrics", token="guessed")
 

@@ -55,7 +55,7 @@ def asked(running, expression, url=None):
     """Return the result of a query to the running Prometheus, or to the one at `url`; empty while it starts."""
     query = urllib.parse.urlencode({"query": expression})
     try:
-        with urllib.request.urlopen(f"{url or running.urls['prometheus']}/api/v1/query?{query}", timeout=5) as answer:
+        with urllib.request.urlopen(f"{url or running.urls['prometheus']}/api/v1/query?{query}", timeout=30) as answer:
             result = json.load(answer)["data"]["result"]
     except OSError:
         return []
@@ -174,7 +174,7 @@ def test_nan_inhibits_only_the_turbulence_of_its_tensor(running):
     ]
     url = f"{running.urls['alertmanager']}/api/v2/alerts"
     request = urllib.request.Request(url, json.dumps(posted).encode(), {"Content-Type": "application/json"})
-    urllib.request.urlopen(request, timeout=5).close()
+    urllib.request.urlopen(request, timeout=30).close()
 
     received = running.wait_for(
         lambda: running.notifications(Sender.ALERTMANAGER, "inhibited", rule="AnomalyTurbulence")

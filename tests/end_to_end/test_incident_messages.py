@@ -109,7 +109,7 @@ def post(tmp_path, require_server):
 
 def _post(url, alerts):
     request = urllib.request.Request(url, json.dumps(alerts).encode(), {"Content-Type": "application/json"})
-    until(lambda: urllib.request.urlopen(request, timeout=5).close() is None, 60)
+    until(lambda: urllib.request.urlopen(request, timeout=30).close() is None, 60)
 
 
 @pytest.mark.thorough

@@ -62,7 +62,7 @@ def start_up(require_server, tmp_path):
 
 
 def fetch(url):
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         return json.load(answer)
 
 
