@@ -58,7 +58,7 @@ def stale() -> list[str]:
 
 
 def metric_table(page: str) -> str:
-    """Return the table of the metrics on one kind of page: `rank`, `service` or `node`."""
+    """Return the table of the metrics on one kind of page: `rank` or `service`."""
     rows = (
         (
             f"`{spec.name}`",
@@ -196,7 +196,6 @@ def logged_names() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "rank-metrics": lambda: metric_table("rank"),
     "service-metrics": lambda: metric_table("service"),
-    "node-metrics": lambda: metric_table("node"),
     "datasets": dataset_tables,
     "wire": wire_table,
     "rules": rule_table,

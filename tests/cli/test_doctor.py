@@ -274,7 +274,7 @@ def test_remote_service_uses_the_tls_settings_of_ranks(tmp_path, monkeypatch):
 
 def test_prometheus_with_discovery_but_no_rank_is_healthy(sample_store):
     environment = healthy_environment()
-    config = "scrape_configs:\n- job_name: r\n  http_sd_configs:\n  - url: http://127.0.0.1:9470/sd?per=node\n"
+    config = "scrape_configs:\n- job_name: r\n  http_sd_configs:\n  - url: http://127.0.0.1:9470/sd\n"
     environment.pages |= {SCRAPED: {"data": {"activeTargets": []}}}
     environment.pages[f"{PROMETHEUS}/api/v1/status/config"] = {"data": {"yaml": config}}
 

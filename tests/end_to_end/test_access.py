@@ -1,14 +1,11 @@
-"""Access control of all programs: IPv6, mutual TLS, a token on every connection, a port range, one page per node."""
+"""Access control of all programs: IPv6, mutual TLS, a token on every connection, a port range."""
 
 import json
 import os
-import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -44,7 +41,6 @@ class Node:
         files = certificates.ca, certificates.cert("client"), certificates.key("client")
         self.ca, self.cert, self.key = map(str, files)
         self.processes = []
-        self.temporary = tempfile.mkdtemp(prefix="rs-")  # a socket path must be shorter than the path of pytest
         write_locked_config(folder, certificates, port, INGEST)
         self.context = client_context(*files)
         self.context.check_hostname = True
@@ -55,7 +51,7 @@ class Node:
                 [str(part) for part in command],
                 stdout=subprocess.PIPE if name == "ranks" else log,
                 stderr=log,
-                env={**os.environ, **environment, "TMPDIR": self.temporary},
+                env={**os.environ, **environment},
                 start_new_session=True,
             )
         self.processes.append(process)
@@ -78,7 +74,6 @@ class Node:
             RANKSCOPE_CA_FILE=self.ca,
             RANKSCOPE_CERT_FILE=self.cert,
             RANKSCOPE_KEY_FILE=self.key,
-            RANKSCOPE_NODE_PAGE="1",
         )
         return [int(process.stdout.readline()) for _ in range(sum(jobs.values()))]
 
@@ -90,7 +85,7 @@ class Node:
             "tls": tls,
             "ranks_tls": tls,
         }
-        settings = PrometheusSettings(**places, per_node=True, rule_files=(), scrape_seconds=1.0, discovery_seconds=1.0)
+        settings = PrometheusSettings(**places, rule_files=(), scrape_seconds=1.0, discovery_seconds=1.0)
         config = self.folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(prometheus_config(settings)))
         listen = f"127.0.0.1:{self.port + 1}"
@@ -128,7 +123,6 @@ class Node:
                         continue
             if process.stdout is not None:
                 process.stdout.close()
-        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture
@@ -141,20 +135,17 @@ def node(tmp_path, certificates, free_port):
 
 @pytest.mark.timeout(240)
 @pytest.mark.thorough
-def test_ipv6_mutual_tls_token_and_node_page_that_survives_a_rank(node, require_server, certificates):
+def test_ipv6_mutual_tls_and_token_of_ranks_of_which_one_is_killed(node, require_server, certificates):
     program = require_server("prometheus")
     node.start_service()
     first, *_ = node.start_ranks(locked=2, beside=1)
     node.start_prometheus(program)
-    host = os.environ.get("HOSTNAME") or socket.gethostname()
-    instance, other = f"locked@{host}", f"beside@{host}"
 
-    # Each step of each rank is stored. Prometheus has the steps of each job from one target.
+    # Each step of each rank is stored. Prometheus has the steps of each rank from its own target.
     node.wait_for(lambda: [target for target in node.targets() if target["committed"] > 5][2:])
-    everybody = {(instance, "0"), (instance, "1"), (other, "0")}
+    everybody = {("locked/0", "0"), ("locked/1", "1"), ("beside/0", "0")}
     assert node.wait_for(lambda: node.asked("rankscope_step > 5").keys() == everybody)
-    assert {(instance, None): 1.0, (other, None): 1.0} == node.asked('up{job="rankscope"}')
-    assert {(instance, None): 2.0, (other, None): 1.0} == node.asked('rankscope_node_ranks{state="shown"}')
+    assert {(instance, None): 1.0 for instance, _ in everybody} == node.asked('up{job="rankscope"}')
     urls = {target["url"] for target in node.targets()}
     assert 3 == len(urls)
     assert all(url.startswith("https://[::1]:") for url in urls)
@@ -165,14 +156,13 @@ def test_ipv6_mutual_tls_token_and_node_page_that_survives_a_rank(node, require_
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{url}/metrics", timeout=30, context=bare).read()
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        node.get(f"{url}/node/metrics", token="guessed")
+        node.get(f"{url}/metrics", token="guessed")
 
-    # The rank that Prometheus scrapes is killed: another rank serves the page, and its series continue.
+    # A rank is killed: the series of the other ranks continue.
     os.kill(first, signal.SIGKILL)
-    assert node.wait_for(lambda: node.asked('rankscope_step{run="locked"}').keys() == {(instance, "1")})
-    step = node.asked("rankscope_step")[instance, "1"]
-    assert node.wait_for(lambda: node.asked("rankscope_step").get((instance, "1"), 0) > step + 5)
-    assert {(instance, None): 1.0, (other, None): 1.0} == node.asked('rankscope_node_ranks{state="shown"}')
+    assert node.wait_for(lambda: node.asked('rankscope_step{run="locked"}').keys() == {("locked/1", "1")})
+    step = node.asked("rankscope_step")["locked/1", "1"]
+    assert node.wait_for(lambda: node.asked("rankscope_step").get(("locked/1", "1"), 0) > step + 5)
 
     node.stop()
     with connect(node.folder / "history") as connection:

@@ -81,8 +81,6 @@ class PrometheusSettings:
     - `token_file`: path of a file that contains only the token of the service and the ranks.
     - `tls`: TLS settings for the service. If they are set, Prometheus uses HTTPS for the service.
     - `ranks_tls`: TLS settings for ranks, used if the service discovery lists ranks with the scheme https.
-    - `per_node`: scrape `/node/metrics` of each host instead of `/metrics` of each rank. This requires the option
-      `node_page` of the ranks.
     - `with_history`: also query the store of the service by remote read.
     """
 
@@ -90,7 +88,6 @@ class PrometheusSettings:
     token_file: str | None = None
     tls: Tls | None = None
     ranks_tls: Tls | None = None
-    per_node: bool = False
     alertmanager: str | None = None
     rule_files: tuple[str, ...] = (RULE_FILE,)
     scrape_seconds: float = 5.0
@@ -141,7 +138,7 @@ def seconds(text: str) -> float:
 def _ranks(settings: PrometheusSettings) -> dict[str, Any]:
     scheme = "http" if settings.tls is None else "https"
     discovery = {
-        "url": f"{scheme}://{settings.service}{SERVICE_DISCOVERY_PATH}" + ("?per=node" if settings.per_node else ""),
+        "url": f"{scheme}://{settings.service}{SERVICE_DISCOVERY_PATH}",
         "refresh_interval": duration(settings.discovery_seconds),
         **_authentication(settings, settings.tls),
     }

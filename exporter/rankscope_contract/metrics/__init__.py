@@ -1,1 +1,1 @@
-"""Catalogue of the metrics that ranks, node pages and the service export."""
+"""Catalogue of the metrics that ranks and the service export."""

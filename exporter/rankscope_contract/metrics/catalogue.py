@@ -10,7 +10,7 @@ from typing import Final
 
 from rankscope_contract.metrics import hardware
 from rankscope_contract.metrics.spec import MetricSpec as MetricSpec  # noqa: PLC0414 - readers of the catalogue import it from here
-from rankscope_contract.metrics.spec import counter, gauge, metric, service_counter, service_gauge
+from rankscope_contract.metrics.spec import counter, gauge, service_counter, service_gauge
 from rankscope_contract.model import phases
 
 TENSOR_VALUE = gauge(
@@ -142,14 +142,6 @@ BUILD_INFO = gauge(
     "rankscope_build_info",
     "Constant 1. The labels are the versions of Rankscope, of the schema and of torch.",
     "version schema_version torch",
-)
-
-NODE_RANKS = metric(
-    "gauge",
-    "node",
-    "rankscope_node_ranks",
-    "Ranks of a launch on a host. State shown: metrics on this page. State silent: alive, but did not respond in time.",
-    "run host state",
 )
 
 TARGETS = service_gauge(

@@ -28,7 +28,7 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     unit: str | None = None
     stored_as: str | None = None
-    page: Literal["rank", "node", "service"] = "rank"
+    page: Literal["rank", "service"] = "rank"
 
     @property
     def all_labels(self) -> tuple[str, ...]:
@@ -38,7 +38,7 @@ class MetricSpec:
 
 def metric(
     type: MetricType,  # noqa: A002 - Prometheus' word
-    page: Literal["rank", "node", "service"],
+    page: Literal["rank", "service"],
     name: str,
     help: str,  # noqa: A002 - Prometheus' word
     labels: str = "",

@@ -21,7 +21,6 @@ ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 RECORDS_PATH: Final = "/records"
 PLAN_PATH: Final = "/plan/"
 METRICS_PATH: Final = "/metrics"
-NODE_METRICS_PATH: Final = "/node/metrics"  # page of all ranks of the launch on that host
 HEALTH_PATH: Final = "/healthz"
 CONFIG_PATH: Final = "/config"
 STACKS_PATH: Final = "/stacks"  # POST
@@ -79,7 +78,6 @@ class Registration:
     launch_id: str
     url: str  # address at which the service and Prometheus reach this rank: http://host:port
     served_by: str | None = None  # incarnation that serves the spool of this dead process at `url`; None: alive
-    node: str = ""  # equal on all ranks that share a node page; empty without a node page
     schema_version: int = SCHEMA_VERSION
     started_at: int = 0  # UTC microseconds
     state: str = STATE_RUNNING

@@ -198,6 +198,12 @@ def listed(known: Collection[str], word: object, form: str = "'{}'") -> str:
     return f"{', '.join(known)}.{did_you_mean(word, known, form)}"
 
 
+REMOVED: Final[Mapping[str, str]] = {
+    "serve.node_page": "Prometheus scrapes each rank, which /sd lists",
+}
+"""Settings of earlier releases, with the second half of the sentence with which each is refused."""
+
+
 def check_keys(
     settings: Iterable[str], known: Collection[str], prefix: str = "", *, also_near: Iterable[str] = ()
 ) -> None:
@@ -207,6 +213,8 @@ def check_keys(
     are not valid here.
     """
     for key in settings:
+        if key not in known and f"{prefix}{key}" in REMOVED:
+            raise ConfigError(f"the setting {prefix}{key} was removed: {REMOVED[prefix + key]}")
         if key not in known:
             hint = did_you_mean(key, {*known, *also_near}, f"{prefix}{{}}")
             raise ConfigError(f"unknown setting {prefix}{key}; valid settings are {', '.join(sorted(known))}.{hint}")

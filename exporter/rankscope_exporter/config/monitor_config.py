@@ -36,6 +36,7 @@ from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import (
+    REMOVED,
     Allowed,
     Checked,
     Converted,
@@ -447,6 +448,8 @@ class MonitorConfig:
         for name in sorted(environment.keys() - VARIABLES.keys()):
             names = [known.removeprefix(PREFIX) for known in VARIABLES]  # all of them agree in the prefix
             hint = did_you_mean(name.removeprefix(PREFIX), names, f"{PREFIX}{{}}")
+            if reason := REMOVED.get(f"serve.{name.removeprefix(PREFIX).lower()}"):
+                hint = f" It was removed: {reason}."
             if hint and name.startswith(PREFIX) and name.split("_")[1] not in OTHER_VARIABLES:
                 warn(f"the environment variable {name} has no effect.{hint}")
         return config

@@ -251,7 +251,7 @@ When the service returns after a restart, the ring must still contain the record
 """
 
 PREFIX: Final = "RANKSCOPE_"
-_BOOLS: Final = ("insecure", "node_page", "spool_sync")
+_BOOLS: Final = ("insecure", "spool_sync")
 SERVE_VARIABLES: Final = (
     *_BOOLS,
     *("token", "token_file", "web_config", "listen", "advertise", "ca_file", "cert_file", "key_file"),
@@ -292,7 +292,6 @@ class ServeConfig:
     series_budget: _Size = 20_000  # largest number of tensor series on the metrics page
     page_ops: Literal["judged", "all"] = "judged"  # ops on the metrics page: those that rules use, or all
     discovery_dir: FilePath | None = None  # Prometheus file_sd folder, used when there is no service
-    node_page: bool = False  # one metrics page for all ranks of a launch on this host
     # Folder where each record is written until a store has committed it, relative to the working directory; "off" or
     # None: records are only in memory.
     spool_dir: SpoolPath | None = DEFAULT_SPOOL_DIR

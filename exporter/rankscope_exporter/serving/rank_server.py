@@ -37,7 +37,6 @@ from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
 from rankscope_exporter.serving.latest_values import LatestValues
-from rankscope_exporter.serving.node_exposition import NodeExposition
 from rankscope_exporter.serving.persistence import persistence_of
 from rankscope_exporter.serving.rank_state import RankServerSources, RankState
 from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
@@ -150,16 +149,13 @@ class RankServer:
         self._publishing = threading.Lock()
         self._server: HttpServer | None = None
         self._registration: RegistrationLoop | None = None
-        pieces = self.exposition.pieces
-        self._node = NodeExposition(identity, pieces, on_fault, self._meter) if config.node_page else None
         self._discovery: DiscoveryFile | None = None
         self._abandoned = False
 
     def start(self) -> str:
         """Start the server and the registration, and return the URL of this rank for other machines. Raises ServeError.
 
-        An error of the node page or of the spools of dead processes is reported and not raised, because both are
-        optional.
+        An error of the spools of dead processes is reported and not raised, because they are optional.
         """
         if self._server is not None or self.state.is_closed:
             raise ServeError("this server was started before: create a new one")
@@ -171,7 +167,6 @@ class RankServer:
             persistence=self.persistence,
             sources=self._sources,
             exposition=self.exposition,
-            node=self._node,
             settings=self._settings,
             token=config.secret,
             is_guarded=config.is_guarded,
@@ -188,8 +183,6 @@ class RankServer:
                 self.close()
                 raise
         self._server.start()
-        if self._node is not None:
-            self._optional("node page", self._node.peers.start)
         if client is not None:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
@@ -258,8 +251,6 @@ class RankServer:
             stack.callback(self.persistence.close)
             if self._server is not None:
                 stack.callback(self._server.stop)
-            if self._node is not None:
-                stack.callback(self._node.peers.close)
             if self._discovery is not None:
                 stack.callback(self._discovery.remove)
             if self._registration is not None:
@@ -273,8 +264,6 @@ class RankServer:
         self._abandoned = True
         with contextlib.ExitStack() as stack:  # as in close()
             stack.callback(self.persistence.abandon)
-            if self._node is not None:
-                stack.callback(self._node.peers.abandon)
             if self._server is not None:
                 stack.callback(self._server.abandon)
             self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
@@ -344,7 +333,6 @@ class RankServer:
             incarnation=identity.incarnation,
             launch_id=identity.launch_id,
             url=self.url or "",
-            node="" if self._node is None else self._node.peers.node,
             started_at=self._started_at,
             state=state.name,
             head=self.ring.head,

@@ -11,17 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.protocol.channel import (
-    METRICS_PATH,
-    NODE_METRICS_PATH,
-    RECORDS_PATH,
-    STATE_DRAINING,
-    STATE_RUNNING,
-)
+from rankscope_contract.protocol.channel import METRICS_PATH, RECORDS_PATH, STATE_DRAINING, STATE_RUNNING
 
 MOST_CLIENTS: Final = 8
 _LONGEST_NAME: Final = 80
-_LISTED_PATHS: Final = frozenset({METRICS_PATH, NODE_METRICS_PATH, RECORDS_PATH})
+_LISTED_PATHS: Final = frozenset({METRICS_PATH, RECORDS_PATH})
 
 
 @dataclass(slots=True)

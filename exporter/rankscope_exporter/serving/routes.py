@@ -27,7 +27,6 @@ from rankscope_contract.protocol.channel import (
     LEASE_HEADER,
     LOST_HEADER,
     METRICS_PATH,
-    NODE_METRICS_PATH,
     NOTHING,
     NOTICE_HEADER,
     PLAN_PATH,
@@ -44,7 +43,6 @@ from rankscope_contract.spool import Orphan, Stretch
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.serving.exposition import Exposition
 from rankscope_exporter.serving.http_server import Answer, Request
-from rankscope_exporter.serving.node_exposition import NodeExposition
 from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.rank_state import RankServerSources, RankState, RecentClients
 from rankscope_exporter.serving.ring import CursorError, Ring
@@ -78,7 +76,6 @@ class Routes:
     persistence: Persistence
     sources: RankServerSources
     exposition: Exposition
-    node: NodeExposition | None
     settings: Mapping[str, Any]
     token: str | None
     is_guarded: bool
@@ -99,7 +96,6 @@ class Routes:
             RECORDS_PATH: {"GET": self._records},
             PLAN_PATH: {"GET": self._plan},
             METRICS_PATH: {"GET": lambda request: _page(request, self.exposition.pieces())},
-            NODE_METRICS_PATH: {"GET": self._node_metrics},
             CONFIG_PATH: {"GET": self._show_config, "PUT": change, "POST": change},
             STACKS_PATH: {"POST": self._take_stacks},
         }
@@ -221,13 +217,6 @@ class Routes:
             return _json(change(document), HTTPStatus.ACCEPTED)
         except ConfigError as error:
             raise BadRequestError(str(error)) from error
-
-    def _node_metrics(self, request: Request) -> Answer:
-        if self.node is None:
-            return Answer.text(
-                HTTPStatus.NOT_FOUND, "node page is disabled: set node_page (RANKSCOPE_NODE_PAGE=1) on the ranks"
-            )
-        return _page(request, self.node.pieces())
 
 
 def orphan_answer(

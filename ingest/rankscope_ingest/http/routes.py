@@ -7,7 +7,6 @@ read and remote write, service discovery for Prometheus, the JSON API, the healt
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final, Protocol
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from rankscope_contract.protocol import channel
-from rankscope_contract.protocol.channel import NODE_METRICS_PATH, Registration, RegistrationReply
+from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.pages import Pages
@@ -29,67 +28,19 @@ from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 
 _JOB: Final = "rankscope"
-_PREFERENCE: Final = {Health.UP: 0, Health.DRAINING: 1, Health.PENDING: 2, Health.FAILING: 3}
-"""Order of health states for the choice of the address of an http_sd entry.
-
-Of the ranks that share a metrics page, the entry has the address of a rank with the lowest number here. A rank that
-responds to the service probably also responds to Prometheus.
-"""
 
 
 def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
     """Return the http_sd entry of the metrics page of each live rank."""
-    return [_target(target, target.name) for target in targets if _has_page(target)]
-
-
-def per_node(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return one http_sd entry for each metrics page that ranks of one run on one host share.
-
-    Containers with the same host name have separate pages, and thus separate entries. A rank that does not share a
-    metrics page has a separate entry too.
-    """
-    nodes: dict[tuple[str, str], dict[tuple[str, str], list[Target]]] = defaultdict(lambda: defaultdict(list))
     found = []
     for target in targets:
-        registration = target.registration
-        if not _has_page(target):
+        # Another process may serve the records of a dead process, but not the metrics page of the dead process.
+        if target.health is Health.GONE or target.registration.served_by is not None:
             continue
-        if registration.node:
-            nodes[registration.run, registration.host][registration.launch_id, registration.node].append(target)
-        else:
-            found.append(_target(target, target.name))
-    for (run, host), groups in nodes.items():
-        chosen = _page_ranks(groups.values())
-        for position, target in enumerate(chosen):
-            # Containers with the same host name have separate pages; the first one has the plain name.
-            instance = f"{run}@{host}" + (f"/{position}" if position else "")
-            found.append(_target(target, instance, __metrics_path__=NODE_METRICS_PATH))
+        address = urlsplit(target.registration.url)
+        scheme = {"__scheme__": "https"} if address.scheme == "https" else {}
+        found.append({"targets": [address.netloc], "labels": {"job": _JOB, "instance": target.name, **scheme}})
     return found
-
-
-def _has_page(target: Target) -> bool:
-    """Return whether the process of `target` is alive and has a metrics page.
-
-    Another process may serve the records of a dead process, but not the metrics page of the dead process.
-    """
-    return target.health is not Health.GONE and target.registration.served_by is None
-
-
-def _page_ranks(groups: Iterable[list[Target]]) -> list[Target]:
-    """Return one rank of each group of ranks that share a metrics page. All groups belong to one run and host.
-
-    A failing rank is a rank of which the last poll failed. A group that has only failing ranks is left out if another
-    group has a rank that is not failing.
-    """
-    best = [min(group, key=lambda target: (_PREFERENCE[target.health], target.registration.rank)) for group in groups]
-    alive = [target for target in best if target.health is not Health.FAILING]
-    return sorted(alive or best, key=lambda target: target.registration.rank)
-
-
-def _target(target: Target, instance: str, **labels: str) -> dict[str, Any]:
-    address = urlsplit(target.registration.url)
-    scheme = {"__scheme__": "https"} if address.scheme == "https" else {}
-    return {"targets": [address.netloc], "labels": {"job": _JOB, "instance": instance, **scheme, **labels}}
 
 
 MAX_REQUEST_BYTES: Final = 1 << 20
@@ -214,12 +165,9 @@ class _Routes:
         return _json(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
 
     async def discovery(self, request: web.Request) -> web.Response:
-        found = {"rank": per_rank, "node": per_node}.get(request.query.get("per", "rank"))
-        if found is None:
-            raise RegistrationError(
-                400, "the query parameter per must be rank or node; /sd?per=node lists one page per host"
-            )
-        return _json(found(self._backend.targets()))
+        if (per := request.query.get("per", "rank")) != "rank":
+            raise RegistrationError(400, f"per={per} is not supported: use /sd, which lists each rank")
+        return _json(per_rank(self._backend.targets()))
 
     async def page(self, _: web.Request) -> web.Response:
         text = page(await self._backend.current_status())

@@ -56,7 +56,7 @@ class AttemptNumbers:
         return number
 
 
-_TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state", "node")
+_TEXTS = ("run", "host", "incarnation", "launch_id", "url", "state")
 _INTEGERS = ("rank", "world_size", "local_rank", "pid", "schema_version", "started_at", "head")
 _OPTIONAL_INTEGERS = ("step", "planned_steps")
 _OPTIONAL_TEXTS = ("served_by", "phase")

@@ -32,7 +32,7 @@ from rankscope_exporter.config.monitor_config import (
 )
 from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.sampling.sampling_config import sampling_config_from
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.serving.config import PREFIX, ServeConfig
 
 TURBULENCE = {"rule_name": "AnomalyTurbulence"}
 LINEAR = {"quantities": ["gradients", "linear"]}
@@ -99,6 +99,7 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"throughput": {"peak_tflops": True}}, ["throughput.peak_tflops"]),
         ({"throughput": {"model_parallel": 0}}, ["throughput.model_parallel must be a number of ranks"]),
         ({"throughput": {"peak": 3}}, ["peak"]),
+        ({"serve": {"node_page": True}}, ["serve.node_page was removed: Prometheus scrapes each rank"]),
         ({"throughput": {"method": "counted"}}, ["rankscope.count_flops()"]),
         ({"capture": {"quantites": []}}, ["Did you mean capture.quantities"]),
         ({"capture": {"quantities": ["activation"]}}, ["Did you mean 'activations'"]),
@@ -292,7 +293,6 @@ WRONG = {
     "RANKSCOPE_STACKS_SIGNAL": "SIGKILL",
     "RANKSCOPE_STOP_SIGNALS": "SIGNOTHING",
     "RANKSCOPE_INSECURE": "maybe",
-    "RANKSCOPE_NODE_PAGE": "2",
     "RANKSCOPE_SPOOL_SYNC": "always",
     "RANKSCOPE_TOKEN": "two words",
     "RANKSCOPE_TOKEN_FILE": "/absent/token",
@@ -338,6 +338,14 @@ def test_misspelt_variable_is_named_with_the_nearest(caplog: pytest.LogCaptureFi
         MonitorConfig().with_environment({name[:-1]: "1"})
 
         assert [f"the environment variable {name[:-1]} has no effect. Did you mean {name}?"] == caplog.messages
+
+
+def test_removed_variable_is_named_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    name = f"{PREFIX}NODE_PAGE"
+    MonitorConfig().with_environment({name: "1"})
+
+    reason = "It was removed: Prometheus scrapes each rank, which /sd lists."
+    assert [f"the environment variable {name} has no effect. {reason}"] == caplog.messages
 
 
 def test_variables_that_the_repository_reads_are_known(caplog: pytest.LogCaptureFixture) -> None:

@@ -463,7 +463,7 @@ def test_stop_signals_from_the_environment_and_conflicts():
 
 
 RUN = "threads"
-LONG = ("hardware", "http", "node", "publisher", "registration", "spool", "spool-writer", "switch", "watchdog")
+LONG = ("hardware", "http", "publisher", "registration", "spool", "spool-writer", "switch", "watchdog")
 """Threads that work until the training ends."""
 
 
@@ -471,7 +471,7 @@ def test_each_thread_raises_once_and_all_steps_are_published(
     quiet, reader, eventually, monkeypatch, tmp_path, free_port
 ) -> None:
     monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path))
-    serve = ServeConfig(node_page=True, ingest_url=f"http://127.0.0.1:{free_port}")
+    serve = ServeConfig(ingest_url=f"http://127.0.0.1:{free_port}")
     config = replace(quiet, run=RUN, serve=serve, switch_file=str(tmp_path / "switch"), switch_poll_seconds=0.05)
     raised: list[str] = []
     start = OwnThread.start

@@ -244,7 +244,7 @@ WRONG = [
     ({"token_file": "nowhere"}, "token_file nowhere: No such file"),
     ({"cert_file": "nowhere"}, "cert_file nowhere: no such file"),
     ({"key_file": "nowhere"}, "key_file is set without cert_file"),
-    ({"node_page": "yes"}, "node_page must be true or false"),
+    ({"spool_sync": "yes"}, "spool_sync must be true or false"),
     ({"spool_bytes": 0}, "spool_bytes must be a whole number of at least 1, not 0"),
     ({"spool_dir": 5}, "spool_dir must be text"),
 ]
