@@ -14,7 +14,6 @@ channel contains all of them.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections import OrderedDict
@@ -37,7 +36,7 @@ from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.security.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics
-from rankscope_exporter.serving.latest_values import MAX_FEATURE_SERIES, LatestValues, Sampled, ScalarKey, Snapshot
+from rankscope_exporter.serving.latest_values import LatestValues, Sampled, ScalarKey, Snapshot
 
 
 class MicroSteps:
@@ -380,9 +379,7 @@ class Exposition:
         dropped = dict(stats.dropped)
         for reason, left_out in self._most_left_out.items():
             dropped[reason] = dropped.get(reason, 0) + left_out
-        features = dict(itertools.islice(snapshot.features.items(), MAX_FEATURE_SERIES))
-        left_out = snapshot.scalars_left_out + len(snapshot.features) - len(features)
-        dropped["series_budget"] = dropped.get("series_budget", 0) + left_out
+        dropped["series_budget"] = dropped.get("series_budget", 0) + snapshot.left_out
         kind_steps = [
             ((kind,), float(sampled.step))
             for sampled in snapshot.tensors
@@ -394,7 +391,7 @@ class Exposition:
         yield catalogue.STEP, _one(snapshot.step)
         yield catalogue.STEPS_PLANNED, _one(self._planned_steps)
         yield catalogue.KIND_STEP, kind_steps
-        yield catalogue.FEATURE_VALUE, features.items()
+        yield catalogue.FEATURE_VALUE, snapshot.features.items()
         yield catalogue.SKIPPED_STEPS, _one(snapshot.skipped_steps)
         yield catalogue.RULE_THRESHOLD, _by_name(snapshot.thresholds)
         yield catalogue.RULE_FIRING, snapshot.firing.items()

@@ -303,7 +303,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Answer a request of a method that may have a body, such as POST or PUT."""
         self._answer(self._read_body())
 
-    do_PUT = do_PATCH = do_DELETE = do_HEAD = do_OPTIONS = do_POST  # noqa: N815 - names of the base class
+    do_HEAD = do_GET  # noqa: N815 - a name of the base class
+    do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST  # noqa: N815 - names of the base class
 
     def _answer(self, body: bytes | None) -> None:
         try:
@@ -323,7 +324,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         In all cases, the connection is closed after the answer.
         """
         length = self.headers.get("Content-Length", "0")
-        size = int(length) if length.isdecimal() else REQUEST_BODY_READ + 1
+        size = int(length[:20]) if length.isdecimal() else REQUEST_BODY_READ + 1
         wanted = min(size, REQUEST_BODY_READ) if length.isdecimal() else 0
         body = b""
         while len(body) < wanted and (part := self.rfile.read1(wanted - len(body))):

@@ -8,6 +8,7 @@ tensors are equal.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import threading
 import time
@@ -108,7 +109,8 @@ class Snapshot:
     tensors: tuple[Sampled, ...]
     tensors_version: int  # differs whenever `tensors` does
     scalars: Mapping[ScalarKey, Scalar]
-    scalars_left_out: int
+    left_out: int
+    """Scalars and features above the limits. Never decreases."""
     features: Mapping[FeatureKey, float]
     anomalies: Mapping[RuleKind, int]
     anomaly_ages: Mapping[RuleKind, float]  # seconds since the latest firing
@@ -135,6 +137,7 @@ class LatestValues:
         self._scalars: dict[ScalarKey, Scalar] = {}
         self._scalars_left_out: set[ScalarKey] = set()
         self._features: dict[str, dict[FeatureKey, float]] = {}
+        self._features_left_out = 0  # the most so far, because a counter must not decrease
         self._anomalies: dict[RuleKind, int] = {}
         self._anomaly_series: dict[AnomalySeries, int] = {}
         self._firing: dict[RuleKind, bool] = {}
@@ -161,6 +164,8 @@ class LatestValues:
         features = feature_bounds(record.features)
         with self._lock:
             self._features.update(features)
+            left_out = sum(map(len, self._features.values())) - MAX_FEATURE_SERIES
+            self._features_left_out = max(self._features_left_out, left_out)
             self._replica_hashes.update((item.replicas, item) for item in hashes)
             if record.step is not None:
                 self._step = record.step
@@ -186,13 +191,14 @@ class LatestValues:
     def snapshot(self) -> Snapshot:
         """Return a copy of the latest values. A record is included completely or not at all."""
         with self._lock:
+            features = ((key, value) for of_kind in self._features.values() for key, value in of_kind.items())
             return Snapshot(
                 step=self._step,
                 tensors=_by_record(self._latest),
                 tensors_version=self._version,
                 scalars=dict(self._scalars),
-                scalars_left_out=len(self._scalars_left_out),
-                features={key: value for of_kind in self._features.values() for key, value in of_kind.items()},
+                left_out=len(self._scalars_left_out) + self._features_left_out,
+                features=dict(itertools.islice(features, MAX_FEATURE_SERIES)),
                 anomalies=dict(self._anomalies),
                 anomaly_ages={pair: self._clock() - at for pair, at in self._fired_at.items()},
                 anomaly_series=dict(self._anomaly_series),
@@ -207,7 +213,8 @@ class LatestValues:
         kinds = self._kinds_of_plan.get(plan.hash)
         if kinds is None:
             kinds = tuple(dict.fromkeys(str(entry.kind) for entry in plan.plan.entries))
-            self._kinds_of_plan[plan.hash] = kinds
+            used = {statistics.plan.hash for _, statistics in self._latest.values()}
+            self._kinds_of_plan = {name: self._kinds_of_plan[name] for name in used} | {plan.hash: kinds}
             for kind in kinds:
                 self._announce(kind)
         return kinds

@@ -103,8 +103,9 @@ class Routes:
     def __call__(self, request: Request) -> Answer:
         """Return the answer to `request`."""
         handlers = self._table.get(PLAN_PATH if request.path.startswith(PLAN_PATH) else request.path)
-        if handlers is not None and request.method not in handlers:
-            allowed = ", ".join(handlers)
+        method = "GET" if request.method == "HEAD" else request.method  # the server sends no body for HEAD
+        if handlers is not None and method not in handlers:
+            allowed = ", ".join((*handlers, "HEAD") if "GET" in handlers else handlers)
             text = f"{request.method} is not allowed here; use {allowed}"
             return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, text, Allow=allowed)
         # /healthz contains nothing confidential, and probes of an orchestrator send no token.
@@ -119,7 +120,7 @@ class Routes:
             return Answer.text(HTTPStatus.NOT_FOUND, f"no such page; available: {paths}")
         self._clients.note(request.path, request.headers.get("user-agent", ""))
         try:
-            return handlers[request.method](request)
+            return handlers[method](request)
         except BadRequestError as error:
             return Answer.text(HTTPStatus.BAD_REQUEST, str(error))
 

@@ -1,10 +1,13 @@
 """The metrics page and its latest values, compared with a golden file, with promtool and with prometheus_client."""
 
+import gc
 import gzip
 import math
 import re
 import subprocess
 import threading
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -89,6 +92,29 @@ def test_features_above_the_limit_are_left_out_and_counted(record):
 
     assert 2.0 == values["stable_rank", "layer.0", "max"]
     assert (1000, 2) == (len(values), bench.samples("rankscope_dropped_total")["series_budget",])
+
+    bench.live.update(record(2, features=tuple(rows[:1])))
+
+    assert 2 == bench.samples("rankscope_dropped_total")["series_budget",]  # a counter does not decrease
+
+
+class Hash(str):
+    """A hash of which the living objects can be counted."""
+
+    __slots__ = ("__weakref__",)
+
+
+def test_plans_of_earlier_values_are_not_kept(live, record):
+    kept = weakref.WeakSet()
+    for step in range(100):
+        new = record(step, [PlanEntry(kind="grad_reduced", tensor=f"t{step}")], [{}])
+        plan = replace(new.statistics.plan, hash=Hash(step))
+        kept.add(plan.hash)
+        live.update(replace(new, statistics=replace(new.statistics, plan=plan)))
+        del new, plan
+    gc.collect()
+
+    assert {"98", "99"} >= set(kept)  # the latest plan, and that of the values before
 
 
 def test_page_equals_the_golden_file_and_passes_promtool_check(record, require_server):
@@ -359,4 +385,4 @@ def test_scalars_have_their_latest_value_and_a_limited_number_of_series(live, re
     for step in range(MAX_SCALAR_SERIES + 3):
         live.update(record(step, scalars=(Scalar(f"loss at {step}", 1.0),)))
     snapshot = live.snapshot()
-    assert (MAX_SCALAR_SERIES, 5) == (len(snapshot.scalars), snapshot.scalars_left_out)
+    assert (MAX_SCALAR_SERIES, 5) == (len(snapshot.scalars), snapshot.left_out)

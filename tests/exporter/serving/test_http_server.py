@@ -265,6 +265,13 @@ def test_invalid_document_is_refused_with_the_reason(guarded):
         assert (400, True) == (got.status, reason in got.text), reason
 
 
+def test_length_of_5000_digits_is_too_long_and_no_fault(guarded):
+    got = guarded.get("/config", "PUT", b"x" * 70_000, Content_Length="9" * 5000, **RIGHT)
+
+    assert (400, True) == (got.status, "longer than 64 KiB" in got.text)
+    assert [] == guarded.faults
+
+
 def test_rank_without_a_session_answers_503(new_rank):
     rank = new_rank(token="secret")
 

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import ARROW_STREAM
 from rankscope_exporter.records.step_record import StepRecord
@@ -151,8 +153,16 @@ def test_healthz_and_config_show_state_and_settings(new_rank):
     assert ("NaN", ["AnomalyNan"]) == (config["odd"], config["rules"])
 
 
-ALLOWED = dict.fromkeys(("/healthz", "/records", "/plan/0123", "/metrics", "/node/metrics"), "GET")
-ALLOWED |= {"/config": "GET, PUT, POST", "/stacks": "POST"}
+ALLOWED = dict.fromkeys(("/healthz", "/records", "/plan/0123", "/metrics", "/node/metrics"), "GET, HEAD")
+ALLOWED |= {"/config": "GET, PUT, POST, HEAD", "/stacks": "POST"}
+
+
+def test_head_has_the_headers_of_get_and_no_body(rank):
+    for path in ("/metrics", "/healthz"):
+        head, whole = rank.get(path, "HEAD"), rank.get(path)
+
+        assert (200, b"", whole.headers["Content-Type"]) == (head.status, head.body, head.headers["Content-Type"])
+        assert len(whole.body) == pytest.approx(int(head.headers["Content-Length"]), abs=100)  # the page has CPU times
 
 
 def test_405_answer_lists_the_methods_and_404_answer_the_pages(rank):
