@@ -234,6 +234,11 @@ class Agreement:
         """True if a change was pending when this rank last read the state of the agreement."""
         return self._armed[0] > self._delivered
 
+    @property
+    def unresolved(self) -> tuple[Proposal, ...]:
+        """The last change that this rank has acknowledged, if its outcome is not known."""
+        return tuple(item for item in self._acknowledged[-1:] if item.number > self._delivered)
+
     def claim(self, name: str) -> bool:
         """Claim the task `name` for this rank in the key-value store; return True if no rank has claimed it before."""
         return self._store.add(f"{self._name}/claim/{name}", 1) == 1
@@ -249,9 +254,8 @@ class Agreement:
     def _take_part(self, state: _State, pending: Proposal) -> _State:
         is_new = self._armed[0] != pending.number
         if is_new:
-            self._acknowledged += (
-                pending,
-            )  # before the pace is read: either the training reads this, or the pace shows a later step
+            # Before the pace is read: either the training reads this, or the pace shows a later step.
+            self._acknowledged += (pending,)
         if self._pace()[0] >= pending.step:
             return self._move(state, pending)
         if is_new:

@@ -22,19 +22,26 @@ import queue
 import re
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
-from rankscope_exporter.config.loader import parse_settings, without_comments
+from rankscope_exporter.config.loader import parse_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
 from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, SamplingChange, StepPace
 from rankscope_exporter.records.pending_step import StepObserver
-from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig, document_text, sampling_config_from
+from rankscope_exporter.sampling.sampling_config import (
+    SWITCH,
+    Part,
+    SamplingConfig,
+    document_text,
+    sampling_config_from,
+)
 
 _SWITCHED_ON: Final = re.compile(r"""(["']?\bdynamic_on["']?\s*[:=]\s*)[Tt]rue\b""")
 
@@ -88,13 +95,16 @@ class SwitchFile:
         if found is None or found[1] != self._known:
             return False
         text = found[1]
-        # Search the text without comments: a comment may contain an example of the setting.
-        on = _SWITCHED_ON.search(text if self.path.suffix == ".toml" else without_comments(text))
-        if on is None:
+        settings = parse_settings(self.path, text)
+        if settings.get(SWITCH) is not True:
             return False
-        text = f"{text[: on.end(1)]}false{text[on.end() :]}"
-        _replace(self.path.resolve(), text)
-        self._known = text  # the monitor's own edit is not an edit
+        edits = (f"{text[: on.end(1)]}false{text[on.end() :]}" for on in _SWITCHED_ON.finditer(text))
+        # A comment or a string may contain an example of the setting.
+        edited = next((e for e in edits if parse_settings(self.path, e) == {**settings, SWITCH: False}), None)
+        if edited is None:
+            return False
+        _replace(self.path.resolve(), edited)
+        self._known = edited  # the monitor's own edit is not an edit
         return True
 
     def _edit(self, stamp: int, text: str) -> Edit:
@@ -147,7 +157,7 @@ class FollowedFile:
         """Set `dynamic_on` to false in the switch file, or report why this is not possible."""
         try:
             self._file.switch_off()
-        except OSError as error:
+        except (ConfigError, OSError) as error:
             self._tell(f"sampling has ended, but dynamic_on cannot be set to false in the switch file: {error}")
 
     def _checked(self, read: Callable[[], Edit | None]) -> Edit | None:
@@ -243,11 +253,13 @@ class ChangeSources(StepObserver):
         self._parts = parts
         self._reaction = reaction
         self._boundary = boundary
+        self._tell = tell
         self._agreement = agreement
+        self._is_alone = False  # the key-value store has failed
         self._first_step = first_step
         check = lambda document: self._sampling(document_text(document), FILE)  # noqa: E731 - a single expression
         self._file = None if base.switch_file is None else FollowedFile(base.switch_file, check, tell)
-        self._requests: queue.SimpleQueue[_Request] = queue.SimpleQueue()
+        self._requests: deque[_Request] = deque()
         self._tasks: queue.SimpleQueue[Callable[[Agreement], None]] = queue.SimpleQueue()
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
@@ -338,7 +350,7 @@ class ChangeSources(StepObserver):
             request = _Request(
                 text=text, source=source, stamp=stamp, until=until, is_additional=True, is_obsolete=is_obsolete
             )
-            self._requests.put(request)
+            self._requests.append(request)
             self._wake.set()
 
     def run_with_agreement(self, task: Callable[[Agreement], None]) -> bool:
@@ -356,10 +368,15 @@ class ChangeSources(StepObserver):
     def _submit(self, text: str, source: str, stamp: int | None) -> None:
         self._requested_on = self._sampling(text, source).on
         if self._agreement is None:
-            self._put(text, source, None)
+            self._put_here(text, source, None)
         else:
-            self._requests.put(_Request(text=text, source=source, stamp=stamp))
+            self._requests.append(_Request(text=text, source=source, stamp=stamp))
             self._wake.set()
+
+    def _put_here(self, text: str, source: str, step: int | None) -> None:
+        if self._is_alone:
+            self._tell(f"the change of sampling by {source} applies to this rank only: no key-value store is available")
+        self._put(text, source, step)
 
     def _put(self, text: str, source: str, step: int | None, without: tuple[int, ...] = ()) -> None:
         change = self._reaction(source, json.loads(text), step)
@@ -412,14 +429,13 @@ class ChangeSources(StepObserver):
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            is_busy = self._agreement is not None and (self._agreement.pending or not self._requests.empty())
+            is_busy = self._agreement is not None and (self._agreement.pending or bool(self._requests))
             self._wake.wait(self._base.switch_poll_seconds * (_BUSY_SHARE if is_busy else 1.0))
             self._wake.clear()
             if not self._stopped.is_set():
                 if self._file is not None:
                     self._boundary.call("the switch file", self._poll_file, self._file)
-                if self._agreement is not None:
-                    self._boundary.call("agreeing with other ranks on sampling", self._take_part, self._agreement)
+                self._boundary.call("agreeing with other ranks on sampling", self._take_part)
 
     def _poll_file(self, file: FollowedFile) -> None:
         if self._change_queue.ended.is_set() and not self._is_end_handled:
@@ -450,19 +466,25 @@ class ChangeSources(StepObserver):
             self._continue_alone(error)
             return alone
 
-    def _take_part(self, agreement: Agreement) -> None:
+    def _take_part(self) -> None:
         def look() -> list[Proposal]:
+            agreement = self._agreement
+            if agreement is None:
+                self._apply_requests()  # of a thread that had read `_agreement` before the store failed
+                return []
             while not self._tasks.empty():
                 self._tasks.get()(agreement)
-            while not self._requests.empty():
-                item = self._requests.get()
-                is_done = item.is_obsolete() or agreement.propose(
+            proposed = 0
+            for item in tuple(self._requests):
+                if not item.is_obsolete() and not agreement.propose(
                     item.text, item.source, item.stamp, until=item.until, is_additional=item.is_additional
-                )
-                if not is_done:  # another change is pending, or other ranks have written at the same time
-                    self._requests.put(item)
-                    break
-            return agreement.look()
+                ):
+                    break  # another change is pending, or other ranks have written at the same time
+                proposed += 1
+            changes = agreement.look()
+            for _ in range(proposed):  # not before the store has answered: if it fails, they apply to this rank
+                self._requests.popleft()
+            return changes
 
         with self._agreeing:
             self._take_over(look)
@@ -479,7 +501,22 @@ class ChangeSources(StepObserver):
     def _continue_alone(self, error: Exception) -> None:
         """From now on, apply sampling changes to this rank only, because the key-value store cannot be reached.
 
-        The process that holds the store has exited, or the process group was destroyed.
+        The process that holds the store has exited, or the process group was destroyed. Changes without a known outcome
+        and queued requests apply too.
         """
-        self._agreement = None
+        agreement, self._agreement = self._agreement, None
+        if agreement is None:  # the other thread has found the same
+            return
+        self._is_alone = True
         log.info("the key-value store is not available, changes of sampling now apply to this rank only: %s", error)
+        queued = {item.text for item in self._requests}
+        for change in agreement.unresolved:
+            if change.document not in queued:
+                self._boundary.call("switching", self._put_here, change.document, change.source, change.step)
+        self._apply_requests()
+
+    def _apply_requests(self) -> None:
+        while self._requests:
+            item = self._requests.popleft()
+            if not item.is_obsolete():
+                self._boundary.call("switching", self._put_here, item.text, item.source, None)

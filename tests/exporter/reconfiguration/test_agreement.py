@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.exporter.adapters.observation import begin, outcomes
+from tests.exporter.conftest import wait_until
 from tests.exporter.parts import Watched
 from tests.properties import examples
 from torch import nn
@@ -362,3 +363,59 @@ def test_pending_change_of_a_dead_rank_delays_no_rank(found):
     assert ([[1]], 0) == (not_heard, faults)
     assert slowest < 10.0  # a rank that waits for the dead rank would wait until the deadline
     assert leaving < 20.0
+
+
+def continue_alone(rank: int, path: str, _names: list[str], results: Any) -> None:
+    """The process with the key-value store exits after the first of three changes that rank 0 requests."""
+    port, stored = Path(path).with_name("port"), Path(path).with_name("stored")
+    wait_until(lambda: rank == 1 or port.exists())
+    store = dist.TCPStore(
+        "127.0.0.1", int(port.read_text()) if rank == 0 else 0, is_master=rank == 1, wait_for_workers=False
+    )
+    if rank == 1:
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    watched = Watched(model, optimizer, quantities=["parameters"], switch_poll_seconds=0.05)
+    dist.barrier()
+    if rank == 1:
+        wait_until(stored.exists)
+        leave(results, rank, ())
+    watched.monitor.switch({"every": 2})
+    time.sleep(0.5)  # until the change is stored; the result is the same if it is not
+    stored.touch()
+    wait_until(lambda: not answers(store))
+    for every in (3, 4):
+        watched.monitor.switch({"every": every})
+    deadline = time.monotonic() + 30
+    while watched.session.change_queue.sampling.config.every != 4 and time.monotonic() < deadline:
+        step_of(model, optimizer)
+        time.sleep(0.005)
+    watched.monitor.detach()
+    intervals = [json.loads(event.details or "")["now"]["every"] for _, event in watched.events("switch")]
+    told = [event.message for _, event in watched.events("note")]
+    leave(results, rank, (intervals, told, watched.faults))
+
+
+def leave(results: Any, rank: int, outcome: tuple[Any, ...]) -> None:
+    results.put(("alone", rank, outcome))
+    results.close()
+    results.join_thread()
+    os._exit(9 * rank)
+
+
+def answers(store: dist.Store) -> bool:
+    try:
+        store.set("is there", "yes")
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_changes_apply_to_this_rank_and_are_reported_if_the_store_fails(tmp_path):
+    intervals, told, faults = outcomes(tmp_path, continue_alone, ("alone",), exit_codes=(0, 9))["alone", 0]
+
+    assert ([2, 3, 4], 0) == (intervals, faults)
+    assert 3 == sum("applies to this rank only: no key-value store is available" in message for message in told)

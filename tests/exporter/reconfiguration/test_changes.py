@@ -144,6 +144,23 @@ def test_scenario_6_file_is_off_after_the_end_and_can_switch_on(path):
     assert [path] == list(path.parent.iterdir())
 
 
+SWITCH_FILES = {
+    "switch.toml": """# set dynamic_on = true to sample\nnote = "dynamic_on = true"\ndynamic_on = true # and times""",
+    "switch.json": '{ // "dynamic_on": true\n"note": "dynamic_on: true", "dynamic_on": true}',
+}
+
+
+@pytest.mark.parametrize("name", SWITCH_FILES)
+def test_end_of_sampling_edits_the_setting_and_no_example_of_it(name, tmp_path):
+    before, setting, after = SWITCH_FILES[name].rpartition("dynamic_on")
+    file = SwitchFile(tmp_path / name)
+    file.path.write_text(SWITCH_FILES[name])
+    file.read()
+
+    assert [True, False] == [file.switch_off(), file.switch_off()]  # the second time, it is off already
+    assert before + setting + after.replace("true", "false") == file.path.read_text()
+
+
 @pytest.mark.usefixtures("_dynamic")
 @pytest.mark.parametrize(
     ("text", "why"),
