@@ -132,7 +132,7 @@ class Collective:
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     group_id: str | None = None  # torch's unique name of the group; several groups may share a description
-    bytes: int | None = None  # see collectives.message_bytes
+    bytes: int | None = None  # see collective_format.message_bytes
 
     @property
     def group_key(self) -> str:

@@ -23,7 +23,7 @@ class EventType(enum.StrEnum):
     LAUNCH = "launch"  # a new attempt registered
     INCIDENT = "incident"  # the service grouped anomalies of one cause: `details` holds key, state and extent
     FAULT = "fault"  # Rankscope caught an internal error on the rank
-    NOTE = "note"  # free text of the training script
+    NOTE = "note"  # a message of the training script or of the monitor
     HANG = "hang"  # no call into the monitor for a while, or the first call afterwards: `details` has state and seconds
     STACKS = "stacks"  # stacks of all threads of the process: `details` is a stacks.StackDump
     SWITCH = "switch"  # the sampling configuration changed: `details` holds step, source, before and after

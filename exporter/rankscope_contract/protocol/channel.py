@@ -26,7 +26,6 @@ CONFIG_PATH: Final = "/config"
 STACKS_PATH: Final = "/stacks"  # POST
 
 # Paths on the service.
-PAGE_PATH: Final = "/"  # list of runs
 SERVICE_PAGE_PATH: Final = "/service"  # status of the service
 STATUS_PATH: Final = "/api/v1/status"
 REGISTER_PATH: Final = "/api/v1/register"

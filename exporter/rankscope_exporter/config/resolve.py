@@ -6,12 +6,15 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Final
 
 from rankscope_contract.model.redaction import redacted
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.identity import script_commit
+
+DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
+"""Name of the environment variable with which msprobe watches the configuration file."""
 
 Given = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -32,7 +35,7 @@ def config_of(given: Given) -> MonitorConfig:
     except TypeError as error:
         raise ConfigError(f"the configuration must be a MonitorConfig, a mapping or a path, not {given!r}") from error
     config = MonitorConfig.from_file(path)
-    is_watched = config.switch_file is None and os.environ.get("DYNAMIC_MONITOR", "").lower() == "true"
+    is_watched = config.switch_file is None and os.environ.get(DYNAMIC_VARIABLE, "").lower() == "true"
     return replace(config, switch_file=path) if is_watched else config
 
 

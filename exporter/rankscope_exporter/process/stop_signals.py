@@ -99,9 +99,8 @@ def install(monitor: Stoppable, names: Iterable[str]) -> None:
         raise ConfigError(refusal)
     for number in numbers:
         former = signal.getsignal(number)
-        if (
-            number not in _taken and former is not None and former != signal.SIG_IGN
-        ):  # with nohup, this signal does not end the process
+        # With nohup, the former handler is SIG_IGN, and this signal does not end the process.
+        if number not in _taken and former is not None and former != signal.SIG_IGN:
             _taken[number] = _Installed(former)
             signal.signal(number, _on_signal)
         if number in _taken:
@@ -136,6 +135,8 @@ def forget_after_fork() -> None:
     """Restore the signal handlers that existed before `install` was called. Called in a forked child."""
     global _work, _worker, _pipe
     _leave_pipe()
+    for descriptor in _pipe or ():
+        os.close(descriptor)
     _work, _worker, _pipe = queue.SimpleQueue(), None, None
     for number, taken in list(_taken.items()):
         taken.monitors.clear()
@@ -143,10 +144,8 @@ def forget_after_fork() -> None:
 
 
 def _restore(number: int) -> None:
-    if (
-        signal.getsignal(number) is not _on_signal
-    ):  # the script installed a later handler, which may still call this one
-        return
+    if signal.getsignal(number) is not _on_signal:
+        return  # the script installed a later handler, which may still call this one
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(number, _taken[number].former)
         del _taken[number]

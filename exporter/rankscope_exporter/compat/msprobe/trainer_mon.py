@@ -38,6 +38,7 @@ from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.compat.msprobe.config_translation import translated
 from rankscope_exporter.config.loader import read_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig, setting_names
+from rankscope_exporter.config.resolve import DYNAMIC_VARIABLE
 from rankscope_exporter.process.identity import place_in, rank_here
 from rankscope_exporter.sampling.sampling_config import CHANGEABLE, SWITCH
 from rankscope_exporter.sinks.csv_msprobe import Anomalies, Csv
@@ -286,7 +287,6 @@ def statistic(op: str, numbers: Mapping[str, Any]) -> float:
     return float(value)
 
 
-DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
 _ACTIVATIONS: Final = "activations"
 
 

@@ -238,9 +238,8 @@ def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int,
     for entry in sorted(entries, key=_created_ns):
         if not entry.get("is_p2p"):
             name = str(entry["process_group"][0])
-            latest[name] = max(
-                latest.pop(name, -1), int(entry["collective_seq_id"])
-            )  # the most recently used group is last
+            # The most recently used group is last.
+            latest[name] = max(latest.pop(name, -1), int(entry["collective_seq_id"]))
     return tuple(
         GroupProgress(id=name, ranks=spans(ranks.get(name, ())), latest_seq=seq)
         for name, seq in list(latest.items())[-MOST_GROUPS:]
