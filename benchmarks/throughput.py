@@ -1,4 +1,4 @@
-"""Throughput and hardware: cost of TFLOP/s for a step, of finding a formula, and of one look at the machine."""
+"""Throughput and hardware: cost of TFLOP/s for a step, of finding 6 N, and of one look at the machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 import psutil
 import torch
 from _rows import Row, print_rows
-from monitor_overhead import BATCH, CONTEXT, Model
+from monitor_overhead import Model
 from torch import nn
 
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
 from rankscope_exporter.observers.resources import resident_bytes
 from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
-from rankscope_exporter.observers.throughput.costs import ALONE, Inputs, cost_of
+from rankscope_exporter.observers.throughput.costs import ALONE, six_n
 from rankscope_exporter.records.pending_step import Pending, PendingStep, timing
 
 REPEATS = 2000
@@ -24,25 +24,24 @@ REPEATS = 2000
 def run() -> list[Row]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, ids = Model(), torch.randint(0, 256, (BATCH, CONTEXT))
-    inputs = Inputs.of((ids,), {})
+    model = Model()
     process = psutil.Process()
     host = (("psutil", lambda: from_psutil(psutil, process, lambda _name, ask: ask())), ("/proc", from_proc))
     return [
-        Row("find the formula for 12 layers", 1e6 * seconds_of(formula(model, inputs)), "us CPU", "once in a training"),
-        Row("a step, on the training thread", 1e6 * followed(model, inputs), "us CPU"),
-        Row("a step, on the publisher's thread", 1e6 * published(model, inputs), "us CPU"),
+        Row(
+            "find 6 N for 12 layers",
+            1e6 * seconds_of(lambda: six_n(framework_of(model), ALONE)),
+            "us CPU",
+            "once in a training",
+        ),
+        Row("a step, on the training thread", 1e6 * followed(model), "us CPU"),
+        Row("a step, on the publisher's thread", 1e6 * published(model), "us CPU"),
         Row("resident memory, of a measured step", 1e6 * seconds_of(resident_bytes), "us CPU"),
         *(Row(f"one look, by {name}", 1e6 * seconds_of(read), "us CPU", "every 5 s") for name, read in host),
     ]
 
 
-def formula(model: nn.Module, inputs: Inputs) -> Callable[[], object]:
-    framework = framework_of(model)
-    return lambda: cost_of(framework, ALONE, inputs, "auto")
-
-
-def metered(model: nn.Module, inputs: Inputs) -> tuple[Throughput, Callable[[], PendingStep]]:
+def metered(model: nn.Module) -> tuple[Throughput, Callable[[], PendingStep]]:
     meter = Throughput(
         framework_of(model),
         ThroughputConfig(flops_per_token=1e6, peak_tflops=1.0),
@@ -50,12 +49,13 @@ def metered(model: nn.Module, inputs: Inputs) -> tuple[Throughput, Callable[[], 
         device=torch.device("cpu"),
         report=print,
     )
-    meter._inputs = inputs  # noqa: SLF001 - as after the first forward
-    return meter, lambda: PendingStep(1, 0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0})])
+    return meter, lambda: PendingStep(
+        1, 0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0}, "forward")]
+    )
 
 
-def followed(model: nn.Module, inputs: Inputs) -> float:
-    meter, pending_step = metered(model, inputs)
+def followed(model: nn.Module) -> float:
+    meter, pending_step = metered(model)
 
     def step() -> None:
         made = pending_step()
@@ -66,8 +66,8 @@ def followed(model: nn.Module, inputs: Inputs) -> float:
     return seconds_of(step) - seconds_of(pending_step)
 
 
-def published(model: nn.Module, inputs: Inputs) -> float:
-    meter, pending_step = metered(model, inputs)
+def published(model: nn.Module) -> float:
+    meter, pending_step = metered(model)
     made = pending_step()
     meter.on_step_end(made)
     meter.on_step_timed(made, "forward")

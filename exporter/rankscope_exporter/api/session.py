@@ -303,7 +303,7 @@ class Session:
                 self._boundary.call("undoing attach()", step)
             raise
         self._boundary.call("starting the watchdog", self.watchdog.start)
-        self.step_observers.start(self.hooks)
+        self.step_observers.start()
         self._boundary.call("publishing notices about the configuration", self._publish_notices)
         self._boundary.call("starting the thread that receives sampling changes", self.change_sources.start)
         return address

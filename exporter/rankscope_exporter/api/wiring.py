@@ -15,7 +15,6 @@ from rankscope_contract.model.phases import shares_text
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import RANK_RULES
-from rankscope_exporter.adapters.base import Hooking
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary, fault_text
 from rankscope_exporter.config.monitor_config import MonitorConfig
@@ -207,12 +206,8 @@ class StepObservers:
         """The observers that are called at every step, in the order in which they are called."""
         return self.memory, self.throughput, self.phases, self.collectives
 
-    def start(self, hooking: Hooking) -> None:
-        """Install the hooks that measure throughput, and start the hardware thread.
-
-        An error of either is reported, and the other is not affected.
-        """
-        self._boundary.call("starting throughput", self.throughput.install, hooking)
+    def start(self) -> None:
+        """Start the hardware thread. An error is reported."""
         self._boundary.call("starting the hardware thread", self.hardware.start)
 
     def overhead_seconds(self) -> dict[str, float]:

@@ -19,7 +19,6 @@ from rankscope_exporter.api.session import Session
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing import publisher as publisher_module
 from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
@@ -48,7 +47,6 @@ OPTIONAL = {
     "hardware": (HardwarePoller, "start"),
     "remarks": (Session, "_publish_notices"),
     "switching": (ChangeSources, "start"),
-    "throughput": (Throughput, "install"),
     "watchdog": (Watchdog, "start"),
 }
 

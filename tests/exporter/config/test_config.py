@@ -100,7 +100,7 @@ def test_toml_file_gives_the_same_configuration_as_python(tmp_path: Path) -> Non
         ({"throughput": {"model_parallel": 0}}, ["throughput.model_parallel must be a number of ranks"]),
         ({"throughput": {"peak": 3}}, ["peak"]),
         ({"serve": {"node_page": True}}, ["serve.node_page was removed: Prometheus scrapes each rank"]),
-        ({"throughput": {"method": "counted"}}, ["rankscope.count_flops()"]),
+        ({"throughput": {"method": "formula"}}, ["was removed: call rankscope.count_flops()"]),
         ({"capture": {"quantites": []}}, ["Did you mean capture.quantities"]),
         ({"capture": {"quantities": ["activation"]}}, ["Did you mean 'activations'"]),
         ({"capture": {"rules": ["AnomalyNaN"]}}, ["Did you mean 'AnomalyNan'"]),

@@ -34,7 +34,7 @@ CHARTS: Final = (LOSS, PERPLEXITY, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS)
 _TOKENS: Final = """\
 SELECT 1 FROM scalars WHERE run = $run AND (name IN ('tokens_per_second', 'tokens_total')
   OR (name = 'tflops_per_gpu' AND NOT contains(coalesce(labels, ''), 'given'))) LIMIT 1"""
-"""A live run with a row is that of a language model: it logs tokens, or its model takes tokens."""
+"""A live run with a row is that of a language model: it logs tokens, or its model took tokens in an earlier release."""
 
 _LIVE: Final = "SELECT attempt FROM runs WHERE run = $run AND ended_at IS NULL AND source_kind = 'live'"
 

@@ -1,6 +1,6 @@
 """Computes the TFLOP/s of each device and the share of its peak (MFU).
 
-The FLOPs of a step come from the settings, from the script or from a formula.
+The FLOPs of a step come from the script, from the settings or from 6 N.
 """
 
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig

@@ -1,29 +1,16 @@
-"""Computes the FLOPs of a token, a sample or a forward pass on this rank by formula.
+"""Settings of TFLOP/s and MFU, the FLOPs of a token by 6 N, and the peak of each device by torch's device name.
 
-The formula uses the sizes of the model and the shapes of the arguments of its forward pass. The module runs no code of
-the user.
-
-Settings of TFLOP/s and MFU, and a table with the peak of each device in dense TFLOP/s, by torch's device names.
-
-The figures are from data sheets. Data sheets print tensor core figures with sparsity, which are twice the figures for
-dense matrices; the table has dense figures. For consumer cards the table has the figures with float32 accumulation,
-which training uses. A device with two dies that torch shows as two devices is listed per die.
-
-Computes three properties of a model that FLOP formulas need.
-
-They are the number of parameters used per token, the dtype of matrix products, and the number of ranks per copy of the
-model. Parameters are read from the dictionary `_parameters` of each module. A parametrized weight is a property:
-reading the attribute would run code of the user, which may change buffers.
+The module runs no code of the user. Parameters are read from the dictionary `_parameters` of each module, because a
+parametrized weight is a property, which would run such code.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from torch import nn
@@ -34,14 +21,6 @@ from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import at_least, number, validate
 from rankscope_exporter.model.parameter_names import named_parameters, plain_name
-from rankscope_exporter.observers.throughput.model_shape import (
-    decoder_flops_per_token,
-    decoder_of,
-    has_two_sequences,
-    parameter_and_attention_flops,
-    parameter_flops,
-    sizes_of,
-)
 from rankscope_exporter.process.identity import place_in
 
 
@@ -87,31 +66,40 @@ def _mesh_size(module: nn.Module, name: str) -> int | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Met:
-    """Numbers of trained and frozen parameters with which one token is multiplied.
-
-    Lookup tables do not count, and of all experts only those that process the token.
-    """
-
-    trained: float
-    frozen: float
+class NoFormulaError(ValueError):
+    """Error: 6 N does not fit the model. The text is the reason."""
 
 
-def parameters_met(framework: Framework, parallel: Parallel) -> Met:
-    """Return the numbers of trained and frozen parameters that this rank contributes to one copy of the model.
+def six_n(framework: Framework, parallel: Parallel) -> float:
+    """Return the FLOPs of a token on this rank: 6 for each trained parameter, and 4 for each frozen one.
 
-    Of all experts, only the share that processes a token counts. The sums over all ranks of the copy are the numbers
-    for the whole copy.
+    Lookup tables do not count. The sum over all ranks of a copy of the model is the number for the whole copy. Raises
+    NoFormulaError, with the reason, if a token is not multiplied once with each parameter.
     """
     module = framework.module
-    sizes = sizes_of(module)
-    share = min(1.0, sizes["active_experts"] / sizes["experts"]) if {"active_experts", "experts"} <= sizes.keys() else 1
-    counts = [0.0, 0.0]
-    for name, elements, is_frozen in [*_of_flat_parameters(framework.model)] or _multiplied(module):
-        counts[is_frozen] += (share if ".experts." in f".{name}." else 1) * elements
-    ranks = 1 if framework.traits.parameters_are_local_parts else parallel.tensor
-    return Met(counts[0] / ranks, counts[1] / ranks)
+    misfit = _misfit(module)
+    if misfit is not None:
+        raise NoFormulaError(misfit)
+    parameters = [*_of_flat_parameters(framework.model)] or _multiplied(module)
+    flops = sum((4 if is_frozen else 6) * elements for _, elements, is_frozen in parameters)
+    return flops / (1 if framework.traits.parameters_are_local_parts else parallel.tensor)
+
+
+def _misfit(module: nn.Module) -> str | None:
+    for name, child in module.named_modules():
+        if isinstance(child, _ConvNd):
+            return f"{plain_name(name)} is a convolution"
+        if isinstance(child, nn.EmbeddingBag):
+            return f"{plain_name(name)} combines many tokens to one row"
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False) is True:
+        return "the encoder and the decoder of the model receive different tokens"
+    for named in named_parameters(module):
+        if ".experts." in f".{named.name}.":
+            return f"a token uses only some of the experts ({named.name})"
+        shape = [] if named.parameter is None else [size for size in whole_shape(named.parameter) if size > 1]
+        if len(shape) > 2:  # neither a matrix nor a vector, such as fused experts
+            return f"{named.name} has {len(shape)} dimensions"
+    return None
 
 
 def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
@@ -148,31 +136,6 @@ def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
         parameter = named.parameter
         if parameter is not None and (id(parameter) not in tables or named.aliases):
             yield named.name, whole_shape(parameter).numel(), not parameter.requires_grad
-
-
-def why_not_six_n(module: nn.Module) -> str | None:
-    """Return the reason why the formula 6 N is wrong for `module`, for example parameters that a token uses twice.
-
-    Return None if no such reason was found.
-    """
-    sizes = sizes_of(module)
-    for name, child in module.named_modules():
-        if isinstance(child, nn.EmbeddingBag):
-            return f"{plain_name(name)} combines many tokens to one row"
-    for named in named_parameters(module):
-        parameter = named.parameter
-        shape = [] if parameter is None else [size for size in whole_shape(parameter) if size > 1]
-        if ".experts." in f".{named.name}.":
-            if not {"active_experts", "experts"} <= sizes.keys():
-                return f"the configuration has no number of experts per token ({named.name})"
-        elif len(shape) > 2:  # neither a matrix nor a vector: kernels of a convolution, or fused experts
-            return f"{named.name} has {len(shape)} dimensions"
-    return None
-
-
-def convolution_in(module: nn.Module) -> str | None:
-    """Return the name of the first convolution module in `module`; None if it contains no convolution."""
-    return next((plain_name(name) for name, child in module.named_modules() if isinstance(child, _ConvNd)), None)
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
@@ -213,11 +176,8 @@ def multiplies_in_tf32() -> bool:
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else bool(matmul.allow_tf32)
 
 
-Method = Literal["auto", "given", "formula", "6n", "off"]
+Method = Literal["auto", "given", "6n", "off"]
 AboveZero = Annotated[float, number("a number above 0", math.ulp(0.0))]
-
-_COUNTED: Final = ("counted", "count")
-"""Values of `throughput.method` in earlier releases, which counted FLOPs automatically. They are rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,11 +185,10 @@ class ThroughputConfig:
     """Settings of TFLOP/s and MFU. FLOPs are those of forward and backward pass, without recomputed activations."""
 
     method: Method = "auto"
-    """Method for the FLOPs of a step.
+    """Source of the FLOPs of a step.
 
-    "auto" uses the first available of: given, formula, 6n. "given" uses only FLOPs from the settings or the script. If
-    no FLOPs are given, "formula" uses only the formula for the sizes in the model's configuration, and "6n" only the
-    formula with six FLOPs per parameter and token (four per frozen parameter). "off" publishes neither TFLOP/s nor MFU.
+    "auto" and "6n" use FLOPs from the script or the settings, and otherwise 6 N: six FLOPs for each parameter and
+    token (four for a frozen parameter). "given" does not use 6 N. "off" publishes neither TFLOP/s nor MFU.
     """
     flops_per_token: AboveZero | None = None
     """FLOPs of the full model for one token, even if each rank holds only a part of the model."""
@@ -247,11 +206,11 @@ class ThroughputConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.method in _COUNTED:
+        given: str = self.method
+        if given == "formula":
             raise ConfigError(
-                f"throughput.method must be one of {', '.join(get_args(Method))}; {self.method!r} is not supported, "
-                "because FLOPs are not counted during training: call rankscope.count_flops() before attach() and set "
-                "throughput.flops_per_token or throughput.flops_per_sample to the result"
+                'throughput.method "formula" was removed: call rankscope.count_flops() before attach() and set '
+                "throughput.flops_per_token to its result"
             )
         validate(self, ConfigError, "throughput.")
 
@@ -327,159 +286,3 @@ def _of_dtype(peaks: Peaks, dtype: torch.dtype, *, tf32: bool) -> float | None:
     if dtype is torch.float32:
         return peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.float32
     return None
-
-
-_IDS: Final = "input_ids"
-_MOST_LEVELS: Final = 4
-"""Maximum depth of the search for tensors in nested arguments of the model.
-
-It is limited, because a structure may contain itself.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Shape of the argument that determines the FLOPs of a forward pass.
-
-    This argument is the token ids if there are any, or else the first tensor.
-    """
-
-    shape: tuple[int, ...] = ()
-    """Shape of the token ids or, if there are none, of the first tensor. It is empty without tensors."""
-    is_integer: bool = False
-    dtype: torch.dtype | None = None
-    """Data type in which autocast computes matrix products; None without autocast."""
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype | None = None) -> Inputs:
-        """Return the shape of the token ids or, if there are none, of the first tensor in `args` and `kwargs`.
-
-        These are the arguments of a forward pass of the model. No reference to a tensor is stored.
-        """
-        arguments = (kwargs, *args)
-        tensor = next((found for value in arguments for found in _named(value)), None)
-        if tensor is None:
-            tensor = next((found for value in (*args, kwargs) for found in _tensors(value)), None)
-        if tensor is None:
-            return cls(dtype=dtype)
-        is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool
-        return cls(tuple(tensor.shape), not is_number, dtype)
-
-    @property
-    def samples(self) -> int | None:
-        """Return the batch size of the forward pass; None if the arguments of the forward pass contain no tensor."""
-        return self.shape[0] if self.shape else None
-
-    @property
-    def tokens(self) -> int | None:
-        """Return the number of token ids; None if the forward pass has no token ids as an argument."""
-        return math.prod(self.shape) if self.is_integer and len(self.shape) in (1, 2) else None
-
-    @property
-    def are_embeddings(self) -> bool:
-        """Return whether the argument that determines the FLOPs has the form of embedded tokens.
-
-        This form is a tensor of non-integers with the dimensions batch, sequence and width.
-        """
-        return not self.is_integer and len(self.shape) == 3
-
-    @property
-    def sequence(self) -> int:
-        """Return the number of tokens in one sequence of the batch."""
-        return self.shape[1] if len(self.shape) > 1 else 1
-
-
-def _named(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors under the key `input_ids` of `value`, if `value` is a dictionary with this key."""
-    if isinstance(value, dict | UserDict) and _IDS in value:
-        yield from _tensors(value[_IDS])
-
-
-def _tensors(value: Any, levels: int = _MOST_LEVELS) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if not value.is_nested:  # it has no shape
-            yield value
-    elif levels and isinstance(value, list | tuple | dict | UserDict):
-        for item in value if isinstance(value, list | tuple) else value.values():
-            yield from _tensors(item, levels - 1)
-
-
-FORMULA: Final = "formula"
-SIX_N: Final = "6n"
-
-
-class NoFormulaError(ValueError):
-    """Error: no formula computes the FLOPs of the model. The text is the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """FLOPs per token, per sample and per forward pass on the device of this rank.
-
-    Forward and backward pass count together. A value is None if it is unknown.
-    """
-
-    method: str
-    per_token: float | None = None
-    per_sample: float | None = None
-    per_forward: float | None = None
-
-
-def cost_of(framework: Framework, parallel: Parallel, inputs: Inputs | None, method: str) -> Cost:
-    """Return the FLOPs of the model, by the formula for its configuration or else by 6 N (six FLOPs per parameter).
-
-    `inputs` is None if no training forward of the whole model was observed. If `method` is "formula" or "6n", only the
-    formula with this name is allowed. Raises NoFormulaError, with the reason, if no allowed formula fits the model.
-    """
-    convolution = convolution_in(framework.module)
-    if convolution is not None:
-        raise NoFormulaError(f"{convolution} is a convolution")
-    if has_two_sequences(framework.module):
-        raise NoFormulaError("the encoder and the decoder of the model receive different tokens")
-    has_tokens = inputs is not None and bool(inputs.tokens)
-    if inputs is not None and not has_tokens and not inputs.are_embeddings:
-        raise NoFormulaError("the forward pass of the model takes no tokens")
-    cost = _by_formula(framework, parallel, inputs) if method != SIX_N and inputs is not None and has_tokens else None
-    if cost is not None:
-        return cost
-    if method == FORMULA:
-        reason = (
-            "the configuration of the model describes no decoder"
-            if has_tokens
-            else "the length of a sequence is unknown"
-        )
-        raise NoFormulaError(reason)
-    misfit = why_not_six_n(framework.module)
-    if misfit is not None:
-        raise NoFormulaError(misfit)
-    met = parameters_met(framework, parallel)
-    per_token = parameter_flops(met.trained, met.frozen)
-    if inputs is None or not has_tokens:  # FLOPs are known only for steps that log their number of tokens
-        return Cost(method=SIX_N, per_token=per_token)
-    return _of_forward(SIX_N, per_token, inputs, chunks=len(framework.chunks))
-
-
-def _by_formula(framework: Framework, parallel: Parallel, inputs: Inputs) -> Cost | None:
-    decoder, sizes = decoder_of(framework.module), sizes_of(framework.module)
-    if decoder is not None:
-        met = parameters_met(framework, parallel)
-        frozen = met.frozen / ((met.trained + met.frozen) or 1)
-        per_token = decoder_flops_per_token(decoder, inputs.sequence, frozen) / parallel.ranks
-    elif {"layers", "hidden"} <= sizes.keys() and why_not_six_n(framework.module) is None:
-        met = parameters_met(framework, parallel)
-        layers, hidden = sizes["layers"], sizes["hidden"]
-        attended = parameter_and_attention_flops(0, 0, layers=layers, hidden=hidden, sequence=inputs.sequence)
-        per_token = parameter_flops(met.trained, met.frozen) + attended / parallel.ranks
-    else:
-        return None
-    return _of_forward(FORMULA, per_token, inputs, chunks=len(framework.chunks))
-
-
-def _of_forward(method: str, per_token: float, inputs: Inputs, *, chunks: int) -> Cost:
-    """Return the FLOPs per token, per sample and per forward pass, for a batch of the shape `inputs`.
-
-    A rank with several model chunks runs one forward pass per chunk, so the FLOPs of the batch are divided by `chunks`.
-    """
-    flops = per_token * (inputs.tokens or 0)
-    per_sample = flops / inputs.samples if inputs.samples else None
-    return Cost(method=method, per_token=per_token, per_sample=per_sample, per_forward=flops / chunks)

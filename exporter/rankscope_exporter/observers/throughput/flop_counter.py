@@ -1,21 +1,24 @@
 """Counts the FLOPs of one forward and backward pass of a model, when the user calls `count_flops` before training.
 
 The state of the model and of the random generators is restored afterwards. No other part of Rankscope runs code of the
-user: TFLOP/s and MFU use a number from the settings, or a formula.
+user.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import itertools
+import math
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -25,7 +28,6 @@ from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.base.errors import CountError
 from rankscope_exporter.model.parameter_names import plain_name
-from rankscope_exporter.observers.throughput.costs import Inputs
 
 Undo = Callable[[], object]
 
@@ -37,25 +39,33 @@ def restored(model: nn.Module) -> Iterator[None]:
     They are restored at the end of the block, even after errors. At the start of the block all gradients are None, so
     that a backward pass does not add to existing ones.
     """
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with contextlib.ExitStack() as undo:
-        for keep in (_random_states, _modes, _buffers, _gradients):
-            for step in keep(model):
-                undo.callback(step)
+        for step in (*_random_states(model), *_buffers(model)):
+            undo.callback(step)
         undo.callback(torch.clear_autocast_cache)  # it contains casts of weights with a freed graph
-        yield
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                if module.training != training:
+                    module.training = training
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 def _random_states(model: nn.Module) -> Iterator[Undo]:
     """Yield functions that restore the default random generators of Python, numpy and torch (CPU and used devices)."""
-    python = random.getstate()
-    yield lambda: random.setstate(python)
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        state = numpy.get_state()
-        yield lambda: numpy.set_state(state)
-    on_cpu = torch.get_rng_state()
-    yield lambda: torch.set_rng_state(on_cpu)
-    for kind in _devices(model):
+    yield functools.partial(random.setstate, random.getstate())
+    yield functools.partial(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the state that models draw from
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+        kinds.add("cuda")
+    for kind in kinds - {"cpu", "meta"}:
         yield _of_device(torch.get_device_module(kind))
 
 
@@ -67,39 +77,9 @@ def _of_device(module: object) -> Undo:
     return lambda: None
 
 
-def _devices(model: nn.Module) -> set[str]:
-    found = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
-        found.add("cuda")
-    return found - {"cpu", "meta"}
-
-
-def _modes(model: nn.Module) -> Iterator[Undo]:
-    modes = [(module, module.training) for module in model.modules()]
-
-    def undo() -> None:
-        for module, training in modes:
-            if module.training != training:
-                module.training = training
-
-    yield undo
-
-
-def _gradients(model: nn.Module) -> Iterator[Undo]:
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-
-    def undo() -> None:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-    yield undo
-
-
 def _buffers(model: nn.Module) -> Iterator[Undo]:
     tables = [(module, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001 - includes None entries
-    kept = [_Kept(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
 
     def undo() -> None:
         for module, table in tables:
@@ -109,28 +89,13 @@ def _buffers(model: nn.Module) -> Iterator[Undo]:
                 now.clear()
                 now.update(table)
         with torch.no_grad():
-            for buffer in kept:
-                buffer.restore()
+            for buffer, values in kept:
+                if buffer.shape != values.shape:
+                    buffer.data = values
+                elif not _have_same_bits(buffer, values):  # an unchanged buffer may be read-only
+                    buffer.copy_(values)
 
     yield undo
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A buffer of a model and a copy of the values that the buffer had before the FLOPs were counted."""
-
-    buffer: torch.Tensor
-    values: torch.Tensor
-
-    def restore(self) -> None:
-        """Restore the values of the buffer if they have changed.
-
-        An unchanged buffer is not written, because it may be read-only.
-        """
-        if self.buffer.shape != self.values.shape:
-            self.buffer.data = self.values
-        elif not _have_same_bits(self.buffer, self.values):
-            self.buffer.copy_(self.values)
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -220,25 +185,42 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     gradient. Errors of the model are not caught.
     """
     _check(model)
-    counter = _counter()
+    # Imported only here: torch's formulas take 0.2 s to import, and most programs do not count.
+    operations = importlib.import_module("rankscope_exporter.observers.throughput.operations")
+    dist = torch.distributed
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    counter = operations.Counter()
     with restored(model), _without_compilation(), torch.inference_mode(mode=False), torch.enable_grad():
         if not model.training:
             model.train()
         own_args, own_kwargs = pytree.tree_map(_copy, (args, kwargs))
-        with counter:
+        with counter, operations.Filter(alone=not has_others):
             ends = [tensor for tensor in _ends(model(*own_args, **own_kwargs)) if tensor.requires_grad]
             if not ends:
                 raise CountError("no output of the model needs a gradient, so there is no backward pass to count")
             counter.in_backward = True
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    if counter.unknown:
+    unknown = tuple(sorted(counter.unknown))
+    if unknown:
         warnings.warn(
-            f"rankscope.count_flops: no formula for {', '.join(counter.unknown)}, so the FLOPs of these operations "
+            f"rankscope.count_flops: no formula for {', '.join(unknown)}, so the FLOPs of these operations "
             "are not counted: register a formula with torch.utils.flop_counter.register_flop_formula",
             stacklevel=2,
         )
-    inputs = Inputs.of(args, kwargs)
-    return FlopCount(counter.flops, inputs.tokens, inputs.samples, counter.unknown)
+    shape, is_integer = _shape_of_input(args, kwargs)
+    tokens = math.prod(shape) if is_integer and len(shape) in (1, 2) else None
+    return FlopCount(counter.get_total_flops(), tokens, shape[0] if shape else None, unknown)
+
+
+def _shape_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """Return the shape of the argument `input_ids`, or else of the first tensor, and whether it has integers."""
+    entries, _ = pytree.tree_flatten_with_path((args, kwargs))
+    tensors = [(path, item) for path, item in entries if isinstance(item, torch.Tensor) and not item.is_nested]
+    ids = [entry for entry in tensors if getattr(entry[0][-1], "key", None) == "input_ids"]
+    for _, tensor in (*ids, *tensors):
+        is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool
+        return tuple(tensor.shape), not is_number
+    return (), False
 
 
 def _check(model: Any) -> None:
@@ -279,14 +261,6 @@ def _hooks_after_gradient(parameter: nn.Parameter) -> list[Any]:
 def _is_ours(hook: Any) -> bool:
     own = __name__.partition(".")[0]
     return any(str(getattr(item, "__module__", "")).partition(".")[0] == own for item in (hook, type(hook)))
-
-
-def _counter() -> Any:
-    # Imported only here: torch's formulas take 0.2 s to import, and most programs do not count.
-    operations = importlib.import_module("rankscope_exporter.observers.throughput.operations")
-    dist = torch.distributed
-    in_group = dist.is_available() and dist.is_initialized()
-    return operations.OperationCounter(alone=not in_group or dist.get_world_size() == 1)
 
 
 @contextlib.contextmanager

@@ -2,10 +2,9 @@
 
 The publisher thread computes both values.
 
-A unit of work is a token, a sample or a forward pass. The FLOPs of a step are the FLOPs of one unit, multiplied by the
-number of units in the step. The FLOPs of one unit come from the settings or from a formula. No code of the user runs to
-count them. Recomputed activations do not count: the result is the model FLOPs utilization (MFU), not the hardware FLOPs
-utilization. If the number of units, the FLOPs of one unit or the peak is unknown, nothing is published.
+The FLOPs of a step are those that the script logs, or those of a token or sample times the number that the script logs.
+No code of the user runs to count them. Recomputed activations do not count: the result is the model FLOPs utilization
+(MFU), not the hardware FLOPs utilization. What is unknown is not published.
 """
 
 from __future__ import annotations
@@ -13,54 +12,40 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 import torch
 
 from rankscope_exporter.adapters import Framework
-from rankscope_exporter.adapters.base import Hooking
 from rankscope_exporter.observers.throughput.costs import (
-    Cost,
-    Inputs,
     NoFormulaError,
     Parallel,
     ThroughputConfig,
     compute_dtype,
-    cost_of,
     multiplies_in_tf32,
     peak_tflops,
+    six_n,
 )
 from rankscope_exporter.records.pending_step import Cause, Pending, PendingStep, StepObserver
 from rankscope_exporter.records.step_record import Scalar
 
 GIVEN: Final = "given"
 
-_COUNT: Final = "use rankscope.count_flops()"
-_LOG_GIVEN: Final = "call monitor.log(tokens=…) or monitor.log(samples=…)"
+SIX_N: Final = "6n"
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Amount of work of one step on this rank: the number of forward passes, and the scalars that the script logged."""
+def _amount(logged: Sequence[Pending], name: str) -> float | None:
+    """Return the sum of the scalars that the script logged as `name` in a step; None if it logged none.
 
-    forwards: int
-    logged: Sequence[Pending]
-
-    def amount(self, name: str) -> float | None:
-        """Return the sum of the scalars that the script logged as `name` in this step; None if it logged none.
-
-        Waits until a logged tensor was copied to the host.
-        """
-        parts = [item.scalar().value for item in self.logged if item.name == name]
-        return sum(parts) if parts else None
+    Waits until a logged tensor was copied to the host.
+    """
+    parts = [item.scalar().value for item in logged if item.name == name]
+    return sum(parts) if parts else None
 
 
 class Throughput(StepObserver):
-    """Computes TFLOP/s and MFU from the duration and the amount of work of each step.
-
-    A hook on the first training forward reads the shapes of the arguments of this forward pass.
-    """
+    """Computes TFLOP/s and MFU from the duration and the amount of work of each step."""
 
     def __init__(
         self,
@@ -82,55 +67,37 @@ class Throughput(StepObserver):
         self._device = device
         self._report = report
         self._reports_absence = is_first or parallel.pipeline > 1  # without pipeline, all ranks have the same reason
-        self._inputs: Inputs | None = None
-        self._cost: Cost | None = None
-        self._cost_is_known = False
+        self._flops_per_token: float | None = None
+        self._is_known = False
         self._absence = "the steps log no tokens; call monitor.log(tokens=…)"
         self._has_reported = False
         self._peak: float | None = config.peak_tflops
         self._peak_is_known = self._peak is not None
-        self._forwards = 0
-        self._work = Work(0, ())
-
-    def install(self, hooking: Hooking) -> None:
-        """Install the hook that reads the shapes of the arguments of the first training forward."""
-        if self._config.method == "off" or self._framework.announced is not None:
-            return
-
-        def look(_module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if self._framework.module.training and torch.is_grad_enabled():
-                handle.remove()
-                self._inputs = Inputs.of(args, kwargs, _autocast(self._device))
-
-        hook = hooking.always("reading the shapes of the arguments of a forward pass", look)
-        handle = self._framework.model.register_forward_pre_hook(hook, with_kwargs=True)
-        hooking.keep(handle)
+        self._autocast: torch.dtype | None = None
+        self._logged: Sequence[Pending] = ()
 
     # On the training thread.
 
     def on_forward_begin(self) -> None:
-        """Add a forward pass to the count of the current step."""
-        self._forwards += 1
-
-    def on_forward_failed(self) -> None:
-        """Subtract a forward pass that raised an error from the count of the current step."""
-        self._forwards -= 1
+        """Store the dtype of autocast in the first forward pass that uses it."""
+        if self._autocast is None and torch.is_autocast_enabled(self._device.type):
+            self._autocast = torch.get_autocast_dtype(self._device.type)
 
     def on_step_end(self, pending_step: PendingStep) -> None:
-        """Store the number of forward passes and the logged scalars of the step. The step's duration may be unknown."""
-        self._work, self._forwards = Work(self._forwards, pending_step.pending), 0
+        """Store the logged scalars of the step. The step's duration may be unknown."""
+        self._logged = pending_step.pending
 
     def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
         """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
         if self._config.method != "off" and cause != "end":
             seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)
             if isinstance(seconds, float) and seconds > 0:
-                pending_step.later.append(functools.partial(self._scalars, self._work, seconds))
+                pending_step.later.append(functools.partial(self._scalars, self._logged, seconds))
 
     # On the publisher's thread.
 
-    def _scalars(self, work: Work, seconds: float) -> list[Scalar]:
-        found = self._flops(work)
+    def _scalars(self, logged: Sequence[Pending], seconds: float) -> list[Scalar]:
+        found = self._flops(logged)
         if found is None:
             return []
         flops, method = found
@@ -142,46 +109,44 @@ class Throughput(StepObserver):
             scalars.append(Scalar("mfu", tflops / peak, "ratio", {"method": method}))
         return scalars
 
-    def _flops(self, work: Work) -> tuple[float, str] | None:
+    def _flops(self, logged: Sequence[Pending]) -> tuple[float, str] | None:
         """Return the FLOPs of the step on this rank's device, and the method that computed this number.
 
         Return None if the FLOPs are unknown.
         """
         config, ranks = self._config, self._parallel.ranks
-        logged, tokens, samples = (work.amount(name) for name in ("flops", "tokens", "samples"))
-        if logged is not None:
-            return logged, GIVEN
+        flops, tokens, samples = (_amount(logged, name) for name in ("flops", "tokens", "samples"))
+        if flops is not None:
+            return flops, GIVEN
         if config.flops_per_token is not None and tokens is not None:
             return config.flops_per_token * tokens / ranks, GIVEN
         if config.flops_per_sample is not None and samples is not None:
             return config.flops_per_sample * samples / ranks, GIVEN
-        if config.method == GIVEN or (tokens is None and samples is None and not work.forwards):
+        if config.method == GIVEN:
             return None
         try:
-            self._find_cost()
+            if tokens is not None:
+                self._find_flops_per_token()
         except ReferenceError:  # the script has deleted its model
             return None
-        flops = None if self._cost is None else _flops_of(self._cost, work.forwards, tokens, samples)
-        if self._cost is None or flops is None:
-            takes_tokens = self._inputs is None or self._inputs.tokens or self._inputs.are_embeddings
-            self._report_absence(is_expected=tokens is not None and bool(takes_tokens))
+        if tokens is None or self._flops_per_token is None:
+            self._report_absence(is_expected=tokens is not None)
             return None
-        return flops, self._cost.method
+        return self._flops_per_token * tokens, SIX_N
 
-    def _find_cost(self) -> None:
-        if self._cost_is_known:
+    def _find_flops_per_token(self) -> None:
+        if self._is_known:
             return
-        self._cost_is_known = True
+        self._is_known = True
         try:
-            self._cost = cost_of(self._framework, self._parallel, self._inputs, self._config.method)
+            self._flops_per_token = six_n(self._framework, self._parallel)
         except NoFormulaError as error:
-            given = self._config.flops_per_token or self._config.flops_per_sample
-            self._absence = f"{error}; {_LOG_GIVEN if given else _COUNT}"
+            self._absence = f"{error}; use rankscope.count_flops()"
 
     def _report_absence(self, *, is_expected: bool) -> None:
         """Report once why TFLOP/s and MFU are not published, if the user probably expects them.
 
-        This is so if the script logs the tokens that its model takes, or if a throughput setting is not the default.
+        This is so if the script logs tokens, or if a throughput setting is not the default.
         """
         if self._has_reported or not self._reports_absence:
             return
@@ -194,7 +159,7 @@ class Throughput(StepObserver):
             self._peak_is_known = True
             name = device_name(self._device)
             if name is not None:
-                dtype = compute_dtype(self._framework, None if self._inputs is None else self._inputs.dtype)
+                dtype = compute_dtype(self._framework, self._autocast)
                 self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
                 if self._peak is None:
                     self._report(
@@ -203,21 +168,9 @@ class Throughput(StepObserver):
         return self._peak
 
 
-def _flops_of(cost: Cost, forwards: int, tokens: float | None, samples: float | None) -> float | None:
-    if tokens is not None and cost.per_token is not None:
-        return cost.per_token * tokens
-    if samples is not None and cost.per_sample is not None:
-        return cost.per_sample * samples
-    return cost.per_forward * forwards if cost.per_forward is not None and forwards else None
-
-
 def device_name(device: torch.device) -> str | None:
     """Return torch's name of an accelerator; None for a CPU, or if torch has no names for this type of device."""
     if device.type == "cpu":
         return None
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return None if name is None else str(name(device))
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -189,8 +189,6 @@ def test_operation_without_a_formula_is_named():
 
 TAKING = Custom(lambda model, *_args, **_kwargs: plain(model, rows()))
 IDS = torch.zeros(3, 7, dtype=torch.long)
-DEEP = [[[[[[torch.ones(2)]]]]]]
-"""The search for tensors ends before, because a list may contain itself."""
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,6 @@ DEEP = [[[[[[torch.ones(2)]]]]]]
         ([], {"attention_mask": IDS.bool(), "input_ids": IDS}, 3, 21),
         ([{"labels": IDS[0], "input_ids": IDS}], {}, 3, 21),
         ([torch.zeros(4, 3, 32, 32)], {}, 4, None),
-        ([DEEP], {}, None, None),
         ([SimpleNamespace(x=torch.ones(2))], {}, None, None),
         ([None], {}, None, None),
     ],
