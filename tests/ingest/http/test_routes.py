@@ -136,9 +136,9 @@ async def test_unknown_path_gets_all_paths_and_the_removed_one_its_replacement(s
         status, text = await service.get("/unknown")
         removed = await service.get("/sd?per=node")
 
-    names = "PAGE SERVICE_PAGE STATUS REGISTER POKE RUN_STACKS SERVICE_DISCOVERY TARGETS RUNS EXPORTERS REMOTE_READ"
+    names = "SERVICE_PAGE STATUS REGISTER POKE RUN_STACKS SERVICE_DISCOVERY TARGETS RUNS EXPORTERS REMOTE_READ"
     paths = [getattr(channel, f"{name}_PATH") for name in (*names.split(), "REMOTE_WRITE", "HEALTH", "METRICS")]
-    paths += ["/assets/{tail}", "/compare", "/data/live", "/data/{tail}", "/runs/{tail}"]
+    paths += ["/", "/assets/{tail}", "/compare", "/data/live", "/data/{tail}", "/runs/{tail}"]
     assert (400, {"error": "per=node is not supported: use /sd, which lists each rank"}) == (
         removed[0],
         json.loads(removed[1]),
