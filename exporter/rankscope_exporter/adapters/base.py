@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 from torch import nn
 
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import unwrapped
 from rankscope_exporter.adapters.parameter_hooks import (
     ACCUMULATED,
@@ -46,7 +46,7 @@ class FrameworkTraits:
     reduces_after_last_backward: bool = False
     """True: gradients are reduced only after the last backward pass of a step.
 
-    The adapter reports the end of this reduction to the monitor by calling `Hooking.reduced`.
+    The adapter reports the end of this reduction to the monitor by calling `HookContext.reduced`.
     """
     waits_for_reductions: bool = False
     """True: the end of the backward pass waits for all reductions, so that their duration can be measured."""
@@ -112,28 +112,6 @@ class WeakModule(Generic[M]):
 def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Return whether a plain tensor temporarily replaces a parameter, as during `torch.func.functional_call`."""
     return current is not None and not isinstance(current, nn.Parameter)
-
-
-class Hooking(Protocol):
-    """Methods with which a framework adapter registers hooks that are called at all steps, sampled or not."""
-
-    def keep(self, handle: Removable) -> None:
-        """Store the handle of a hook. The hook is removed at detach()."""
-
-    def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook that calls `function` and never raises errors into training.
-
-        The hook does nothing after detach, in a forked child process, and in a copy of the model.
-        """
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context manager within which the hooks of the monitor do nothing."""
-
-    def reduced(self) -> None:
-        """Notify the monitor that the framework has reduced gradients outside of a backward pass.
-
-        The framework adapter calls this method.
-        """
 
 
 class GradientSource(Protocol):
@@ -397,7 +375,7 @@ class Framework(WrappedModel):
 
     # Places for hooks.
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Register the hooks that the adapter itself needs. Called once, at attach."""
 
     def on_update(

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, FrameworkTraits, Hooking, TensorSpec
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, TensorSpec
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod, unwrapped
 from rankscope_exporter.adapters.partitioned_optimizer import FROZEN, ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
@@ -325,7 +326,7 @@ class DeepSpeed(_Engine):
         """
         return super().optimizers(given or _optimizers(self._engine))
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Report the beginning of each parameter update of the DeepSpeed engine to the monitor, until detach().
 
         At the beginning of an update, all gradients are reduced, and none is clipped.
@@ -421,7 +422,7 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
         """
         return tuple(unwrapped(item) for item in _optimizers(self._engine))
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Report each parameter update of the DeepSpeed engine to the monitor, until detach().
 
         The beginning and the end of an update are reported separately.

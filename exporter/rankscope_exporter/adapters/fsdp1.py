@@ -22,11 +22,11 @@ from rankscope_exporter.adapters.base import (
     Framework,
     FrameworkTraits,
     GradientSource,
-    Hooking,
     LazyGradient,
     TensorSpec,
     is_temporarily_replaced,
 )
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 from rankscope_exporter.base.tracing import uncompiled
@@ -147,7 +147,7 @@ class FullyShardedData(Framework):
         flat = unit._handle.flat_param  # noqa: SLF001 - see the top
         return any(item.grad is not None for item in (flat, *(flat._params or ())))  # noqa: SLF001 - see the top
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Install forward hooks that register the monitor's gradient hooks on views of gathered parameters.
 
         The forward hooks run in every forward pass, after FSDP has made new views.

@@ -20,10 +20,10 @@ from rankscope_exporter.adapters.base import (
     Framework,
     FrameworkTraits,
     GradientSource,
-    Hooking,
     LazyGradient,
     TensorSpec,
 )
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout, loaded
 from rankscope_exporter.base.tracing import uncompiled
@@ -113,7 +113,7 @@ class FullyShard(Framework):
         source = self._source(parameter)
         return parameter.grad is not None or (source is not None and _local_gradient(source) is not None)
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Install a forward hook on the model that registers the monitor's gradient hooks on gathered parameters.
 
         It runs after each forward pass, because FSDP makes the gathered parameters in the first forward pass that uses

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import Hooking, TensorSpec
+from rankscope_exporter.adapters.base import TensorSpec
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import as_one, numbers_of
 from rankscope_exporter.adapters.optimizer_wrapping import unwrapped
 from rankscope_exporter.adapters.parameter_hooks import Removable
@@ -214,7 +215,7 @@ class Megatron(PartitionedOptimizer):
                 here = member._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 - Megatron's own ranges
                 self._ranges[id(parameter)] = here.start, here.end
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Report the beginning and the end of each parameter update to the monitor, until detach().
 
         An update is a call of the method `step` of an optimizer that the script uses.

@@ -17,11 +17,11 @@ from rankscope_exporter.adapters.base import (
     Framework,
     FrameworkTraits,
     GradientSource,
-    Hooking,
     LazyGradient,
     ParameterState,
     TensorSpec,
 )
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
@@ -156,7 +156,7 @@ class PartitionedOptimizer(Framework):
 
         @uncompiled
         def call(gradient: torch.Tensor) -> None:
-            if is_dynamo_compiling():  # first, see `Entry`
+            if is_dynamo_compiling():  # first, see `Hook`
                 return
             is_first = id(parameter) not in self._with_gradient
             self._with_gradient.add(id(parameter))
@@ -230,7 +230,7 @@ class PartitionedOptimizer(Framework):
 
         @uncompiled
         def part_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if is_dynamo_compiling():  # first, see `Entry`
+            if is_dynamo_compiling():  # first, see `Hook`
                 return
             if self._phase is _IDLE:  # a step outside of the watched method
                 return
@@ -241,7 +241,7 @@ class PartitionedOptimizer(Framework):
 
         return [optimizer.register_step_pre_hook(part_begins)]
 
-    def watch(self, owner: Any, method: str, hooking: Hooking) -> None:
+    def watch(self, owner: Any, method: str, hooking: HookContext) -> None:
         """Report each call of the method `method` of `owner` to the monitor, until detach().
 
         A call is one update of the parameters. Its beginning and its end are reported separately.
@@ -266,7 +266,7 @@ class PartitionedOptimizer(Framework):
     def _inner(self) -> dict[int, torch.optim.Optimizer]:
         return {id(part.optimizer): part.optimizer for part in self.parts.values() if part is not None}
 
-    def _update_begins(self, hooking: Hooking) -> None:
+    def _update_begins(self, hooking: HookContext) -> None:
         self._groups = {number: list(optimizer.param_groups) for number, optimizer in self._inner.items()}
         self._phase = _REDUCED
         hooking.reduced()

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, Hooking, TensorSpec
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, TensorSpec
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import Borrowed, as_one, numbers_of
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
@@ -124,7 +125,7 @@ class Pipeline(Framework):
         """
         return self._of(id(parameter)).holds_gradient(parameter)
 
-    def install(self, hooking: Hooking) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Replace the method with which each stage divides its gradients, and install the adapter of each stage.
 
         While a stage infers the shapes of its tensors, the hooks of the monitor do nothing.
@@ -133,7 +134,7 @@ class Pipeline(Framework):
             inner.install(hooking)
             self._watch(stage, number, hooking)
 
-    def _watch(self, stage: Any, number: int, hooking: Hooking) -> None:
+    def _watch(self, stage: Any, number: int, hooking: HookContext) -> None:
         def finish(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._finished.add(number)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import ExitReason
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS
+from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.api.wiring import (
     KernelWarmUp,
@@ -47,7 +48,6 @@ from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.rank_state import RankServerSources
 from rankscope_exporter.sinks.memory import Row
 from rankscope_exporter.statistics import backend_name, warm_up_seconds
-from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
@@ -238,13 +238,13 @@ class Session:
     def _build_training(self, first_step: int) -> None:
         """Build the hooks on the model, the recorder of steps, and the observers that hooks and recorder notify."""
         monitored, config, boundary = self.monitored, self.config, self._boundary
-        clock = HookClock(boundary, on_cpu=self._device.type == "cpu")
+        team = IntraOpThreads()
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
         controller = self.reactions.overhead_controller
         observers = (
             *self.step_observers.all,
-            clock.team,
+            team,
             self._pace,
             self.change_sources,
             self.console,
@@ -278,7 +278,7 @@ class Session:
             current=self.current_step,
             gradients=gradients,
             changes=changes,
-            clock=clock,
+            team=team,
             tell=self.notices.tell,
             beat=self.watchdog.beat,
         )
@@ -297,6 +297,8 @@ class Session:
             undo.append(lambda: self.publisher.stop(1.0))
             self.publisher.start()
             undo.append(self.hooks.remove)
+            if self._device.type == "cpu":
+                self._boundary.call("threads of torch", self.hooks.team.find)
             self.hooks.install(self.active_quantities, owner)
         except BaseException:
             for step in reversed(undo):
@@ -440,8 +442,8 @@ class Session:
         """Return the CPU seconds of the monitor by part, without the threads of the server."""
         return {
             "attach": self.attach_seconds,
-            "hooks": self.hooks.clock.cpu_seconds,
-            "intra_op": self.hooks.clock.team.seconds,
+            "hooks": self.hooks.cpu_seconds,
+            "intra_op": self.hooks.team.seconds,
             "warm_up": warm_up_seconds(self._device),
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,

@@ -1,7 +1,7 @@
 """Decides whether code of the monitor may run. It must not run while a compiler or tracer records the training.
 
-Every function of the monitor that training calls is an `Entry`, or calls `is_plain` and `is_traced` itself. There are
-five cases:
+Every function of the monitor that torch calls is a `Hook` (`adapters.hook_context`), and calls of the script go through
+`HookContext.call`. There are five cases:
 
 - No mode, transform, compiler or tracer is active. The function runs. `is_plain` detects this in about 0.2 µs.
 - A compiler or tracer records the code (Dynamo, `torch.jit.trace`, `torch.fx`, `make_fx`, AOTAutograd, export, a fake
@@ -36,8 +36,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from rankscope_exporter.base.copies import NotCopied
-from rankscope_exporter.base.errors import ErrorBoundary, torch_name, torch_variable
+from rankscope_exporter.base.errors import torch_name, torch_variable
 from rankscope_exporter.base.graph_capture import is_capturing
 
 _STACKED: Final = "modes of the script remain active in hooks"
@@ -132,6 +131,11 @@ def is_traced() -> bool:
     return bool(_dispatch_modes()) and any(_infra_mode(key) is not None for key in _INFRA_KEYS)
 
 
+def has_transform() -> bool:
+    """Return whether a transform of `torch.func` runs on this thread."""
+    return _transform() is not None
+
+
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func`, or forward-mode differentiation, runs on this thread."""
     return _transform() is not None or _derivative_level() >= 0
@@ -179,13 +183,6 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     return None if is_traced() else call_outside_of_modes(function, *args)
 
 
-def call_untransformed(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)` as `call_untraced` does; return None without a call also if a transform runs."""
-    if is_plain():
-        return function(*args)
-    return None if _transform() is not None else call_untraced(function, *args)
-
-
 def uncompiled(function: F) -> F:
     """Mark `function` so that Dynamo compiles neither its frame nor the frames of functions that it calls.
 
@@ -213,47 +210,3 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
     # function while it compiles, and takes its result for a constant.
     was_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
     return was_compiled
-
-
-class Entry(NotCopied):
-    """A hook that torch calls.
-
-    It does nothing while a compiler or tracer is active, and `boundary` catches all its errors. If the module or tensor
-    with this hook is copied, the copy has a function that does nothing instead.
-
-    The function `was_compiled` reports a compilation of the hook: Dynamo calls it when it compiles the hook. It must be
-    a result of `on_compilation`. The function `transformed` is called instead of the hook, without arguments, while a
-    transform of `torch.func` runs. It may not call torch operations. The object `owner` is kept alive by the hook, and
-    so by the module that has the hook.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        boundary: ErrorBoundary,
-        was_compiled: Callable[[], int] | None = None,
-        *,
-        transformed: Callable[[], None] | None = None,
-        owner: object = None,
-    ) -> None:
-        super().__init__(function)
-        self._boundary = boundary
-        self._was_compiled = was_compiled
-        self._transformed = transformed
-        self._owner = owner
-
-    @uncompiled
-    def __call__(self, *args: Any) -> Any:
-        """Call the wrapped function. Return None without a call if a compiler, tracer or transform is active."""
-        # First, and a constant to the compiler: nothing below it becomes part of a graph.
-        if is_dynamo_compiling():
-            if self._was_compiled is not None:
-                self._was_compiled()
-            return None
-        try:  # without two further calls for each hook
-            if self._transformed is not None and _transform() is not None and not is_traced():
-                self._transformed()
-            return call_untransformed(self._call, *args)
-        except Exception as error:  # noqa: BLE001 - as in `ErrorBoundary.call`
-            self._boundary.report("a hook", error)
-            return None

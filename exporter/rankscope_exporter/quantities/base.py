@@ -1,7 +1,7 @@
 """Base class of quantities, which defines their plan entries and the events of a step at which they read tensors.
 
-The module also defines the interfaces of the objects that a quantity receives: the table of a sampled step, the gate
-that opens at sampled steps, and the registration of hooks.
+The module also defines the interfaces of the objects that a quantity receives: the table of a sampled step, and the
+gate that opens at sampled steps and keeps hooks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource, TensorSpec
+from rankscope_exporter.adapters.hook_context import Gate, Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import FULL, Layout
@@ -113,86 +114,18 @@ class Table(Protocol):
         """Add a row of `dataset` whose values are already on the host."""
 
 
-class SamplingGate(Protocol):
-    """The object from which the hooks of one quantity read whether the current step is sampled.
+class SamplingGate(Gate, Protocol):
+    """The gate of the hooks of one quantity, which is open at sampled steps.
 
-    It also has the table to which the quantity writes the statistics of this step.
+    It keeps the handles of the hooks, and has the table to which the quantity writes the statistics of this step.
     """
-
-    @property
-    def is_open(self) -> bool:
-        """True if the quantity is measured at the current step."""
 
     @property
     def table(self) -> Table:
         """The table for the statistics of the current step. Valid only if the quantity is measured at this step."""
 
-
-class Hook(Protocol):
-    """A hook of the monitor. Errors in the hook are caught.
-
-    The attribute `was_called` shows whether torch called the hook.
-    """
-
-    was_called: bool
-    is_compiled: bool
-    """True if Dynamo compiled the hook into the code that calls it. The hook has no effect in compiled code."""
-    on_inactive_call: Callable[[], None]
-    """Function that is called instead of the hook at a step that is not sampled."""
-
-    def __call__(self, *args: Any) -> None:
-        """Run the hook if the current step is sampled."""
-
-
-class ModelHookContext(Protocol):
-    """Methods for registering hooks on a model. Errors in the hooks are caught, and the hooks are removed at detach."""
-
-    @property
-    def micro_step(self) -> int:
-        """Number of the current or latest training forward pass within the step, from 0 on."""
-
-    @property
-    def in_forward(self) -> bool:
-        """True while a training forward pass of the whole model runs."""
-
-    @property
-    def grad_enabled(self) -> bool:
-        """True if gradients were enabled when torch called the hook that is running now."""
-
     def keep(self, handle: Removable) -> None:
-        """Store `handle`, the handle of a hook. Its method `remove` is called at detach()."""
-
-    def begins_steps(self, module: nn.Module) -> bool:
-        """Return whether a step begins with the forward pass of `module`.
-
-        If so, a hook on this forward pass must be registered before the step begins.
-        """
-
-    def tell(self, message: str) -> None:
-        """Publish a notice for the user on the console and as an event."""
-
-    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` only while `gate` is open, that is, at sampled steps.
-
-        Errors of `function` are never raised into training.
-
-        The CPU time of the calls is measured. During a call, gradients are disabled. The result of `function` is
-        dropped. The hook does nothing while a graph is compiled, after detach, in a forked child process, and in a copy
-        of the model. `where` is the description of the operation for error messages.
-        """
-
-    def gradient_arrives(self) -> None:
-        """Report that a gradient is about to be accumulated. A new step may begin with this gradient."""
-
-    def between(self, function: Callable[[], None]) -> None:
-        """Call `function` under a lock, so that no step begins or ends during the call.
-
-        Hooks that may run long after the optimizer update of a step need this.
-        """
-
-
-class Hooking(ModelHookContext, Protocol):
-    """Methods with which a quantity registers its hooks. The hooks exist only at the sampled steps of the quantity."""
+        """Store `handle`, the handle of a hook of the quantity. Its method `remove` is called at detach()."""
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
         """Call the function `register`, which registers `hook`, immediately and again before each sampled step.
@@ -317,7 +250,7 @@ class Quantity:
         own = list(self.monitored.owners())
         return (own * (count // len(own) + 1))[:count] if own else []
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register the hooks of the quantity. Called once, when the monitor is attached to the model."""
 
     def on_step_begin(self, table: Table) -> None:

@@ -22,11 +22,12 @@ import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import BACKWARD, Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.module_quantity import MicroGradientHooks
 from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
 from rankscope_exporter.records.plan_entries import ParameterEntries
@@ -118,17 +119,17 @@ class MicroBatchSums:
         self._sums: dict[int, torch.Tensor] = {}
         self._reported: set[str] = set()
         self.hooks: MicroGradientHooks | None = None
-        self._hooking: Hooking
+        self._hooking: HookContext
         self.are_kept = False
         """True if the gradients of the current step are added to the sums of this object."""
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Prepare the gradient hooks. They are registered at the first step that needs sums of gradients."""
         self._hooking = hooking
         self.hooks = MicroGradientHooks(
             self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of
         )
-        hooking.keep(CallbackHandle(self.release))
+        gate.keep(CallbackHandle(self.release))
 
     def on_step_begin(self) -> None:
         """Release the gradient sums of the last step, and start new ones if they are needed and fit into the memory."""
@@ -232,11 +233,11 @@ class MicroGradients(Quantity):
         super().__init__(monitored, options)
         self._interleaved = monitored.framework.traits.interleaves_micro_batches
         self._passes = [0] * len(self.monitored.parameters)
-        self._hooking: Hooking
+        self._hooking: HookContext
         self._gate: SamplingGate
         self._hooks: MicroGradientHooks
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register a gradient hook on every parameter that requires gradients."""
         self._hooking, self._gate = hooking, gate
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
@@ -333,7 +334,7 @@ class Gradients(Quantity):
                 kinds.add(Kind.GRAD_UNREDUCED)
         return ExpectedRows(self.name, frozenset(kinds))
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Prepare the sums of gradients over micro-batches, which are needed for frameworks that keep no such sums."""
         self._sums.install(hooking, gate)
 

@@ -11,10 +11,11 @@ from typing import Annotated, Any, ClassVar, Final
 import torch
 from torch import nn
 
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import Converted, number
 from rankscope_exporter.model.parameter_names import NamedModule
-from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table, TargetNames
+from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, Table, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -71,7 +72,7 @@ class Linear(ModuleQuantity):
         self._measured: set[str] = set()
         self._has_modules = False
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Find the modules with a weight. Register hooks on modules whose weight is sharded or freed between calls."""
         super().install(hooking, gate)
         if not self._has_modules:

@@ -19,20 +19,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import unserializable_hook
 
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import GRADIENT, CallbackHandle, ParameterHook, Removable, TensorHook
 from rankscope_exporter.base.errors import torch_name
 from rankscope_exporter.model.parameter_names import NamedModule, entry, named_modules, selected, unmatched
-from rankscope_exporter.quantities.base import (
-    BACKWARD,
-    REMEDY,
-    Hook,
-    Hooking,
-    Quantity,
-    QuantityOptions,
-    SamplingGate,
-    Table,
-)
+from rankscope_exporter.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
 
@@ -127,7 +119,7 @@ class MicroGradientHooks:
     def __init__(
         self,
         monitored: MonitoredModel,
-        hooking: Hooking,
+        hooking: HookContext,
         gate: SamplingGate,
         where: str,
         hook_of: Callable[[int, nn.Parameter], Callable[[torch.Tensor], None]],
@@ -146,7 +138,7 @@ class MicroGradientHooks:
             if parameter is not None and parameter.requires_grad and index not in self.hooked:
                 self.hooked.add(index)
                 hook = self._hooking.guarded(self._where, self._hook_of(index, parameter), self._gate)
-                self._hooking.hook(hook, functools.partial(self._registered, index, hook))
+                self._gate.hook(hook, functools.partial(self._registered, index, hook))
 
     def _registered(self, index: int, hook: Hook) -> Removable | None:
         framework = self._monitored.framework
@@ -155,31 +147,14 @@ class MicroGradientHooks:
         return handle if handle.renew_found() else None
 
 
-def hook_before(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
-    """Register `hook`, which torch calls before each call of the module, with the arguments of this call.
-
-    An error that torch raises during the registration is not caught.
-    """
-    _hook(hooking, named, hook, lambda module: module.register_forward_pre_hook(hook, with_kwargs=True))
+def hook_before(module: nn.Module, hook: Hook) -> Removable:
+    """Register `hook`, which torch calls before each call of the module, with the arguments of this call."""
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def hook_after(hooking: Hooking, named: NamedModule, hook: Hook) -> None:
-    """Register `hook`, which torch calls after each call of the module, with the arguments and the output of this call.
-
-    An error that torch raises during the registration is not caught.
-    """
-    _hook(hooking, named, hook, lambda module: module.register_forward_hook(hook, with_kwargs=True))
-
-
-def _hook(hooking: Hooking, named: NamedModule, hook: Hook, register: Callable[[nn.Module], Removable]) -> None:
-    def registered() -> Removable | None:
-        module = named.module
-        return None if module is None else register(module)
-
-    module = named.module
-    if module is not None:
-        # If the forward of this module begins the step, a hook that is registered per sampled step would be too late.
-        hooking.hook(hook, registered, stays=hooking.begins_steps(module))
+def hook_after(module: nn.Module, hook: Hook) -> Removable:
+    """Register `hook`, which torch calls after each call of the module, with its arguments and its output."""
+    return module.register_forward_hook(hook, with_kwargs=True)
 
 
 def in_backward() -> bool:
@@ -215,13 +190,13 @@ class ModuleQuantity(Quantity):
         self._seen: set[tuple[str, int]] = set()  # module and micro-batch
         self._has_noted_uncalled = False
         self._lost: set[str] = set()  # modules whose hooks were removed by other code
-        self._hooking: Hooking
+        self._hooking: HookContext
         self._gate: SamplingGate
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Find the modules that the targets select, and register hooks on them."""
         self._hooking, self._gate = hooking, gate
-        hooking.keep(CallbackHandle(self._release))
+        gate.keep(CallbackHandle(self._release))
         for named in self._find():
             self._follow(named)
 
@@ -314,19 +289,26 @@ class ModuleQuantity(Quantity):
     def _register(
         self,
         named: NamedModule,
-        register: Callable[[Hooking, NamedModule, Hook], None],
+        register: Callable[[nn.Module, Hook], Removable],
         where: str,
         function: Callable[..., None],
     ) -> None:
-        """Register a hook on a module. The hook calls `function` and catches the errors of `function`.
-
-        The function `register` gets the hook and registers it on the module.
+        """Register a hook on a module with the function `register`. The hook calls `function` and catches its errors.
 
         If torch raises an error, as for a scripted module, store that the module is not measured.
         """
         hook = self._hooking.guarded(where, function, self._gate)
+        hook.note_compilation()
+
+        def registered() -> Removable | None:
+            module = named.module
+            return None if module is None else register(module, hook)
+
         try:
-            register(self._hooking, named, hook)
+            module = named.module
+            if module is not None:
+                # If the forward of this module begins the step, a hook per sampled step would be registered too late.
+                self._gate.hook(hook, registered, stays=self._hooking.begins_steps(module))
             self._hooked.setdefault(named.name, (named, hook))
         except (RuntimeError, AttributeError) as error:  # scripted modules and other objects that are no real modules
             self.missing(f"no hook can be registered ({type(error).__name__})", named)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Final
 import torch
 
 from rankscope_contract.msprobe.csv_layout import STRUCTURE_FILE
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import at_least, some_text
@@ -26,7 +27,7 @@ from rankscope_exporter.model.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
-from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
 from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
@@ -208,10 +209,10 @@ class Structure(ModuleQuantity):
         self._open: set[str] = set()  # modules in their first call
         self._handles = TensorHooks(monitored)
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register hooks on every module that the targets select."""
         super().install(hooking, gate)
-        hooking.keep(self._handles)
+        gate.keep(self._handles)
         self._notes.report(self.tell)
 
     def _follow(self, named: NamedModule) -> None:

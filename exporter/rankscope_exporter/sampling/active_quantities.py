@@ -13,8 +13,9 @@ import torch
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import ModelHookContext, Quantity, Table
+from rankscope_exporter.quantities.base import Quantity, Table
 from rankscope_exporter.records.pending_step import ExpectedRows, PendingStep
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.sampling.plan import PlanRegistry
@@ -62,7 +63,7 @@ class ActiveQuantities:
         self.plan = PlanRegistry()
         self._members: list[ActiveQuantity] = []
         self._per_gradient: list[ActiveQuantity] = []  # open members that read gradients one by one
-        self._hooking: ModelHookContext | None = None
+        self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
         table = StatisticsTable(first, device)
         table.may_compile = False  # until `use_compiled_kernel`
@@ -75,7 +76,7 @@ class ActiveQuantities:
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(self.prepare(quantities))
 
-    def install(self, hooking: ModelHookContext) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Let all quantities register their hooks on the model."""
         self._hooking = hooking
         hooking.keep(self)

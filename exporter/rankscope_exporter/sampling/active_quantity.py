@@ -11,11 +11,10 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import Hook, ModelHookContext, Quantity, QuantityOptions, SamplingGate
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions
 from rankscope_exporter.sampling.sampling_config import QuantitySampling
 from rankscope_exporter.sampling.schedule import Schedule, Timing
 from rankscope_exporter.sampling.table_view import StepBuffers, TableView
@@ -159,15 +158,22 @@ class ActiveQuantity:
         place = bisect.bisect_left(positions, index)
         return place if place < len(positions) and positions[place] == index else None
 
-    def install(self, hooking: ModelHookContext, boundary: ErrorBoundary) -> None:
+    def install(self, hooking: HookContext, boundary: ErrorBoundary) -> None:
         """Let the quantity register its hooks, and publish the notices of the quantity.
 
         This object keeps the handles of the hooks.
         """
         for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
-        own = ActiveHookContext(hooking, self.handles, self.transient)
-        boundary.call(self.where, self.quantity.install, own, self)
+        boundary.call(self.where, self.quantity.install, hooking, self)
+
+    def keep(self, handle: Removable) -> None:
+        """Store the handle of a hook of the quantity."""
+        self.handles.append(handle)
+
+    def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
+        """Register `hook` now and at each later sampled step (see `TransientHooks.add`)."""
+        self.transient.add(hook, register, stays=stays)
 
     def activate(self, buffers: StepBuffers, sampling: QuantitySampling) -> bool:
         """Start a new schedule, and add rows to the table if the quantity has none yet.
@@ -264,38 +270,3 @@ class ActiveQuantity:
 
 def _without_schedule(options: QuantityOptions) -> QuantityOptions:
     return replace(options, start_step=None, every=None, times=None, ranks=None, ops=None)
-
-
-class ActiveHookContext:
-    """The hook context of one quantity.
-
-    It uses the hook context of the model, but keeps the handles of the hooks of this quantity separately.
-    """
-
-    def __init__(self, hooking: ModelHookContext, handles: list[Removable], transient: TransientHooks) -> None:
-        self._hooking = hooking
-        self.keep = handles.append
-        self.hook = transient.add
-        self.begins_steps: Callable[[nn.Module], bool] = hooking.begins_steps
-        self.tell: Callable[[str], None] = hooking.tell
-        self.gradient_arrives: Callable[[], None] = hooking.gradient_arrives
-        self.between: Callable[[Callable[[], None]], None] = hooking.between
-
-    @property
-    def micro_step(self) -> int:
-        """The number of the latest training forward pass within the step, from 0 on."""
-        return self._hooking.micro_step
-
-    @property
-    def in_forward(self) -> bool:
-        """True if a training forward pass of the whole model is running."""
-        return self._hooking.in_forward
-
-    @property
-    def grad_enabled(self) -> bool:
-        """True if gradients were enabled when the training called the hook that is running now."""
-        return self._hooking.grad_enabled
-
-    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` only at steps at which the quantity of `gate` is measured."""
-        return self._hooking.guarded(where, function, gate)

@@ -1,195 +1,41 @@
 """The hooks on a model, its parameters and its optimizers.
 
 They detect the beginning, the phases and the end of a step.
-
-The context in which the hooks of the monitor run. Quantities and adapters register their hooks through it.
-
-Hooks do nothing after detach and in a forked child process. Errors in hooks are caught, and their CPU time is measured.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.hook_context import Hook, HookContext, IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import (
-    Entry,
-    call_untraced,
-    call_untransformed,
     is_dynamo_compiling,
     is_stand_in,
-    is_traced,
     is_transformed,
     on_compilation,
     uncompiled,
 )
-from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Hook, Quantity, SamplingGate
+from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.quantities.module_quantity import NO_PASS, current_pass, in_backward
 from rankscope_exporter.records.pending_step import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.training.cpu_time import HookClock
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks, HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
 
-
-class GatedHook(Entry):
-    """A hook that torch calls at every step.
-
-    It calls its function only while its gate is open. The gate belongs to a quantity, and is open at the steps at which
-    this quantity is measured.
-    """
-
-    def __init__(
-        self, call: Callable[..., None], boundary: ErrorBoundary, gate: SamplingGate, in_forward: Callable[[], bool]
-    ) -> None:
-        super().__init__(call, boundary, on_compilation(self._compiles))
-        self._gate = gate
-        self._in_forward = in_forward
-        self.was_called = False
-        self.is_compiled = False
-        self.on_inactive_call: Callable[[], None] = lambda: None
-
-    @uncompiled
-    def __call__(self, *args: Any) -> None:
-        """Call the function of the hook if the gate is open: if the quantity of the gate is measured at this step."""
-        # The first line, see `Entry`. Otherwise the graph would be compiled again when the gate opens or closes.
-        if is_dynamo_compiling():
-            if self._was_compiled is not None:
-                self._was_compiled()
-            return
-        self._boundary.call("a hook", self._called, *args)
-
-    def _called(self, *args: Any) -> None:
-        self.was_called = True
-        if self._gate.is_open:
-            if is_transformed() and self._in_forward() and not is_traced():
-                self._call(*args)  # a part of a training forward pass: the quantity reports transformed tensors
-            else:
-                call_untransformed(self._call, *args)
-        else:
-            self.on_inactive_call()
-
-    def _compiles(self) -> None:
-        self.is_compiled = True
-
-
-class HookContext:
-    """Calls functions of the monitor from hooks, and keeps the handles of all hooks until detach.
-
-    If `active` is false, no hook has an effect. This is the case after detach and in a forked child process.
-    """
-
-    def __init__(
-        self,
-        monitored: MonitoredModel,
-        recorder: Recorder,
-        boundary: ErrorBoundary,
-        *,
-        clock: HookClock,
-        lock: contextlib.AbstractContextManager[Any],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.active = True
-        self.clock = clock
-        self.tell = tell
-        """Function that publishes a notice on the console and as an event."""
-        self.in_forward = False
-        """True if a training forward pass of the whole model is running."""
-        self.grad_enabled = True
-        """True if gradients were enabled when the training called the hook that is running now."""
-        self._monitored = monitored
-        self._recorder = recorder
-        self._boundary = boundary
-        self._lock = lock
-        self._handles: list[Removable] = []
-        self._published: set[str] = set()
-
-    @property
-    def micro_step(self) -> int:
-        """The number of the latest training forward pass within the step, from 0 on.
-
-        Each model chunk has its own count.
-        """
-        return max(0, self._recorder.micro_step)
-
-    def keep(self, handle: Removable) -> None:
-        """Store `handle`, the handle of a hook that must be removed at detach."""
-        self._handles.append(handle)
-
-    def remove(self) -> None:
-        """Remove all hooks. A hook that cannot be removed is reported, and has no effect any more."""
-        self.active = False
-        for handle in self._handles:
-            self._boundary.call("removing a hook", handle.remove)
-        self._handles.clear()
-
-    def begins_steps(self, module: torch.nn.Module) -> bool:
-        """Return whether a step of the training begins with the forward pass of `module`."""
-        return any(module is chunk for chunk in self._monitored.framework.chunks)
-
-    def guarded(self, where: str, function: Callable[..., None], gate: SamplingGate) -> Hook:
-        """Return a hook that calls `function` only at steps at which the quantity of `gate` is measured.
-
-        The function runs without gradients, its errors are caught, and its CPU time is measured. `where` names the
-        operation in error messages.
-        """
-
-        def call(*args: Any) -> None:
-            if self.active:
-                self.grad_enabled = torch.is_grad_enabled()
-                with torch.no_grad():
-                    self.clock.timed_reading(where, function, *args)
-
-        return GatedHook(call, self._boundary, gate, lambda: self.in_forward)
-
-    def always(self, where: str, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a hook that calls `function` at every step, sampled or not. Errors of the function are caught."""
-
-        def call(*args: Any) -> None:
-            if self.active:
-                self._boundary.call(where, function, *args)
-
-        return Entry(call, self._boundary)
-
-    def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
-        return self._boundary.call(where, call_untraced, self.clock.timed, where, function, *args)
-
-    def between(self, function: Callable[[], None]) -> None:
-        """Call `function` under the lock of the current step, so that no step begins or ends meanwhile."""
-        with self._lock:
-            function()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Disable all hooks inside the `with` block.
-
-        Used for computations of the monitor that are not part of the training.
-        """
-        was_active, self.active = self.active, False
-        try:
-            yield
-        finally:
-            self.active = was_active
-
-    def tell_once(self, sentence: str) -> None:
-        """Publish a notice the first time that this method receives it. Also works while code is being compiled."""
-        if sentence not in self._published:
-            self._published.add(sentence)
-            self._boundary.call("a note", self.tell, sentence)
-
+_FORWARD: Final = "a forward hook"
+_GRADIENT: Final = "a gradient hook"
+_OPTIMIZER: Final = "an optimizer hook"
 
 _COMPILED_UPDATE: Final = (
     "the optimizer's step runs inside compiled code, where no hook runs: the monitor detects the step at the next "
@@ -217,11 +63,7 @@ _CONSUMED: Final = (
 
 
 class Hooks(HookContext):
-    """All functions of the monitor that the training calls through hooks.
-
-    Each call runs inside the functions of `base.tracing`, which ignore calls by tracers, and inside the error boundary,
-    which catches errors.
-    """
+    """All functions of the monitor that the training calls through hooks."""
 
     def __init__(
         self,
@@ -233,11 +75,13 @@ class Hooks(HookContext):
         current: CurrentStep,
         gradients: GradientHooks,
         changes: ModelChanges,
-        clock: HookClock,
+        team: IntraOpThreads,
         tell: Callable[[str], None],
         beat: Callable[[], None],
     ) -> None:
-        super().__init__(monitored, recorder, boundary, clock=clock, lock=current.lock, tell=tell)
+        super().__init__(boundary, team=team, lock=current.lock, tell=tell)
+        self._monitored = monitored
+        self._recorder = recorder
         self._events = events
         self._current = current
         self._gradients = gradients
@@ -255,36 +99,44 @@ class Hooks(HookContext):
         self._reads_in_hooks = not monitored.framework.traits.local_until_backward_ends
         self._in_evaluation = False
         self._update_was_compiled = on_compilation(self._update_compiles)
-        self._backward_was_compiled = on_compilation(self._backward_compiles)
+        self._when_gradients_ready = Hook(self, "reading local gradients", self._gradients_ready)
+        self._when_backward_ended = Hook(self, "reading reduced gradients", self._backward_ended)
 
     def install(self, active_quantities: ActiveQuantities, owner: object = None) -> None:
         """Register hooks on the forward pass of the model, on parameters with gradients, and on optimizers.
 
         The model holds `owner` through the hooks on its forward pass; this object does not.
         """
-        self.clock.start()
-        forward = Entry(self._forward_begins, self._boundary, transformed=self._forward_is_transformed, owner=owner)
-        self.keep(self._monitored.framework.on_forward(forward))
-        self.keep(self._monitored.framework.on_forward_end(Entry(self._forward_ended, self._boundary, owner=owner)))
-        self._boundary.call("registering hooks of the framework", self._monitored.framework.install, self)
+        framework = self._monitored.framework
+        begins = Hook(self, _FORWARD, self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
+        self.keep(framework.on_forward(begins))
+        self.keep(framework.on_forward_end(Hook(self, _FORWARD, self._forward_ended, is_timed=False, owner=owner)))
+        self.boundary.call("registering hooks of the framework", framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
-        self._boundary.call("registering gradient hooks", self._gradients.install, self._gradient_hooks())
+        self.boundary.call("registering gradient hooks", self._gradients.install, self._gradient_hooks())
         for optimizer in self._monitored.optimizers:
             self._follow(optimizer)
         self._new_optimizers.install(self.keep, self.always)
 
     # Reports of quantities and adapters.
 
+    @property
+    def micro_step(self) -> int:
+        """See `HookContext`."""
+        return max(0, self._recorder.micro_step)
+
+    def begins_steps(self, module: nn.Module) -> bool:
+        """Return whether `module` is the model or a chunk of it."""
+        return any(module is chunk for chunk in self._monitored.framework.chunks)
+
     def gradient_arrives(self) -> None:
-        """Handle a gradient that is about to be added to a parameter. A step may begin with this gradient."""
+        """Begin a step if steps begin in a backward pass and this is its first gradient."""
         if self._gradients.begin_steps:
-            backward = current_pass()
-            if backward != self._backward:
-                self._boundary.call("a backward hook", self._pass_begins, backward)
+            self._note_pass(current_pass())
 
     def reduced(self) -> None:
-        """Handle reduced gradients. Called by a framework that reduces gradients outside of a backward pass."""
+        """Measure the reduced gradients."""
         if self.active:
             self._events.on_gradients_reduced()
             self.call("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
@@ -292,7 +144,7 @@ class Hooks(HookContext):
     # Forward passes.
 
     def _forward_begins(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
-        if not self.active or any(map(is_stand_in, (*inputs, *named.values()))):
+        if any(map(is_stand_in, (*inputs, *named.values()))):
             return
         if is_transformed():  # forward-mode differentiation without torch.func
             self._forward_is_transformed()
@@ -303,58 +155,63 @@ class Hooks(HookContext):
         if self._monitored.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
-            self.clock.timed("a forward hook", self._recorder.forward_begins, self._monitored.framework.chunk(module))
+            self._recorder.forward_begins(self._monitored.framework.chunk(module))
         else:
             self._in_evaluation = True
-            self.clock.timed("a forward hook", self._recorder.evaluation_begins)
+            self._recorder.evaluation_begins()
 
     def _forward_is_transformed(self) -> None:
-        if self.active:
-            self._beat()
-            self._boundary.call("a forward hook", self._recorder.transformed_forward)
+        self._beat()
+        self._recorder.transformed_forward()
 
     def _forward_ended(self, module: torch.nn.Module, *_: Any) -> None:
         was_training, self.in_forward = self.in_forward, False
         was_evaluation, self._in_evaluation = self._in_evaluation, False
-        if self.active and was_training:
+        if was_training:
             self._events.on_forward_end()
             if id(sys.exc_info()[1]) != self._handled:
-                self._boundary.call(
-                    "a forward hook", self._recorder.forward_failed, self._monitored.framework.chunk(module)
-                )
-        elif self.active and was_evaluation:
+                self._recorder.forward_failed(self._monitored.framework.chunk(module))
+        elif was_evaluation:
             self._events.on_evaluation_end()
 
     # Backward passes.
 
     def _gradient_hooks(self) -> HookFactory:
-        was_compiled, call = self._backward_was_compiled, self._boundary.call
+        was_compiled = on_compilation(self._backward_compiles)
+        gradient_ready = Hook(self, _GRADIENT, self._gradient_ready)
 
         def hook_of(index: int) -> Callable[[GradientSource], None]:
             def ready(holder: GradientSource) -> None:
-                if is_dynamo_compiling():  # the first line, see `Entry`
+                if is_dynamo_compiling():  # the first line, see `Hook`
                     was_compiled()
                 # At a step that is not sampled, the call for a witness is sufficient: skip the others of the same pass.
                 elif current_pass() != self._idle:
-                    call("a gradient hook", call_untransformed, self._gradient_ready, index, holder, current_pass())
+                    gradient_ready(index, holder)
 
             return ready
 
         uncompiled(hook_of(0))  # marks the code object, which all hooks have in common
         return hook_of
 
-    def _gradient_ready(self, index: int, holder: GradientSource, backward: int) -> None:
-        if not self.active:
-            return
-        if backward != self._backward:
-            self.clock.timed("a backward hook", self._pass_begins, backward)
+    def _gradient_ready(self, index: int, holder: GradientSource) -> None:
+        backward = current_pass()
+        self._note_pass(backward)
         is_witness = self._gradients.called(index)
         if not self._current.is_sampled:
             self._idle = backward if is_witness else self._idle
         elif self._reads_in_hooks:
-            self.clock.timed_reading("a gradient hook", self._recorder.gradient_ready, index, holder)
+            self.team.on_measurement_begin()
+            try:
+                self._recorder.gradient_ready(index, holder)
+            finally:
+                self.team.on_measurement_end()
         else:
-            self._boundary.call("a gradient hook", self._recorder.gradient_ready, index, holder)
+            self._recorder.gradient_ready(index, holder)
+
+    def _note_pass(self, backward: int) -> None:
+        if backward != self._backward:
+            # An error here must not hide the gradient that has arrived.
+            self.boundary.call("a backward hook", self._pass_begins, backward)
 
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
@@ -365,7 +222,7 @@ class Hooks(HookContext):
             self._gradients.keep_all()
             self._note_lost_hooks()
         self._events.on_backward_begin()
-        _when_backward_ends(Entry(self._gradients_ready, self._boundary))
+        _when_backward_ends(self._when_gradients_ready)
 
     def _note_lost_hooks(self) -> None:
         """Publish a notice if a step begins with a gradient because other code has removed the forward hooks."""
@@ -376,17 +233,13 @@ class Hooks(HookContext):
     def _gradients_ready(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient. This first
         # callback therefore runs before reduced gradients are written back, and one queued from here runs after it.
+        _when_backward_ends(self._when_backward_ended)
         self._events.on_gradients_ready()
-        if self._current.is_sampled:
-            self.clock.timed("reading local gradients", self._recorder.measure, Quantity.on_gradients_ready)
-        self._boundary.call(
-            "adding a callback at the end of backward", _when_backward_ends, Entry(self._backward_ended, self._boundary)
-        )
+        self._recorder.measure(Quantity.on_gradients_ready)
 
     def _backward_ended(self) -> None:
         self._events.on_backward_end()
-        if self._current.is_sampled:
-            self.clock.timed("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
+        self._recorder.measure(Quantity.on_backward_end)
         self._passes -= 1
         if self._passes > 0:
             return
@@ -395,7 +248,7 @@ class Hooks(HookContext):
             if not self._updated_in_pass:
                 self.tell_once(_CONSUMED)
             self._updated_in_pass = False
-            self.clock.timed("an optimizer hook", self._recorder.updated)
+            self._recorder.updated()
 
     def _backward_compiles(self) -> None:
         if self.active:
@@ -405,8 +258,8 @@ class Hooks(HookContext):
     # Updates.
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        begins = Entry(self._update_begins, self._boundary, self._update_was_compiled)
-        updated = Entry(self._updated, self._boundary)
+        begins = Hook(self, _OPTIMIZER, self._update_begins, was_compiled=self._update_was_compiled)
+        updated = Hook(self, _OPTIMIZER, self._updated)
         self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
 
     def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
@@ -416,23 +269,19 @@ class Hooks(HookContext):
         if in_backward():
             self._updates_in_backward(optimizer, has_stepped=True)
         else:
-            begins = functools.partial(self._recorder.new_optimizer, replaces=replaces)
-            self._boundary.call("an optimizer hook", begins, optimizer)
+            self._recorder.new_optimizer(optimizer, replaces=replaces)
             self._updated(optimizer, (), {})
         event = "the optimizer was replaced after attach()" if replaces else "an optimizer unknown to attach() stepped"
         self.tell_once(f"{event}: the monitor now observes {type(optimizer).__name__}")
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if not self.active:
-            return None
         self._beat()
         self._new_optimizers.followed_begins(optimizer)
         if in_backward():
             self._updates_in_backward(optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        begins = functools.partial(self._recorder.update_begins, computes_gradients=callable(closure))
-        self.clock.timed("an optimizer hook", begins, optimizer)
+        self._recorder.update_begins(optimizer, computes_gradients=callable(closure))
         if self._recorder.forwards_are_transformed:
             self.tell_once(_TRANSFORMED)
         if not callable(closure) or not self._current.is_sampled:
@@ -442,7 +291,7 @@ class Hooks(HookContext):
         def observed() -> Any:
             result = closure()
             if self.active:
-                self.call("an optimizer hook", self._recorder.gradients_computed)
+                self.call(_OPTIMIZER, self._recorder.gradients_computed)
             return result
 
         return (
@@ -451,30 +300,25 @@ class Hooks(HookContext):
 
     def _updates_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
         """Handle a step of `optimizer` inside a backward pass. The update ends with the pass to which it belongs."""
-        backward = current_pass()
-        if backward != self._backward:
-            self.clock.timed("a backward hook", self._pass_begins, backward)
+        self._note_pass(current_pass())
         self._updated_in_pass = True
-        updates = functools.partial(self._recorder.update_in_backward, has_stepped=has_stepped)
-        self.clock.timed("an optimizer hook", updates, optimizer)
+        self._recorder.update_in_backward(optimizer, has_stepped=has_stepped)
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self.active:
-            self._beat()
-            self._new_optimizers.followed_ended(optimizer)
-            if in_backward():
-                return
-            self.clock.timed("an optimizer hook", self._recorder.updated, optimizer)
+        self._beat()
+        self._new_optimizers.followed_ended(optimizer)
+        if not in_backward():
+            self._recorder.updated(optimizer)
 
     def _update_compiles(self) -> None:
         if self.active:
             self._monitored.compiled.add(UPDATE)
-            self._boundary.call("a compiled update", self._recorder.update_compiles)
+            self.boundary.call("a compiled update", self._recorder.update_compiles)
             self.tell_once(_COMPILED_UPDATE)
 
 
 def _has_own_hook(module: torch.nn.Module) -> bool:
-    return any(isinstance(hook, Entry) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - torch has no public name for it
+    return any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - torch has no public name for it
 
 
 def _when_backward_ends(callback: Callable[[], None]) -> None:

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from rankscope_exporter.adapters.hook_context import Hook, HookContext, IntraOpThreads
 from rankscope_exporter.base import graph_capture, tracing
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.base.tracing import Entry, is_plain
+from rankscope_exporter.base.tracing import is_plain
 
 EVERYTHING = (
     *("parameters", "gradients", "micro_gradients", "optimizer_state", "activations"),
@@ -335,14 +336,15 @@ def test_training_is_bit_identical_and_its_rows_are_right(case):
     assert [case.names] == [case.names for note in notes if case.names is None or case.names in note] or not notes
 
 
-def test_modes_are_restored_in_order_after_an_entry_that_raises():
+def test_modes_are_restored_in_order_after_a_hook_that_raises():
     def fails() -> None:
         assert is_plain()
         raise RuntimeError("no")
 
     boundary = ErrorBoundary()
+    context = HookContext(boundary, team=IntraOpThreads(), lock=contextlib.nullcontext(), tell=print)
     with CountedFunctions() as outer, CountedFunctions() as inner, CountedOperations() as operations:
-        Entry(fails, boundary)()
+        Hook(context, "a hook", fails)()
         modes = torch.overrides._get_current_function_mode_stack()
         torch.ones(2).sum()
 

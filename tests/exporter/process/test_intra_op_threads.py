@@ -25,7 +25,7 @@ THREADS_OF_OTHERS = """
 import os, threading, time
 import duckdb, pyarrow, torch
 from rankscope_exporter.process.threads import intra_op_threads
-from rankscope_exporter.training.cpu_time import IntraOpThreads, _clock
+from rankscope_exporter.adapters.hook_context import IntraOpThreads, _clock
 
 def native_threads():
     return set(map(int, os.listdir("/proc/self/task")))

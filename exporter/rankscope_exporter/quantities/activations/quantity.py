@@ -30,12 +30,13 @@ from torch import nn
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import table
 from rankscope_exporter.model.parameter_names import NamedModule, Targets, local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
-from rankscope_exporter.quantities.base import Hooking, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     TensorHooks,
@@ -380,7 +381,7 @@ class Activations(ModuleQuantity):
         """Return the kinds of tensors that the options select to be measured, such as `act_in`."""
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register hooks on every module that is measured."""
         if self.options.objects:
             super().install(hooking, gate)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from rankscope_contract.diagnostics.collective_format import dtype_text
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Checked, at_least, list_of
@@ -39,7 +40,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     ranks_by_group,
     read_with_stacks,
 )
-from rankscope_exporter.quantities.base import Hooking, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.quantities.collectives import interception
 from rankscope_exporter.quantities.collectives.interception import (
     OPERATIONS,
@@ -262,7 +263,7 @@ class Collectives(Quantity):
         self._log = CallLog()
         self._internal_calls = InternalCalls(self._sites, self.targets)
         self._failed: set[str] = set()  # sources that could not be read; each is reported once
-        self._hooking: Hooking
+        self._hooking: HookContext
         self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
@@ -271,7 +272,7 @@ class Collectives(Quantity):
             return set()
         return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
 
-    def install(self, hooking: Hooking, gate: SamplingGate) -> None:
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Intercept the functions of torch.distributed."""
         self._hooking, self._gate = hooking, gate
         if not dist.is_available():
@@ -294,8 +295,8 @@ class Collectives(Quantity):
             lambda call, result: None if call.note is None else ended(call, result),
             lambda work: waited(work) if self._is_training() else None,
         )
-        hooking.keep(CallbackHandle(self._release))
-        hooking.keep(Interceptor(listener, OPERATIONS))
+        gate.keep(CallbackHandle(self._release))
+        gate.keep(Interceptor(listener, OPERATIONS))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Delete the stored collective calls of the last sampled step."""

@@ -1,0 +1,318 @@
+"""Hooks: functions of the monitor that torch calls during training, and the state that the hooks of one model share.
+
+A hook does nothing after detach, in a forked child process, and while a compiler or tracer is active. Errors in hooks
+are caught, and their CPU time is measured.
+
+CPU time is measured on the training thread, and on torch's threads: torch divides a CPU operation among the threads of
+its pool, and the CPU clock of the calling thread does not include them. Their clocks are read before and after each
+measurement. If torch uses one thread, or if the tensors are on another device, no such threads exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.base.copies import NotCopied
+from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.base.tracing import (
+    call_outside_of_modes,
+    call_untraced,
+    has_transform,
+    is_dynamo_compiling,
+    is_plain,
+    is_traced,
+    is_transformed,
+    on_compilation,
+    uncompiled,
+)
+from rankscope_exporter.process.threads import intra_op_threads
+from rankscope_exporter.records.pending_step import StepObserver
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
+_CLOCK_READ_SECONDS: Final = min(_seconds(lambda: None) for _ in range(50))
+"""CPU seconds that one read of the clock takes. This time is added to each interval between two reads.
+
+About half of the first read and half of the second read are outside of the interval that the two reads measure.
+"""
+
+
+class IntraOpThreads(StepObserver):
+    """The threads of torch's pool that compute parts of operations which the training thread starts.
+
+    `seconds` is the CPU time that these threads have used for the monitor.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._clocks: tuple[int, ...] = ()
+        self._depth = 0
+        self._began = 0.0
+
+    def find(self) -> None:
+        """Find the threads of torch's pool. Called on the training thread, which owns the pool."""
+        self._clocks = tuple(map(_clock, intra_op_threads()))
+
+    def on_measurement_begin(self) -> None:
+        """Start to measure the CPU time of torch's threads before operations that torch may divide among them.
+
+        Calls can be nested.
+        """
+        if self._clocks:
+            if self._depth == 0:
+                self._began = self._now()
+            self._depth += 1
+
+    def on_measurement_end(self) -> None:
+        """Add up the CPU time that torch's threads have used since the outermost call of `on_measurement_begin`."""
+        if self._clocks:
+            self._depth -= 1
+            if self._depth == 0:
+                self.seconds += self._now() - self._began
+
+    def _now(self) -> float:
+        try:
+            return sum(map(time.clock_gettime, self._clocks))
+        except OSError:  # torch has replaced the pool
+            self._clocks = ()
+            return self._began
+
+
+def _clock(thread: int) -> int:
+    """Return the id of Linux's CPU time clock for a thread, given the native id of the thread."""
+    return (~thread << 3) | 6
+
+
+class HookContext:
+    """The state that all hooks of one model share, and the methods with which adapters and quantities create hooks.
+
+    The class has many methods, because hooks of the model, of its framework and of quantities use the same state.
+    """
+
+    def __init__(
+        self,
+        boundary: ErrorBoundary,
+        *,
+        team: IntraOpThreads,
+        lock: contextlib.AbstractContextManager[Any],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.boundary = boundary
+        self.team = team
+        self.tell = tell
+        """Function that publishes a notice for the user on the console and as an event."""
+        self.active = True
+        """False after detach and in a forked child process. No hook has an effect then."""
+        self.cpu_seconds = 0.0
+        """CPU seconds on the training thread of calls that read a tensor, begin or end a step, or come from the script.
+
+        In each step, a few other hooks are called. Their time is not included, because measuring it would take longer
+        than the hooks themselves.
+        """
+        self.in_forward = False
+        """True if a training forward pass of the whole model is running."""
+        self.grad_enabled = True
+        """True if gradients were enabled when torch called the hook of a quantity that is running now."""
+        self._lock = lock
+        self._handles: list[Removable] = []
+        self._published: set[str] = set()
+
+    @property
+    def micro_step(self) -> int:
+        """Number of the current or latest training forward pass within the step, from 0 on, for each model chunk."""
+        raise NotImplementedError
+
+    def begins_steps(self, module: nn.Module) -> bool:
+        """Return whether a step begins with the forward pass of `module`.
+
+        If so, a hook on this forward pass must be registered before the step begins.
+        """
+        raise NotImplementedError
+
+    def gradient_arrives(self) -> None:
+        """Handle a gradient that is about to be added to a parameter. A step may begin with this gradient."""
+        raise NotImplementedError
+
+    def reduced(self) -> None:
+        """Handle reduced gradients. Called by a framework that reduces gradients outside of a backward pass."""
+        raise NotImplementedError
+
+    def keep(self, handle: Removable) -> None:
+        """Store `handle`, the handle of a hook that must be removed at detach."""
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Remove all hooks. A hook that cannot be removed is reported, and has no effect any more."""
+        self.active = False
+        for handle in self._handles:
+            self.boundary.call("removing a hook", handle.remove)
+        self._handles.clear()
+
+    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
+        """Return a hook that calls `function` only while `gate` is open, that is, at sampled steps of a quantity.
+
+        During a call, gradients are disabled. `where` describes the operation in error messages.
+        """
+        return Hook(self, where, function, gate=gate)
+
+    def always(self, where: str, function: Callable[..., None]) -> Hook:
+        """Return a hook that calls `function` at every step, sampled or not."""
+        return Hook(self, where, function, is_timed=False)
+
+    def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
+        began = time.thread_time()
+        try:
+            return function(*args) if is_plain() else call_untraced(function, *args)
+        except Exception as error:  # noqa: BLE001 - as in `Hook`
+            self.boundary.report(where, error)
+            return None
+        finally:
+            self.cpu_seconds += time.thread_time() - began + _CLOCK_READ_SECONDS
+
+    def between(self, function: Callable[[], None]) -> None:
+        """Call `function` under a lock, so that no step begins or ends during the call.
+
+        Hooks that may run long after the optimizer update of a step need this.
+        """
+        with self._lock:
+            function()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Disable all hooks inside the `with` block.
+
+        Used for computations of the monitor that are not part of the training.
+        """
+        was_active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = was_active
+
+    def tell_once(self, sentence: str) -> None:
+        """Publish a notice the first time that this method receives it. Also works while code is being compiled."""
+        if sentence not in self._published:
+            self._published.add(sentence)
+            self.boundary.call("a note", self.tell, sentence)
+
+
+class Gate(Protocol):
+    """The object from which the hooks of one quantity read whether the current step is sampled."""
+
+    @property
+    def is_open(self) -> bool:
+        """True if the quantity is measured at the current step."""
+
+
+class Hook(NotCopied):
+    """A function of the monitor that torch calls. It is wrapped once, when it is registered.
+
+    The hook calls the function only if its context is active and no compiler or tracer is. While a mode of the script
+    is active, all modes are disabled during the call. An exception is counted and logged under the name `where`, and
+    the hook then returns None. The CPU time of the call is added to that of the context, unless `is_timed` is false.
+
+    A hook with a gate belongs to a quantity and reads tensors: the function is called only while the gate is open, and
+    gradients are disabled during the call. It is also called under a transform of `torch.func` if the transform runs in
+    a training forward pass, because the quantity reports transformed tensors. All other hooks then call the function
+    `transformed` instead, without arguments. It may not call torch operations.
+
+    The function `was_compiled` reports a compilation of the hook: Dynamo calls it when it compiles the hook. It must be
+    a result of `on_compilation`. The object `owner` is kept alive by the hook, and so by the module that has the hook.
+    If the module or tensor with this hook is copied, the copy has a function that does nothing instead.
+    """
+
+    def __init__(
+        self,
+        context: HookContext,
+        where: str,
+        function: Callable[..., Any],
+        *,
+        gate: Gate | None = None,
+        is_timed: bool = True,
+        was_compiled: Callable[[], int] | None = None,
+        transformed: Callable[[], None] | None = None,
+        owner: object = None,
+    ) -> None:
+        super().__init__(function)
+        self._context = context
+        self._where = where
+        self._gate = gate
+        self._is_timed = is_timed
+        self._was_compiled = was_compiled
+        self._transformed = transformed
+        self._owner = owner
+        self.was_called = False
+        """True if torch has called the hook, which has a gate, since its registration."""
+        self.is_compiled = False
+        """True if Dynamo compiled the hook into the code that calls it. The hook has no effect in compiled code."""
+        self.on_inactive_call: Callable[[], None] | None = None
+        """Function that is called instead of the hook while its gate is closed."""
+
+    @uncompiled
+    def __call__(self, *args: Any) -> Any:
+        """Call the function, or do nothing and return None (see the class)."""
+        # First, and a constant to the compiler: nothing below it becomes part of a graph, and no graph is compiled
+        # again when a gate opens or closes.
+        if is_dynamo_compiling():
+            if self._was_compiled is not None:
+                self._was_compiled()
+            return None
+        context, call = self._context, self._call
+        if self._gate is not None:
+            self.was_called = True
+            if not self._gate.is_open:
+                if self.on_inactive_call is not None:
+                    self.on_inactive_call()
+                return None
+            call = self._read
+        if not context.active:
+            return None
+        began = time.thread_time() if self._is_timed else 0.0
+        try:
+            return call(*args) if is_plain() else self._call_beside_modes(call, args)
+        except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
+            context.boundary.report(self._where, error)
+            return None
+        finally:
+            if self._is_timed:
+                context.cpu_seconds += time.thread_time() - began + _CLOCK_READ_SECONDS
+
+    def _read(self, *args: Any) -> None:
+        context, team = self._context, self._context.team
+        context.grad_enabled = torch.is_grad_enabled()
+        team.on_measurement_begin()
+        try:
+            with torch.no_grad():
+                self._call(*args)
+        finally:
+            team.on_measurement_end()
+
+    def _call_beside_modes(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call the function outside of the modes of the script; return None without a call under a tracer."""
+        if is_traced():
+            return None
+        if self._gate is not None and self._context.in_forward and is_transformed():
+            return call(*args)
+        if has_transform():
+            return None if self._transformed is None else self._transformed()
+        return call_outside_of_modes(call, *args)
+
+    def note_compilation(self) -> None:
+        """Set `is_compiled` when Dynamo compiles the hook."""
+        self._was_compiled = on_compilation(self._compiles)
+
+    def _compiles(self) -> None:
+        self.is_compiled = True
