@@ -193,7 +193,8 @@ LOSSES: Final = ("loss", "eval_loss")
 """Stored names of the quantities that a training script may log under each of their names in logs."""
 
 
-def logged_name(name: str) -> tuple[str, dict[str, str]]:
+@functools.lru_cache(maxsize=4096)
+def logged_name(name: str) -> tuple[str, Mapping[str, str]]:
     """Return the stored name and the labels of a number that a training script logs as `name`.
 
     Only names of losses are replaced. `source_name` is then the name in the script, as in imported logs.

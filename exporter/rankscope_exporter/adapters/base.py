@@ -201,7 +201,8 @@ class WrappedModel:
 
         Return 0 if `module` is not a chunk.
         """
-        return next((number for number, chunk in enumerate(self.chunks) if chunk is module), 0)
+        chunks = self.chunks
+        return 0 if len(chunks) == 1 else next((i for i, chunk in enumerate(chunks) if chunk is module), 0)
 
     def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
         """Return the number of the model chunk that contains `part`, a parameter or module.

@@ -57,36 +57,37 @@ class IntraOpThreads(StepObserver):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._clocks: tuple[int, ...] = ()
+        self.clocks: tuple[int, ...] = ()
+        """The CPU time clocks of the threads; empty if torch computes on the training thread alone."""
         self._depth = 0
         self._began = 0.0
 
     def find(self) -> None:
         """Find the threads of torch's pool. Called on the training thread, which owns the pool."""
-        self._clocks = tuple(map(_clock, intra_op_threads()))
+        self.clocks = tuple(map(_clock, intra_op_threads()))
 
     def on_measurement_begin(self) -> None:
         """Start to measure the CPU time of torch's threads before operations that torch may divide among them.
 
         Calls can be nested.
         """
-        if self._clocks:
+        if self.clocks:
             if self._depth == 0:
                 self._began = self._now()
             self._depth += 1
 
     def on_measurement_end(self) -> None:
         """Add up the CPU time that torch's threads have used since the outermost call of `on_measurement_begin`."""
-        if self._clocks:
+        if self.clocks:
             self._depth -= 1
             if self._depth == 0:
                 self.seconds += self._now() - self._began
 
     def _now(self) -> float:
         try:
-            return sum(map(time.clock_gettime, self._clocks))
+            return sum(map(time.clock_gettime, self.clocks))
         except OSError:  # torch has replaced the pool
-            self._clocks = ()
+            self.clocks = ()
             return self._began
 
 

@@ -6,6 +6,8 @@ The model may consist of several chunks.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,16 +37,16 @@ class Borrowed(Sequence[T]):
         self._references = [weakref.ref(item) for item in items]
 
     def __iter__(self) -> Iterator[T]:
-        return (item for reference in self._references if (item := reference()) is not None)
+        return iter([item for reference in self._references if (item := reference()) is not None])
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len([*iter(self)])
 
     def __getitem__(self, position: Any) -> Any:
-        return list(self)[position]
+        return [*iter(self)][position]
 
     def __setitem__(self, position: Any, value: Any) -> None:
-        items = list(self)
+        items = [*iter(self)]
         items[position] = value
         self._references = [weakref.ref(item) for item in items]
 
@@ -160,7 +162,7 @@ class MonitoredModel:
             found = found_in_place(self.parameters)
         else:
             found = [self.framework.parameter(named) for named in self.parameters]
-        if any(item is None for item in found):
+        if not all(map(operator.is_not, found, itertools.repeat(None))):
             pairs = zip(self.parameters, found, strict=True)
             return [self._from_optimizers(named) if item is None else item for named, item in pairs]
         return found
@@ -180,6 +182,20 @@ class MonitoredModel:
             None if owner in self.retired or (read is not None and owner not in read) else item for owner, item in pairs
         ]
 
+    def updated_tensors(self) -> list[torch.Tensor | None]:
+        """Return the result of `Framework.updated_tensor` for each element of `tensors()`."""
+        tensors, updated = self.tensors(), self.framework.updated_tensor
+        if type(self.framework).updated_tensor is Framework.updated_tensor:
+            return [*tensors]
+        return [None if parameter is None else updated(parameter) for parameter in tensors]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Return the present gradient of each parameter of the optimizer step that begins now (see `tensors`)."""
+        tensors, gradient = self.tensors(of_update=True), self.framework.gradient
+        if type(self.framework).gradient is Framework.gradient:
+            return [None if parameter is None else parameter.grad for parameter in tensors]
+        return [None if parameter is None else gradient(parameter) for parameter in tensors]
+
     def states(self, parameters: Sequence[nn.Parameter | None]) -> list[ParameterState | None]:
         """Return the optimizer state of each of `parameters`; None for a parameter without an optimizer.
 
@@ -194,7 +210,10 @@ class MonitoredModel:
         Parameters that are retired are left out. A parameter to which its module has given another name is not missing,
         and is found under this name from now on.
         """
-        named = enumerate(self.parameters)
+        named = list(enumerate(self.parameters))
+        if type(self.framework).is_in_place is Framework.is_in_place:  # a parameter that is found is in its place
+            found = found_in_place(self.parameters)
+            named = [item for item, parameter in zip(named, found, strict=True) if parameter is None]
         gone = {i for i, item in named if i not in self.retired and not self.framework.is_in_place(item)}
         places = {(id(item.owner()), item.key) for item in self.parameters} if gone else set()
         return {i for i in gone if not self.parameters[i].follow(places)}

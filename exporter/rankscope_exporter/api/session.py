@@ -239,12 +239,14 @@ class Session:
         """Build the hooks on the model, the recorder of steps, and the observers that hooks and recorder notify."""
         monitored, config, boundary = self.monitored, self.config, self._boundary
         team = IntraOpThreads()
+        if self._device.type == "cpu":
+            boundary.call("threads of torch", team.find)
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
         controller = self.reactions.overhead_controller
         observers = (
             *self.step_observers.all,
-            team,
+            *([team] if team.clocks else []),
             self._pace,
             self.change_sources,
             self.console,
@@ -297,8 +299,6 @@ class Session:
             undo.append(lambda: self.publisher.stop(1.0))
             self.publisher.start()
             undo.append(self.hooks.remove)
-            if self._device.type == "cpu":
-                self._boundary.call("threads of torch", self.hooks.team.find)
             self.hooks.install(self.active_quantities, owner)
         except BaseException:
             for step in reversed(undo):

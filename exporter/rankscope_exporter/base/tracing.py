@@ -72,6 +72,7 @@ _without_modes: Final = torch_name(
 _is_wrapped: Final = torch_name("torch._C._functorch.is_functorch_wrapped_tensor", _none, _UNREAD)
 _unwrapped: Final = torch_name("torch._C._functorch.get_unwrapped", torch.detach, _UNREAD)
 _is_compiling: Final = torch.compiler.is_compiling
+_cuda: Final = torch.cuda
 
 
 def _frame_skipper() -> Callable[[CodeType], object]:
@@ -115,7 +116,7 @@ def is_plain() -> bool:
         or _fx_traces()
         or _is_compiling()
         or _jit_state() is not None
-        or is_capturing()
+        or (getattr(_cuda, "_initialized", True) and is_capturing())  # the private name first: it is ten times as fast
     )
 
 

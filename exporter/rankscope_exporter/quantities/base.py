@@ -237,9 +237,12 @@ class Quantity:
     def is_trained(self) -> bool:
         """Return whether some measured parameter requires a gradient, and its optimizer has stepped in this step."""
         stepped = self.monitored.update.stepped  # empty if optimizers update copies
-        updated = (i for i, owner in enumerate(self.monitored.owners()) if not stepped or owner in stepped)
-        found = map(self.monitored.parameter, updated)
-        return any(parameter is not None and parameter.requires_grad for parameter in found)
+        for index, owner in enumerate(self.monitored.owners()):
+            if not stepped or owner in stepped:
+                parameter = self.monitored.parameter(index)
+                if parameter is not None and parameter.requires_grad:
+                    return True
+        return False
 
     def owners(self, count: int) -> list[int]:
         """Return, for each of the first `count` plan entries, the position of its parameter.

@@ -393,9 +393,9 @@ class Gradients(Quantity):
             self._sums.learn()
             table.forget(self._unreduced)
         elif self._batched:
-            tensors = enumerate(self.monitored.tensors())
-            own = (None if item is None or i not in self._arrived else item.grad for i, item in tensors)
-            table.measure(list(own), self._unreduced)
+            tensors, arrived = enumerate(self.monitored.tensors()), self._arrived
+            own = [None if item is None or i not in arrived else item.grad for i, item in tensors]
+            table.measure(own, self._unreduced)
 
     def on_backward_end(self, table: Table) -> None:
         """Measure the reduced gradients. Without a reduction, the reduced gradients are the rank's own gradients."""
@@ -403,11 +403,11 @@ class Gradients(Quantity):
             self._mixed = True
             if self._reduces_after_last:  # no further micro-batch comes
                 self._finish_sums(table)
-            table.measure(self._own(self._gradients()), self._reduced)
+            table.measure(self._own(self.monitored.gradients()), self._reduced)
         elif self.monitored.copies > 1 or self._reduces_after_last:
             return
         elif self._elsewhere:
-            table.measure(self._own(self._gradients()), self._reduced)
+            table.measure(self._own(self.monitored.gradients()), self._reduced)
         else:
             table.copy(self._unreduced, self._reduced)
         self._has_reduced = True
@@ -419,7 +419,9 @@ class Gradients(Quantity):
         if self._sums.are_kept:  # the last pass may have called no hook
             self._read_sums(table)
             self._sums.release()
-        elif not self._batched and len(self._arrived) < sum(gradient is not None for gradient in self._gradients()):
+        elif not self._batched and len(self._arrived) < sum(
+            gradient is not None for gradient in self.monitored.gradients()
+        ):
             self._sums.learn()
 
     def on_optimizer_step_begin(self, table: Table) -> None:
@@ -427,9 +429,12 @@ class Gradients(Quantity):
         if self.monitored.update.is_inside_backward:
             return
         self._sums.release()
-        gradients = self._gradients()
+        gradients = self.monitored.gradients()
         read = self.monitored.update.positions
-        self._frozen.add(i for i, owner in enumerate(self.monitored.owners()) if read is None or owner in read)
+        owners = self.monitored.owners()
+        self._frozen.add(
+            [i for i, owner in enumerate(owners) if owner in read] if read is not None else range(len(owners))
+        )
         if self._reduced_by_loop:
             table.measure(self._own(gradients), self._reduced)
         elif self._has_reduced:
@@ -452,12 +457,6 @@ class Gradients(Quantity):
         return [
             None if index in self._elsewhere and not _is_partial(gradient) else gradient
             for index, gradient in enumerate(gradients)
-        ]
-
-    def _gradients(self) -> list[torch.Tensor | None]:
-        gradient = self.monitored.framework.gradient
-        return [
-            None if parameter is None else gradient(parameter) for parameter in self.monitored.tensors(of_update=True)
         ]
 
 

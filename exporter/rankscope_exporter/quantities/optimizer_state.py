@@ -179,9 +179,9 @@ def _described(own: ParameterState) -> str:
 def kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
     """Return the keys and kinds of the state that optimizers with these options usually have."""
     kinds: list[tuple[str, Kind]] = []
-    if any("betas" in optimizer.defaults for optimizer in optimizers):
+    if [optimizer for optimizer in optimizers if "betas" in optimizer.defaults]:
         kinds += ADAM_STATE
-    if any(group.get("momentum") for optimizer in optimizers for group in optimizer.param_groups):
+    if [group for optimizer in optimizers for group in optimizer.param_groups if group.get("momentum")]:
         kinds += MOMENTUM_STATE
     return tuple(kinds)
 

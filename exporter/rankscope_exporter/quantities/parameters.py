@@ -67,7 +67,7 @@ class Parameters(Quantity):
         """Measure the parameters before the update, and copy them if the norm of the update is measured."""
         if self.monitored.update.stepped:  # an optimizer has already updated parameters in this step
             return
-        tensors = self._updated_tensors()
+        tensors = self.monitored.updated_tensors()
         table.measure(tensors, self._before)
         if self.options.updates and not self._copies:
             copies = self._copies = [None] * len(tensors)
@@ -81,7 +81,7 @@ class Parameters(Quantity):
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the parameters after the update. With several optimizers, the values after the last one count."""
-        tensors = self._updated_tensors()
+        tensors = self.monitored.updated_tensors()
         table.measure(tensors, self._after)
         moved = self._moved = []
 
@@ -109,10 +109,6 @@ class Parameters(Quantity):
         for table, names, norms in self._moved:
             table.defer("features", norms, functools.partial(_rows, names))
         self._copies, self._moved = [], []
-
-    def _updated_tensors(self) -> list[torch.Tensor | None]:
-        updated = self.monitored.framework.updated_tensor
-        return [None if parameter is None else updated(parameter) for parameter in self.monitored.tensors()]
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:

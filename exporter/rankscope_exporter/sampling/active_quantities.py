@@ -20,7 +20,7 @@ from rankscope_exporter.records.pending_step import ExpectedRows, PendingStep
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
-from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, drop_absent
+from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, TableView, drop_absent
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
 
@@ -45,6 +45,14 @@ class StepBacklog:
     """Steps whose statistics the publisher thread has read."""
 
 
+_Call = tuple[ActiveQuantity, Callable[..., None], TableView | None]
+"""A quantity, its method that handles an event, and the table of the quantity."""
+
+_EVENTS: Final[tuple[Callable[..., None], ...]] = (
+    *(Quantity.on_step_begin, Quantity.on_forward_failed, Quantity.on_gradient_ready, Quantity.on_gradients_ready),
+    *(Quantity.on_backward_end, Quantity.on_optimizer_step_begin, Quantity.on_optimizer_step_end, Quantity.on_step_end),
+)
+
 PreparedQuantities = list[tuple[ActiveQuantity, QuantitySampling]]
 
 
@@ -62,7 +70,7 @@ class ActiveQuantities:
         self._boundary = boundary
         self.plan = PlanRegistry()
         self._members: list[ActiveQuantity] = []
-        self._per_gradient: list[ActiveQuantity] = []  # open members that read gradients one by one
+        self._calls: dict[Callable[..., None], list[_Call]] = {}  # by event, see `_list_calls`
         self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
         table = StatisticsTable(first, device)
@@ -71,7 +79,7 @@ class ActiveQuantities:
         self._buffers = StepBuffers(self.plan, table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._deferred_before = 0  # rows of other datasets before the present forward pass
-        self._expected: dict[str, ExpectedRows | None] = {}  # of the present step, by quantity
+        self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(self.prepare(quantities))
@@ -123,6 +131,7 @@ class ActiveQuantities:
         self._members = [
             member for member, sampling in prepared if _has_rows(self._boundary, self._buffers, member, sampling)
         ]
+        self._list_calls()
 
     def discard(self, prepared: PreparedQuantities) -> None:
         """Remove the hooks that `prepare` registered. Called if the prepared change does not take place."""
@@ -150,11 +159,13 @@ class ActiveQuantities:
                 member.is_temporary = True
                 if _has_rows(self._boundary, self._buffers, member, sampling):
                     self._members.append(member)
+                    self._list_calls()
 
     def release(self) -> None:
         """End the capture: measure the same quantities as before the capture."""
         temporary = [member for member in self._members if member.is_temporary]
         self._members = [member for member in self._members if not member.is_temporary]
+        self._list_calls()
         for member in temporary:
             self._boundary.call(member.where, member.leave)
         _end_capture(self._members)
@@ -209,7 +220,7 @@ class ActiveQuantities:
         is_sampled = False
         for member in self._members:
             is_sampled |= member.opens(step)
-            if member.is_done:
+            if member.schedule.is_over and member.is_done:
                 self._boundary.call(member.where, member.retire)
         if is_sampled and self.backlog.measured - self.backlog.published >= MAX_BACKLOG:
             self.unsampled += 1
@@ -220,29 +231,46 @@ class ActiveQuantities:
             self._buffers.table.clear()
         self._is_clear = not is_sampled
         for member in self._members:
-            if member.is_open or member.transient.may_be_removed:
+            if member.transient.are_used and (member.is_open or member.transient.may_be_removed):
                 self._boundary.call(member.where, member.adjust_hooks)
-        self._per_gradient = [
-            member
-            for member in self._members
-            if member.is_open and type(member.quantity).on_gradient_ready is not Quantity.on_gradient_ready
-        ]
         return is_sampled
+
+    def _list_calls(self) -> None:
+        """Find, for each event, the quantities that override its method. Called after a change of the members."""
+        self._calls = {
+            event: [
+                (member, getattr(member.quantity, event.__name__), member.view)
+                for member in self._members
+                if getattr(type(member.quantity), event.__name__) is not event
+            ]
+            for event in _EVENTS
+        }
 
     def notify(self, event: Callable[[Quantity, Table], None]) -> None:
         """Call a method such as `Quantity.on_backward_end` of each quantity that is measured at this step.
 
         If the method of a quantity raises, only the rows of this quantity are missing at this step.
         """
-        name = event.__name__
-        is_update = event is Quantity.on_optimizer_step_end
         with torch.no_grad():
-            for member in self._members:
+            for member, call, table in self._calls[event]:
                 if member.is_open:
-                    where = f"{member.quantity.name} ({name})"
-                    self._boundary.call(where, getattr(member.quantity, name), member.table)
-                    if is_update:
-                        self._expected[member.quantity.name] = self._boundary.call(where, member.quantity.expected)
+                    try:
+                        call(table)
+                    except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
+                        self._report(member, event, error)
+            if event is Quantity.on_optimizer_step_end:
+                self._note_expected()
+
+    def _note_expected(self) -> None:
+        for member in self._members:
+            if member.is_open:
+                try:
+                    self._expected[member.quantity.name] = member.quantity.expected()
+                except Exception as error:  # noqa: BLE001 - see above
+                    self._report(member, Quantity.on_optimizer_step_end, error)
+
+    def _report(self, member: ActiveQuantity, event: Callable[..., None], error: Exception) -> None:
+        self._boundary.report(f"{member.quantity.name} ({event.__name__})", error)
 
     def forward(self, *, failed: bool = False) -> None:
         """Handle the beginning of a training forward pass of a sampled step.
@@ -259,13 +287,14 @@ class ActiveQuantities:
 
         `holder` provides the gradient of the model's parameter number `index`.
         """
-        for member in self._per_gradient:
-            own = member.own_index(index)
-            if own is not None:
-                try:
-                    member.quantity.on_gradient_ready(own, holder, member.table)
-                except Exception as error:  # noqa: BLE001 - as the error boundary does, without a call per gradient
-                    self._boundary.report(f"{member.quantity.name} (on_gradient_ready)", error)
+        for member, call, table in self._calls[Quantity.on_gradient_ready]:
+            if member.is_open:
+                own = index if member.quantity.monitored.positions is None else member.own_index(index)
+                if own is not None:
+                    try:
+                        call(own, holder, table)
+                    except Exception as error:  # noqa: BLE001 - see above
+                        self._report(member, Quantity.on_gradient_ready, error)
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan entries and the statistics that the present step has so far. Waits for the device."""
@@ -278,13 +307,17 @@ class ActiveQuantities:
         Add this copy and the rows for other datasets to the record of the step.
         """
         opened = [member for member in self._members if member.is_open]
-        for member in opened:
-            self._boundary.call(member.where, member.quantity.on_step_end)
+        for member, call, _ in self._calls[Quantity.on_step_end]:
+            if member.is_open:
+                try:
+                    call()
+                except Exception as error:  # noqa: BLE001 - see above
+                    self._boundary.report(member.where, error)
         for member in opened:
             member.closes()
         pending_step.deferred, pending_step.rows = self._buffers.take_rows()
-        pending_step.expected, self._expected = tuple(filter(None, self._expected.values())), {}
-        drop_absent([member.table for member in opened], self.plan)
+        pending_step.expected, self._expected = tuple(self._expected.values()), {}
+        drop_absent([member.view for member in opened if member.view is not None], self.plan)
         plan = self.plan.version()
         pending_step.plan = plan
         pending_step.copy = HostCopy(self._buffers.table, plan.used)

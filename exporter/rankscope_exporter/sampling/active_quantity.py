@@ -47,6 +47,8 @@ class TransientHooks:
         self._all: list[_Transient] = []
         self._some_are_removed = False
         self._are_on_parameters = False
+        self.are_used = False
+        """True if a hook was added."""
         self.may_be_removed = False
         """True if hooks were registered after the last call of `remove_called`, so that some may have to be removed."""
 
@@ -62,7 +64,7 @@ class TransientHooks:
         handle = register()
         self._all.append(_Transient(hook, register, handle, stays))
         self._are_on_parameters |= isinstance(handle, ParameterHook)
-        self.may_be_removed = self._some_are_removed = True
+        self.are_used = self.may_be_removed = self._some_are_removed = True
 
     def register(self) -> None:
         """Register again the hooks that were removed.
@@ -133,13 +135,13 @@ class ActiveQuantity:
     is_retired: bool = False
     is_kept_for_next: bool = False
     """True if a pending change of the sampling also contains this quantity, so that its hooks are kept."""
+    where: str = field(init=False)
+    """The name under which the error boundary reports errors in the hooks of this quantity."""
     handles: list[Removable] = field(default_factory=list)
     transient: TransientHooks = field(default_factory=TransientHooks)
 
-    @property
-    def where(self) -> str:
-        """The name under which the error boundary reports errors in the hooks of this quantity."""
-        return f"hooks of {self.quantity.name}"
+    def __post_init__(self) -> None:
+        self.where = f"hooks of {self.quantity.name}"
 
     @property
     def table(self) -> TableView:
@@ -194,14 +196,15 @@ class ActiveQuantity:
         """Count the step number `step`, which begins; return whether the quantity is measured at this step."""
         self.is_due = self.schedule.begins(step)
         self.is_open = self.is_captured or (self.is_due and not self.is_suspended)
-        if self.is_open:
-            self.table.begin(step)
+        if self.is_open and self.view is not None:
+            self.view.begin(step)
         return self.is_open
 
     def closes(self) -> None:
         """End the measurement of the present step. If the schedule had selected the step, count it as sampled."""
         self.is_open = False
-        self.table.end()
+        if self.view is not None:
+            self.view.end()
         if self.is_due:
             self.schedule.sampled()
 

@@ -45,7 +45,7 @@ class CurrentStep:
         Values and events that were added while no step was open belong to this record.
         """
         self.is_sampled = sampled
-        self.pending = pending = PendingStep(step, now_microseconds(), sampled=sampled)
+        self.pending = pending = PendingStep(step, ts=0, monotonic=0, sampled=sampled)  # times are set when it closes
         pending.pending, self._next_values = self._next_values, []
         pending.events, self._next_events = self._next_events, []
         return pending

@@ -10,7 +10,14 @@ from collections.abc import Callable
 
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, remove_all, remove_hook, renew_hook
+from rankscope_exporter.adapters.parameter_hooks import (
+    CallbackHandle,
+    Removable,
+    TensorHook,
+    remove_all,
+    remove_hook,
+    renew_hook,
+)
 from rankscope_exporter.records.pending_step import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
@@ -59,6 +66,8 @@ class GradientHooks(StepObserver):
                 handle = self._handles.get(index)
                 if handle is None:
                     self._handles[index] = register(parameter, self._hook_of(index))
+                elif type(handle) is TensorHook:  # without another call for each parameter
+                    handle.renew(parameter)
                 else:
                     renew_hook(handle, parameter)
 

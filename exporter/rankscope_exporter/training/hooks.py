@@ -195,11 +195,12 @@ class Hooks(HookContext):
 
     def _gradient_ready(self, index: int, holder: GradientSource) -> None:
         backward = current_pass()
-        self._note_pass(backward)
+        if backward != self._backward:
+            self._note_pass(backward)
         is_witness = self._gradients.called(index)
         if not self._current.is_sampled:
             self._idle = backward if is_witness else self._idle
-        elif self._reads_in_hooks:
+        elif self._reads_in_hooks and self.team.clocks:
             self.team.on_measurement_begin()
             try:
                 self._recorder.gradient_ready(index, holder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +61,7 @@ class ModelChanges(StepObserver):
         Return their positions, each of them only once.
         """
         retired, found = self._monitored.retired, self._monitored.missing()
-        if any(branch.has_changed for branch in self._tree):
+        if _has_changed(self._tree):
             self._tree = _tree(self._monitored.framework.module)
             found |= self._left_behind()
         gone = sorted(found - retired)
@@ -76,8 +75,7 @@ class ModelChanges(StepObserver):
         return {i for i, named in parameters if id(named.owner()) not in held}
 
     def _count(self) -> int:
-        groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
-        return sum(len(group["params"]) for group in groups)
+        return sum([_count(optimizer.param_groups) for optimizer in self._monitored.optimizers])
 
     def _count_unknown(self) -> int:
         """Return how many parameters of the optimizers did not belong to the model at attach.
@@ -90,33 +88,30 @@ class ModelChanges(StepObserver):
         return sum(id(parameter) not in known for group in groups for parameter in group["params"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    """A module, its parent module, and the name under which the parent module contains it.
+_Branch = tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]
+"""Weak references to a parent module and to a module, with the name under which the parent contains the module."""
 
-    The references to both modules are weak.
+
+def _has_changed(tree: Iterable[_Branch]) -> bool:
+    """Return whether a parent module now contains another object, or none, under the name that a module had.
+
+    A parent module that was freed is left out: the change is detected at the module from which it, or a module above
+    it, was removed.
     """
-
-    holder: weakref.ref[nn.Module]
-    key: str
-    module: weakref.ref[nn.Module]
-
-    @property
-    def has_changed(self) -> bool:
-        """True if the parent module now contains another object, or none, under the name that the module had.
-
-        False if the parent module itself was freed. The change is then detected at the module from which the parent
-        module, or a module above it, was removed.
-        """
-        holder, module = self.holder(), self.module()
-        # The dictionary itself: `__getattr__` may be the user's.
-        return holder is not None and (module is None or entry(holder._modules, self.key) is not module)  # noqa: SLF001 - see above
+    for parent, key, child in tree:
+        holder, module = parent(), child()
+        if holder is not None:
+            table = holder._modules  # noqa: SLF001 - the dictionary itself: `__getattr__` may be the user's
+            found = dict.get(table, key) if isinstance(table, dict) else entry(table, key)
+            if module is None or found is not module:
+                return True
+    return False
 
 
 def _tree(root: nn.Module) -> list[_Branch]:
     """Return each module of the model below `root`, with its parent module and its name in the parent module."""
     return [
-        _Branch(weakref.ref(module), key, weakref.ref(child))
+        (weakref.ref(module), key, weakref.ref(child))
         for module in root.modules()
         for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to detect changes
         if child is not None
@@ -230,7 +225,7 @@ class _Known:
 
 
 def _count(groups: Iterable[dict[str, Any]]) -> int:
-    return sum(len(group["params"]) for group in groups)
+    return sum([len(group["params"]) for group in groups])
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -5,6 +5,7 @@ Nothing in this module waits for a device, performs I/O or formats text. The pub
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ LOGGING_SECONDS: Final = 10.0
 
 The time is limited, because an evaluation may log numbers for hours.
 """
+
+
+_name_of: Final = operator.attrgetter("name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class Recorder:
     def forward_begins(self, chunk: int = 0) -> None:
         """Handle the beginning of a training forward pass of the whole model, or of one of its chunks on this rank."""
         with self._lock:
-            self._notice_updates()
+            if self._unseen.are_expected:
+                self._notice_updates()
             self._is_transformed = False
             self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
@@ -125,19 +130,21 @@ class Recorder:
 
     def _begin_transformed(self) -> None:
         is_first = self._current.pending is None and self._current.last_step is None
-        if self._is_transformed and (is_first or self.forwards_are_transformed):
+        if is_first or self.forwards_are_transformed:
             self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
 
     def evaluation_begins(self) -> None:
         """Handle the beginning of a forward pass of the whole model in evaluation mode or without gradients."""
         with self._lock:
-            self._notice_updates()
+            if self._unseen.are_expected:
+                self._notice_updates()
             self._events.on_evaluation_begin()
 
     def backward_begins(self) -> bool:
         """Handle the first gradient of a backward pass; return whether a step begins with this gradient."""
         with self._lock:
-            self._notice_updates()
+            if self._unseen.are_expected:
+                self._notice_updates()
             before = self._current.pending
             self._after(self._tracker.backward_begins(self._gradients.are_cleared), "backward")
             if self._unseen.are_expected:
@@ -174,8 +181,10 @@ class Recorder:
         is then called after the closure.
         """
         with self._lock:
-            self._notice_updates()
-            self._begin_transformed()
+            if self._unseen.are_expected:
+                self._notice_updates()
+            if self._is_transformed:
+                self._begin_transformed()
             if self._is_transformed or self._forwards:
                 self.forwards_are_transformed = self._is_transformed and not self._forwards
                 self._is_transformed = False
@@ -237,7 +246,8 @@ class Recorder:
             self.measure(Quantity.on_optimizer_step_end)
             self._events.on_update_applied()
             self._tracker.updated()
-            self._unseen.look()
+            if self._unseen.are_expected:
+                self._unseen.look()
             self._last_seen = self._updated_at = time.monotonic()
             found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step on the device
             if self._current.pending is not None and isinstance(found_inf, torch.Tensor):
@@ -263,10 +273,15 @@ class Recorder:
         """
         pending: list[Pending] = []
         for name, value in values.items():
-            pending += self._boundary.call(f"log({name}=…)", list, take(name, value)) or ()
+            try:
+                pending += list(take(name, value))  # all numbers of a mapping, or none
+            except Exception as error:  # noqa: BLE001 - a value that is not a number; the others are logged
+                self._boundary.report(f"log({name}=…)", error)
         with self._lock:
-            self._notice_updates()
-            self._begin_transformed()
+            if self._unseen.are_expected:
+                self._notice_updates()
+            if self._is_transformed:
+                self._begin_transformed()
             now, current = time.monotonic(), self._current
             if now - self._updated_at < LOGGING_SECONDS:
                 self._last_seen = now
@@ -283,9 +298,11 @@ class Recorder:
     def end_step(self, *, skipped: bool | None) -> None:
         """End the open step at the request of the script."""
         with self._lock:
-            self._notice_updates()
+            if self._unseen.are_expected:
+                self._notice_updates()
             self._after(self._tracker.end(skipped=skipped), "script")
-            self._time_late(time.monotonic(), "script")
+            if self._late is not None:
+                self._time_late(self._late, time.monotonic(), "script")
 
     def finish(self, *, is_cut: bool) -> int | None:
         """Publish the remaining records; return the number of the last completed step, None if there was none.
@@ -293,11 +310,13 @@ class Recorder:
         With `is_cut`, an exception or a signal ends training, and a step without an update is not completed.
         """
         with self._lock:
-            self._notice_updates()
+            if self._unseen.are_expected:
+                self._notice_updates()
             before, stage = self._current.last_step, self._tracker.stage
             self._events.on_training_end()
             self._after(self._tracker.end(skipped=False), "end")
-            self._time_late(time.monotonic(), "end")
+            if self._late is not None:
+                self._time_late(self._late, time.monotonic(), "end")
             is_partial = stage is StepStage.OPEN or (is_cut and stage is StepStage.GRADIENTS)
             return before if is_partial else self._current.last_step
 
@@ -330,7 +349,8 @@ class Recorder:
         self._last_seen = now
 
     def _open(self, now: float, cause: Cause) -> None:
-        self._time_late(now, cause)
+        if self._late is not None:
+            self._time_late(self._late, now, cause)
         step = self._tracker.step
         self._events.on_before_step(step)
         sampled = self._active_quantities.decide_sampling(step)
@@ -357,7 +377,7 @@ class Recorder:
         self._kept = ()
         self._awaiting = None
         pending.ts, pending.monotonic = now_microseconds(), monotonic_microseconds()
-        if not any(item.name == "learning_rate" for item in pending.pending):
+        if "learning_rate" not in map(_name_of, pending.pending):
             pending.pending += pending.learning_rates
         if timed is not None:
             pending.pending += timing(timed[0], amounts_of(pending.pending), timed[1])
@@ -371,13 +391,12 @@ class Recorder:
             self._boundary.call("copying statistics", self._active_quantities.end, pending)
         self._current.hand_over(pending)
 
-    def _time_late(self, now: float, cause: Cause) -> None:
-        if self._late is not None:
-            late, self._late = self._late, None
-            pending = timing(now - late.began, late.amounts, cause)
-            timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
-            self._events.on_step_timed(timed, cause)
-            self._current.hand_over(timed)
+    def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
+        self._late = None
+        pending = timing(now - late.began, late.amounts, cause)
+        timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
+        self._events.on_step_timed(timed, cause)
+        self._current.hand_over(timed)
 
     # Updates.
 

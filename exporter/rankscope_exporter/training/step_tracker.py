@@ -37,30 +37,29 @@ class UnseenUpdates:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._traces: dict[int, _Trace] | None = None  # by identity of the optimizer; None: no update is compiled
-
-    @property
-    def are_expected(self) -> bool:
+        self._traces: dict[int, _Trace] = {}  # by identity of the optimizer
+        self.are_expected = False
         """True if the step of an optimizer was compiled."""
-        return self._traces is not None
 
     @property
     def may_leave_no_trace(self) -> bool:
         """True if a compiled optimizer step may remain undetected, as with fused SGD, which has no step counter."""
-        return self._traces is not None and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
+        return self.are_expected and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
 
     def expect(self) -> None:
         """Detect compiled optimizer steps from now on.
 
         Must be called while the first of them is compiled, before it runs.
         """
-        if self._traces is None:
+        if not self.are_expected:
+            self.are_expected = True
             self._traces = {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
 
     def look(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that have stepped since the last call, in the order of `Monitor.attach`."""
-        if self._traces is None:
-            return []
+        """Return the optimizers that have stepped since the last call, in the order of `Monitor.attach`.
+
+        Must not be called before `expect`.
+        """
         before, self._traces = self._traces, {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
         known = (
             item for item in self._optimizers if id(item) in before

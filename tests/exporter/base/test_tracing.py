@@ -4,6 +4,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,6 +420,7 @@ def test_captured_step_is_not_a_step(monkeypatch):
     with Training() as training:
         training.train(loss=0.0)
         with monkeypatch.context() as patch:
+            patch.setattr(tracing, "_cuda", SimpleNamespace(_initialized=True))
             patch.setattr(tracing, "is_capturing", lambda: True)
             training.train(loss=1.0)
         training.train(loss=2.0)

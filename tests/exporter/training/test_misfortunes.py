@@ -73,6 +73,21 @@ class Run:
         return [torch.tensor(self.seen), *parameters, torch.random.get_rng_state()]
 
 
+class ModeOfTheModelRaises(Run):
+    """The attribute `training` of the model is a property of the script, which raises once."""
+
+    faults = ("a forward hook failed, training continues: ZeroDivisionError()",)
+    rows = (("param_after", "0.weight", ALWAYS), ("act_out", "0", [1, 2, 4, 5]))
+
+    def before(self, step: int) -> None:
+        def training(_net: nn.Module) -> bool:
+            if step == FAULTY:
+                raise ZeroDivisionError
+            return True
+
+        self.net.__class__ = type("Net", (nn.Sequential,), {"training": property(training)})
+
+
 class OtherParametersForOnePass(Run):
     """Meta-learning: the loss of an inner step on plain tensors gives the gradients of the outer step."""
 
@@ -292,7 +307,7 @@ class InnerGiven(Run):
 CASES = (
     *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed),
     *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied, OtherParametersForOnePass),
-    *(TwoOptimizers, OuterGiven, InnerGiven),
+    *(TwoOptimizers, OuterGiven, InnerGiven, ModeOfTheModelRaises),
 )
 
 
