@@ -18,7 +18,7 @@ from _noise import plan_of
 
 from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS
 from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import encode, stream
 
 _SEQ, _STEP, _TS = 0x1122334455667788, 0x2233445566778811, 0x3344556677881122
 _STRIDE = 37
@@ -36,7 +36,7 @@ class Bodies:
         self._step_microseconds = step_microseconds
         self._first_ts = first_ts
         self._records = [self._record(tensors, number) for number in range(sets)]
-        self._bodies = [encode(_SEQ, [record]).body.to_pybytes() for record in self._records]
+        self._bodies = [stream(_SEQ, [encode(record)]).to_pybytes() for record in self._records]
         self._marks = [tuple(map(body.index, map(_packed, (_SEQ, _STEP, _TS)))) for body in self._bodies]
         self._several = lru_cache(maxsize=64)(self._encoded)
 
@@ -57,7 +57,7 @@ class Bodies:
             replace(self._records[set_of(rank, step, len(self._bodies))], step=step, ts=self._time_of(step))
             for step in steps
         ]
-        return encode(first, records).body.to_pybytes()
+        return stream(first, list(map(encode, records))).to_pybytes()
 
     def _time_of(self, step: int) -> int:
         return self._first_ts + step * self._step_microseconds

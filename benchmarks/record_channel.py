@@ -16,7 +16,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.protocol.channel import SCHEMA_HEADER
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, ValidBody, check
@@ -31,7 +31,8 @@ SINGLE_STEPS = 200
 def run() -> list[Row]:
     made = records(TENSORS, STEPS_A_POLL)
     million = TENSORS * STEPS_A_POLL * STATISTICS / 1e6
-    body = encode(0, made).body.to_pybytes()
+    encoded = list(map(encode, made))
+    body = stream(0, encoded).to_pybytes()
     plans = {made[0].statistics.plan.hash: PlanColumns(plan_of(TENSORS).plan)}
     context = RowContext(run="bench", attempt=0, rank=0, incarnation="0" * 32)
 
@@ -40,7 +41,8 @@ def run() -> list[Row]:
 
     checked = [check_body()] * RANKS
     rows = [
-        Row("encode a body", cpu_seconds(lambda: encode(0, made)) / million, _UNIT, _size()),
+        Row("encode records", cpu_seconds(lambda: list(map(encode, made))) / million, _UNIT, _size()),
+        Row("join them to a body", cpu_seconds(lambda: stream(0, encoded)) / million, _UNIT, "lz4"),
         Row("open and check a body", cpu_seconds(check_body) / million, _UNIT, "inflate, count, compare"),
         Row("decode bodies", cpu_seconds(lambda: decode(checked)) / million / RANKS, _UNIT, f"{RANKS} at once"),
         Row("bytes on the wire", len(body) / (million * 1e6), "bytes per sample", "lz4"),
@@ -51,7 +53,7 @@ def run() -> list[Row]:
 def _single_steps(plans: dict[str, PlanColumns], context: RowContext) -> list[Row]:
     """Measure what bodies of one step cost, of which much is the same for ten."""
     million = TENSORS * STATISTICS * SINGLE_STEPS / 1e6
-    bodies = [encode(0, [record]).body.to_pybytes() for record in records(TENSORS, SINGLE_STEPS)]
+    bodies = [stream(0, [encode(record)]).to_pybytes() for record in records(TENSORS, SINGLE_STEPS)]
 
     def check_all() -> list[ValidBody]:
         return [check(open_stream(body), plans, context, after=-1, first_ordinal=1) for body in bodies]

@@ -20,7 +20,7 @@ from _noise import SIX, plan_of, six_statistics
 from _rows import Row, cpu_seconds, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check
@@ -59,10 +59,9 @@ def _batches(scales: float = 2.0) -> Iterable[pa.Table]:
     for flush in range(FLUSHES):
         first, bodies = flush * STEPS_A_FLUSH, []
         for rank, walk in enumerate(walks):
-            body = encode(first, list(itertools.islice(walk, STEPS_A_FLUSH))).body.to_pybytes()
+            body = stream(first, list(map(encode, itertools.islice(walk, STEPS_A_FLUSH)))).to_pybytes()
             ordinal = 1_770_000_000_000_000 + first * 500_000 + rank * 1_000
-            stream = open_stream(body)
-            bodies.append(check(stream, plans, contexts[rank], after=first - 1, first_ordinal=ordinal))
+            bodies.append(check(open_stream(body), plans, contexts[rank], after=first - 1, first_ordinal=ordinal))
         yield decode(bodies)["tensor_stats"]
 
 

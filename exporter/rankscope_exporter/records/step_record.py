@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import pyarrow as pa
@@ -27,7 +28,12 @@ class Scalar:
     @property
     def labels_text(self) -> str | None:
         """Return the labels of this scalar as the text that the column `labels` of the dataset `scalars` contains."""
-        return canonical_labels(dict(self.labels))
+        return _labels_text(tuple(self.labels.items()))
+
+
+@lru_cache(maxsize=1024)
+def _labels_text(labels: tuple[tuple[str, str], ...]) -> str | None:
+    return canonical_labels(dict(labels))  # a record has about ten labels, and the next record has the same ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,11 @@ from rankscope_contract.protocol.channel import NOTHING, Registration
 from rankscope_contract.spool import Orphan, SpoolError, Stretch
 from rankscope_contract.spool.reader import service_name
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.registration import ServiceClient
-from rankscope_exporter.serving.ring import record_bytes
 from rankscope_exporter.serving.spool import FAILED, Spool
+from rankscope_exporter.serving.wire_encoder import EncodedRecord
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ class SpoolWriter:
         self._on_fault = on_fault
         self._meter = meter
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[int, StepRecord, int]] = deque()  # the first entry is being written
+        self._waiting: deque[tuple[int, EncodedRecord]] = deque()  # the first entry is being written
         self._bytes = 0
         self._handled = NOTHING  # all records up to this one were written or have failed
         self._committed = self._deleted_to = NOTHING
@@ -86,8 +85,8 @@ class SpoolWriter:
         """Return whether the disk does not respond. The ring then serves records before they are on disk."""
         return self._skipped is not None
 
-    def write(self, seq: int, record: StepRecord, size: int) -> None:
-        """Write a record of `size` bytes to the spool.
+    def write(self, seq: int, record: EncodedRecord) -> None:
+        """Write a record to the spool.
 
         Return when the record is on disk, or after WRITE_SECONDS (0.5 s). Return immediately if the disk does not
         respond.
@@ -98,13 +97,13 @@ class SpoolWriter:
             if self._closing:
                 self._spool.drop(FAILED)
                 return
-            has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + size <= BACKLOG_BYTES
+            has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + record.size <= BACKLOG_BYTES
             if self._skipped is not None and not has_room:
                 self.behind += 1
                 self._skipped += 1
                 return
-            self._waiting.append((seq, record, size))
-            self._bytes += size
+            self._waiting.append((seq, record))
+            self._bytes += record.size
             self._changed.notify_all()
             if self._skipped is not None:
                 return
@@ -187,12 +186,12 @@ class SpoolWriter:
     def _has_work(self) -> bool:
         return bool(self._waiting) or self._closing or self._committed > self._deleted_to
 
-    def _write(self, seq: int, record: StepRecord, size: int) -> None:
+    def _write(self, seq: int, record: EncodedRecord) -> None:
         self.do(self._spool.append, seq, record)
         skipped = None
         with self._changed:
             self._waiting.popleft()
-            self._bytes -= size
+            self._bytes -= record.size
             self._handled = seq
             if not self._waiting:
                 skipped, self._skipped = self._skipped, None
@@ -257,13 +256,12 @@ class Persistence:
     def wait_for_older_launches(self) -> None:
         """Wait until the spools that were found so far are registered with the service, for at most 2 s."""
 
-    def write(self, seq: int, record: StepRecord) -> None:
+    def write(self, seq: int, record: EncodedRecord) -> None:
         """Write `record` to the spool before it enters the ring, and wait at most 0.5 s for the disk.
 
         A record on disk survives this process. If the write takes longer, the record is published before it is on disk,
         and later calls return immediately until the disk has written the backlog. Only one thread at a time may call
-        this method. Raises ValueError if the statistics do not match the plan. The ring would reject such a record and
-        use its sequence number again, so the spool would contain this number twice.
+        this method.
         """
 
     def flush(self, timeout_seconds: float) -> None:
@@ -368,12 +366,9 @@ class SpoolPersistence(Persistence):
         if self._orphans is not None:
             self._orphans.wait_searched(OLDER_LAUNCHES_SECONDS)
 
-    def write(self, seq: int, record: StepRecord) -> None:
-        """Write `record` to the spool before it enters the ring; see `Persistence.write`.
-
-        Raises ValueError if the statistics do not match the plan.
-        """
-        self._writer.write(seq, record, record_bytes(record))
+    def write(self, seq: int, record: EncodedRecord) -> None:
+        """Write `record` to the spool before it enters the ring; see `Persistence.write`."""
+        self._writer.write(seq, record)
 
     def flush(self, timeout_seconds: float) -> None:
         """Wait at most `timeout_seconds` until all published records are on disk."""

@@ -42,6 +42,7 @@ from rankscope_exporter.serving.rank_state import RankServerSources, RankState
 from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.routes import Routes
+from rankscope_exporter.serving.wire_encoder import encode
 
 
 class ClockWatch:
@@ -206,8 +207,10 @@ class RankServer:
             return _INERT
         with self._publishing:  # spool, ring and exposition must receive the records in the same order
             record = self._clock.corrected(record)
-            self.persistence.write(self.ring.head + 1, record)
-            seq = self.ring.append(record)
+            encoded = encode(record)
+            self.state.unencodable += encoded.unencodable
+            self.persistence.write(self.ring.head + 1, encoded)
+            seq = self.ring.append(encoded)
             if record.step is not None:
                 self.state.step = record.step
             self._latest.update(record)

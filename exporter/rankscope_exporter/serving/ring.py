@@ -1,4 +1,4 @@
-"""Ring buffer of the last records of this rank, limited in number and bytes. It neither encodes nor sends records.
+"""Ring buffer of the last records of this rank, limited in number and bytes. It does not send records.
 
 A record that is overwritten before a store has committed it is lost, unless the spool has it. The ring counts lost
 records and reports them to each reader with a cursor before them.
@@ -17,10 +17,9 @@ from typing import Final
 from rankscope_contract.protocol.channel import NOTHING
 from rankscope_exporter.records.step_record import NamedPlan, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
+from rankscope_exporter.serving.wire_encoder import EncodedRecord
 
 _PLANS_KEPT: Final = 64
-_RECORD_BYTES: Final = 256  # fixed columns and the Python objects around them
-_ROW_BYTES: Final = 200  # one scalar, event, feature, …: an upper estimate, so that the byte limit holds
 
 
 class CursorError(ValueError):
@@ -36,13 +35,18 @@ class Window:
     """
 
     first: int
-    records: tuple[StepRecord, ...]
+    encoded: tuple[EncodedRecord, ...]
     lost: tuple[int, int] | None
 
     @property
+    def records(self) -> tuple[StepRecord, ...]:
+        """The records before they were encoded."""
+        return tuple(item.record for item in self.encoded)
+
+    @property
     def last(self) -> int:
-        """Return the sequence number of the newest of these records; `first - 1` if there is no record."""
-        return self.first + len(self.records) - 1
+        """The sequence number of the newest of these records; `first - 1` if there is no record."""
+        return self.first + len(self.encoded) - 1
 
 
 class Ring:
@@ -60,7 +64,7 @@ class Ring:
         self._max_bytes = max_bytes
         self._is_kept = is_kept or (lambda _seq: False)
         self._changed = threading.Condition()
-        self._entries: deque[tuple[StepRecord, int]] = deque()
+        self._records: deque[EncodedRecord] = deque()
         self._plans: dict[str, NamedPlan] = {}
         self._head = NOTHING
         self._committed = NOTHING
@@ -68,16 +72,15 @@ class Ring:
         self._uncommitted_bytes = 0
         self._overrun = 0
 
-    def append(self, record: StepRecord) -> int:
-        """Store `record` and return its sequence number. Raises ValueError if its statistics do not match its plan."""
-        size = record_bytes(record)
+    def append(self, record: EncodedRecord) -> int:
+        """Store `record` and return its sequence number."""
         with self._changed:
             self._head += 1
-            self._entries.append((record, size))
-            self._bytes += size
-            self._uncommitted_bytes += size
-            if record.statistics is not None:
-                self._remember(record.statistics.plan)
+            self._records.append(record)
+            self._bytes += record.size
+            self._uncommitted_bytes += record.size
+            if record.record.statistics is not None:
+                self._remember(record.record.statistics.plan)
             while self._is_over():
                 self._drop_oldest()
             return self._head
@@ -93,16 +96,16 @@ class Ring:
                 raise CursorError(f"after={cursor} is above the sequence number of the newest record: {self._head}")
             first = self._first
             start = max(cursor + 1, first)
-            # Copy references under the lock and encode outside of it, so that a slow reader does not block `append`.
-            entries = tuple(islice(self._entries, start - first, None))
+            # Copy references under the lock and join outside of it, so that a slow reader does not block `append`.
+            records = tuple(islice(self._records, start - first, None))
         lost = (cursor + 1, start - 1) if cursor + 1 < start else None
         total, count = 0, 0
-        for _, size in entries:
-            total += size
+        for record in records:
+            total += record.size
             if count and total > max_bytes:
                 break
             count += 1
-        return Window(first=start, records=tuple(record for record, _ in entries[:count]), lost=lost)
+        return Window(first=start, encoded=records[:count], lost=lost)
 
     def commit(self, seq: int) -> None:
         """Mark records up to `seq` as committed; a lower `seq` than in an earlier call has no effect.
@@ -114,8 +117,8 @@ class Ring:
                 raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self._head}")
             if seq <= self._committed:
                 return
-            fresh = islice(self._entries, max(self._committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
-            self._uncommitted_bytes -= sum(size for _, size in fresh)
+            fresh = islice(self._records, max(self._committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
+            self._uncommitted_bytes -= sum(record.size for record in fresh)
             self._committed = seq
             self._changed.notify_all()
 
@@ -142,7 +145,7 @@ class Ring:
             return self._plans.get(plan_hash)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._records)
 
     @property
     def head(self) -> int:
@@ -184,54 +187,28 @@ class Ring:
 
     @property
     def _first(self) -> int:
-        return self._head + 1 - len(self._entries)
+        return self._head + 1 - len(self._records)
 
     @property
     def _uncommitted(self) -> int:
         return self._head - max(self._committed, self._first - 1)
 
     def _is_over(self) -> bool:
-        kept = len(self._entries)
+        kept = len(self._records)
         return kept > self._max_records or (self._bytes > self._max_bytes and kept > MIN_RING_RECORDS)
 
     def _drop_oldest(self) -> None:
         if self._first > self._committed:
             self._overrun += not self._is_kept(self._first)
-            self._uncommitted_bytes -= self._entries[0][1]
-        _, size = self._entries.popleft()
-        self._bytes -= size
+            self._uncommitted_bytes -= self._records[0].size
+        self._bytes -= self._records.popleft().size
 
     def _remember(self, plan: NamedPlan) -> None:
         self._plans.pop(plan.hash, None)
         self._plans[plan.hash] = plan  # the newest plan is last
         if len(self._plans) <= _PLANS_KEPT:
             return
-        in_use = {record.statistics.plan.hash for record, _ in self._entries if record.statistics is not None}
+        in_use = {item.record.statistics.plan.hash for item in self._records if item.record.statistics is not None}
         for old in list(self._plans)[:-_PLANS_KEPT]:
             if old not in in_use:
                 del self._plans[old]
-
-
-def record_bytes(record: StepRecord) -> int:
-    """Return the approximate uncompressed size of `record` in bytes.
-
-    Raises ValueError if the number of statistics does not match the plan.
-    """
-    rows = len(record.scalars) + len(record.events) + len(record.features) + len(record.collectives)
-    rows += len(record.modules) + len(record.histograms) + len(record.hashes)
-    size = _RECORD_BYTES + rows * _ROW_BYTES
-    size += sum(len(event.message) + len(event.details or "") for event in record.events)
-    size += sum(len(row.get("stack") or "") for row in record.modules)
-    size += sum(8 * len(row.get("counts") or ()) for row in record.histograms)
-    statistics = record.statistics
-    if statistics is None:
-        return size
-    plan = statistics.plan.plan
-    entries = len(plan.entries)
-    wanted = (len(plan.value_ops) * entries, len(plan.count_ops) * entries)
-    if (len(statistics.values), len(statistics.counts)) != wanted:
-        raise ValueError(
-            f"statistics of step {record.step}: {len(statistics.values)} values and {len(statistics.counts)} counts,"
-            f" but the plan of {entries} entries needs {wanted[0]} and {wanted[1]}"
-        )
-    return size + 4 * wanted[0] + 8 * wanted[1]

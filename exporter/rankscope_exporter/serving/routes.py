@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ from rankscope_exporter.serving.http_server import Answer, Request
 from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.rank_state import RankServerSources, RankState, RecentClients
 from rankscope_exporter.serving.ring import CursorError, Ring
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import stream
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"
@@ -89,7 +88,6 @@ class Routes:
 
     def __post_init__(self) -> None:
         self._clients = RecentClients()
-        self._counting = threading.Lock()
         change = self._change_config
         self._table: Mapping[str, Mapping[str, Callable[[Request], Answer]]] = {
             HEALTH_PATH: {"GET": self._health},
@@ -162,17 +160,14 @@ class Routes:
             window = self.ring.after(after, max_bytes)
         except CursorError as error:
             return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
-        if not window.records:
+        if not window.encoded:
             if self.state.is_draining and not self.ring.uncommitted:
                 return self._refuse(
                     HTTPStatus.SERVICE_UNAVAILABLE, "drained: all records are committed, the process exits"
                 )
             return Answer(HTTPStatus.NO_CONTENT, headers=self._state_headers())
-        encoded = encode(window.first, window.records)
-        with self._counting:
-            self.state.unencodable += encoded.unencodable
-        headers = self._state_headers() | _range_headers(window.first, window.last, len(window.records), window.lost)
-        return Answer(HTTPStatus.OK, (encoded.body,), ARROW_STREAM, headers)
+        headers = self._state_headers() | _range_headers(window.first, window.last, len(window.encoded), window.lost)
+        return Answer(HTTPStatus.OK, (stream(window.first, window.encoded),), ARROW_STREAM, headers)
 
     def _state_headers(self) -> dict[str, str]:
         return {

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -32,9 +32,8 @@ from rankscope_contract.spool.reader import (
     write_whole,
 )
 from rankscope_exporter.process.threads import no_fork
-from rankscope_exporter.records.step_record import NamedPlan, StepRecord
-from rankscope_exporter.serving.ring import record_bytes
-from rankscope_exporter.serving.wire_encoder import SCHEMA, encode
+from rankscope_exporter.records.step_record import NamedPlan
+from rankscope_exporter.serving.wire_encoder import OPTIONAL, EncodedRecord, schema_of, stream
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
@@ -42,6 +41,12 @@ SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
 
 A reader decompresses a whole file, and zeros compress well, so a limit on the bytes on disk would not limit the memory
 of the reader.
+"""
+
+KEPT_COLUMNS: Final = 256
+"""Number of records for which a column without values remains in the files. A file has the same columns throughout.
+
+Without it, a dataset with rows in every second record would begin a new file with each record.
 """
 
 _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
@@ -84,6 +89,8 @@ class Spool:
         self._bytes = 0
         self._committed = NOTHING
         self._plans: set[str] = set()
+        self._columns: frozenset[str] = frozenset()  # columns of the open file
+        self._used: dict[str, int] = {}  # the last sequence number with a value, by column
         self._file = -1
         self._lock: FolderLock | None = None
         self._reader = SpoolReader(self.folder, needed_plans)
@@ -117,7 +124,7 @@ class Spool:
         """Return whether the spool folder was created and is locked by this process, so that records can be written."""
         return self._lock is not None
 
-    def append(self, seq: int, record: StepRecord) -> None:
+    def append(self, seq: int, record: EncodedRecord) -> None:
         """Write a record to the spool.
 
         A record that cannot be written is counted in `dropped`, by reason. Raises OSError if the disk fails; the file
@@ -195,18 +202,24 @@ class Spool:
         if lock is not None:
             lock.forget()
 
-    def _append(self, seq: int, record: StepRecord) -> bool:
+    def _append(self, seq: int, record: EncodedRecord) -> bool:
         if self._lock is None:  # the folder could not be opened, which was reported
             self.drop(FAILED)
             return False
         try:
-            if record.statistics is not None:
-                self._write_plan(record.statistics.plan)
-            message = memoryview(encode(seq, [record], whole=True).body)[len(schema_message()) : -len(END_OF_STREAM)]
-            if not self._make_room(len(message)):
+            if record.record.statistics is not None:
+                self._write_plan(record.record.statistics.plan)
+            self._used.update(dict.fromkeys(OPTIONAL.intersection(record.columns), seq))
+            columns = frozenset(name for name, last in self._used.items() if seq - last < KEPT_COLUMNS)
+            if columns != self._columns:
+                self._close_file()
+                self._columns = columns
+            schema = schema_message(columns)
+            message = memoryview(stream(seq, [record], columns))[len(schema) : -len(END_OF_STREAM)]
+            if not self._make_room(len(schema) + len(message)):
                 self.drop(FULL)
                 return False
-            segment = self._segment(seq, len(message), record_bytes(record))
+            segment = self._segment(seq, len(message), record.size)
             self._write(segment, message)
         except BaseException:
             self.drop(FAILED)
@@ -227,7 +240,6 @@ class Spool:
 
         The newest records are kept, because they explain a crash.
         """
-        size += len(schema_message())
         if size > self._max_bytes:
             return False
         while self._bytes + size > self._max_bytes and self._segments:
@@ -258,7 +270,7 @@ class Spool:
         segment = _Segment(path, first=seq, last=seq - 1, inflated=inflated)
         with self._changed:
             self._segments.append(segment)
-        self._write(segment, memoryview(schema_message()))
+        self._write(segment, memoryview(schema_message(self._columns)))
         if self._sync:
             sync_folder(self.folder)
         return segment
@@ -312,10 +324,10 @@ def _make_folder(path: Path) -> None:
             return
 
 
-@cache
-def schema_message() -> bytes:
-    """Return the Arrow schema message with which each file and each stream of records begins."""
-    message: bytes = SCHEMA.serialize().to_pybytes()
+@lru_cache
+def schema_message(columns: frozenset[str]) -> bytes:
+    """Return the Arrow schema message with which a file of records that has `columns` begins."""
+    message: bytes = schema_of(columns).serialize().to_pybytes()
     return message
 
 

@@ -1,17 +1,16 @@
-"""Encode step records as one Arrow IPC stream with one row per record, compressed with lz4.
+"""Encode each record once, as Arrow columns of one row, and join encoded records to one Arrow IPC stream.
 
-The stream does not contain the names of tensors. They are in the plan, and a record contains only the hash of the plan.
+Ring, spool and polls use the same columns: joining them converts no value. The columns do not contain the names of
+tensors. They are in the plan, and a record contains only the hash of the plan.
 
-The functions perform no I/O. Columns are built from complete lists, and pyarrow copies and compresses them without the
-GIL.
+The functions perform no I/O. pyarrow copies and compresses columns without the GIL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
+from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Any, Final
 
@@ -27,11 +26,17 @@ SCHEMA: Final = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
 # No Arrow thread pool: the work is done on the thread that answers the request, whose CPU time is measured.
 _OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
+_TYPES: Final = {field.name: field.type for field in SCHEMA}
+_FIELDS: Final = {dataset: list(_TYPES[dataset].value_type) for dataset in NESTED}
 _COLUMN_TYPES: Final = {
     dataset: {field.name: arrow_type(pa, field.type) for field in fields} for dataset, fields in NESTED.items()
 }
-_OFFSET: Final = "clock_offset"
+OPTIONAL: Final = frozenset({*NESTED, "clock_offset"})
+"""Columns that a record has only if it has a value for them."""
+
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
+_RECORD_BYTES: Final = 256  # fixed columns and the Python objects around them
+_ROW_BYTES: Final = 200  # one scalar, event, feature, …: an upper estimate, so that the byte limit of the ring holds
 
 _ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
 """Datasets whose rows are Python objects.
@@ -41,110 +46,118 @@ other datasets are mappings.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A complete Arrow IPC stream, and the number of omitted rows of nested datasets such as scalars and events.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedRecord:
+    """A record as Arrow columns of one row, by name. Only the sequence number is missing.
 
-    A row is omitted if its values do not fit the columns.
+    A dataset without rows has no column, because reading sixty empty struct columns takes nearly as long as reading the
+    statistics. The offset of the clock has a column only if the clock has jumped.
     """
 
-    body: pa.Buffer
+    record: StepRecord
+    columns: Mapping[str, pa.Array]
+    size: int
+    """Approximate uncompressed size in bytes."""
     unencodable: int
+    """Number of omitted rows of nested datasets such as scalars and events: their values do not fit the columns."""
 
 
 @no_fork()
-def encode(first_seq: int, records: Sequence[StepRecord], *, whole: bool = False) -> Encoded:
-    """Return `records` as a stream with its end-of-stream mark; their sequence numbers start at `first_seq`.
+def encode(record: StepRecord) -> EncodedRecord:
+    """Return the columns of `record`. Raises ValueError if the number of statistics does not match the plan.
 
-    A dataset without rows has no column, because reading sixty empty struct columns takes nearly as long as reading the
-    statistics. Offsets of the clock have a column only if the clock has jumped. With `whole`, there are all columns, so
-    that streams can be concatenated. A nested row that does not fit its columns is left out and counted, so that it
-    does not block the records after it.
+    A nested row that does not fit its columns is left out and counted, so that it does not block other rows.
     """
-    arrays = [
-        pa.array(range(first_seq, first_seq + len(records)), pa.int64()),
-        pa.array([record.step for record in records], pa.int64()),
-        pa.array([record.micro_step for record in records], pa.int32()),
-        pa.array([record.ts for record in records], SCHEMA.field("ts").type),
-        pa.array([record.statistics.plan.hash if record.statistics else None for record in records], pa.string()),
-        _numbers([record.statistics.values if record.statistics else None for record in records], pa.float32()),
-        _numbers([record.statistics.counts if record.statistics else None for record in records], pa.int64()),
-    ]
-    jumped = whole or any(record.clock_offset for record in records)
-    if jumped:
-        arrays.append(pa.array([record.clock_offset or None for record in records], pa.int64()))
+    statistics = record.statistics
+    columns = {name: pa.array([getattr(record, name)], _TYPES[name]) for name in ("step", "micro_step", "ts")}
+    if statistics is not None:
+        columns["plan"] = pa.array([statistics.plan.hash], pa.string())
+        columns["values"] = _list("values", statistics.values)
+        columns["counts"] = _list("counts", statistics.counts)
+    if record.clock_offset:
+        columns["clock_offset"] = pa.array([record.clock_offset], pa.int64())
     unencodable = 0
-    nested = {dataset: [getattr(record, dataset) for record in records] for dataset in NESTED}
-    present = tuple(dataset for dataset, rows in nested.items() if whole or any(rows))
-    for dataset in present:
-        column, refused = _nested(dataset, nested[dataset])
-        arrays.append(column)
-        unencodable += refused
-    schema = _schema_with((*present, _OFFSET) if jumped else present)
-    batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+    for dataset in NESTED:
+        rows = getattr(record, dataset)
+        if rows:
+            columns[dataset], refused = _nested(dataset, rows)
+            unencodable += refused
+    return EncodedRecord(record=record, columns=columns, size=_bytes(record), unencodable=unencodable)
+
+
+@no_fork()
+def stream(first_seq: int, records: Sequence[EncodedRecord], columns: Iterable[str] = ()) -> pa.Buffer:
+    """Return `records` as an Arrow IPC stream with its end-of-stream mark and one row per record, compressed with lz4.
+
+    Their sequence numbers start at `first_seq`. The stream has the columns of the records, and the `columns`.
+    """
+    schema = schema_of(OPTIONAL.intersection(set(columns).union(*(record.columns for record in records))))
+    arrays = [pa.array(range(first_seq, first_seq + len(records)), pa.int64())]
+    for name in schema.names[1:]:
+        absent = _absent(name)
+        parts = [record.columns.get(name, absent) for record in records]
+        arrays.append(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
-        writer.write_batch(batch)
-    return Encoded(sink.getvalue(), unencodable)
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
+    return sink.getvalue()
 
 
 @lru_cache
-def _schema_with(names: Sequence[str]) -> Any:
-    """Return the Arrow schema of a stream that has, of the columns that may be absent, only `names`."""
-    absent = {*NESTED, _OFFSET}.difference(names)
+def schema_of(optional: frozenset[str]) -> Any:
+    """Return the Arrow schema of a stream that has, of the columns that may be absent, only `optional`."""
+    absent = OPTIONAL - optional
     return pa.schema([field for field in SCHEMA if field.name not in absent], SCHEMA.metadata)
 
 
-def _numbers(parts: Sequence[Any], item: Any) -> Any:
-    """Return an Arrow list column with one array per record. A missing array becomes null."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return pa.nulls(len(parts), pa.list_(pa.field("item", item)))
-    flat = present[0] if len(present) == 1 else pa.concat_arrays(present)
-    offsets = _offsets(0 if part is None else len(part) for part in parts)
-    absent = None if len(present) == len(parts) else pa.array([part is None for part in parts])
-    return pa.ListArray.from_arrays(offsets, flat, type=pa.list_(pa.field("item", item)), mask=absent)
+@cache
+def _absent(name: str) -> Any:
+    """Return the column of a record without a value in it: an empty list for a dataset, else null."""
+    if name not in NESTED:
+        return pa.nulls(1, _TYPES[name])
+    return _list(name, pa.array([], _TYPES[name].value_type))
 
 
-def _nested(dataset: str, rows_of_records: Sequence[Sequence[Any]]) -> tuple[Any, int]:
-    """Return the list-of-struct column of a dataset, and the number of omitted rows.
+def _list(name: str, items: Any) -> Any:
+    """Return the list column `name` of one record with `items`, an Arrow array."""
+    return pa.ListArray.from_arrays(_offsets(len(items)), items, type=_TYPES[name])
 
-    A row that does not fit the columns is omitted.
-    """
-    if not any(rows_of_records):
-        return _empty(dataset, len(rows_of_records)), 0
-    rows = [row for rows in rows_of_records for row in rows]
+
+@lru_cache(maxsize=64)
+def _offsets(length: int) -> Any:
+    return pa.array([0, length], pa.int32())
+
+
+def _nested(dataset: str, rows: Sequence[Any]) -> tuple[Any, int]:
+    """Return the column of a dataset for one record, and the number of omitted rows."""
     try:
-        return _list_of_structs(dataset, rows, map(len, rows_of_records)), 0
+        return _list(dataset, _structs(dataset, rows)), 0
     except _REFUSED:
-        kept = [[row for row in rows if _fits(dataset, row)] for rows in rows_of_records]
-        good = [row for rows in kept for row in rows]
-        return _list_of_structs(dataset, good, map(len, kept)), len(rows) - len(good)
+        kept = [row for row in rows if _fits(dataset, row)]
+        return _list(dataset, _structs(dataset, kept)), len(rows) - len(kept)
 
 
-def _list_of_structs(dataset: str, rows: Sequence[Any], lengths: Iterable[int]) -> Any:
+def _structs(dataset: str, rows: Sequence[Any]) -> Any:
     columns = [
         pa.array(list(map(getter, rows)), type_)
         for getter, type_ in zip(_getters(dataset), _COLUMN_TYPES[dataset].values(), strict=True)
     ]
-    column_type = SCHEMA.field(dataset).type
-    fields = list(column_type.value_type)
+    fields = _FIELDS[dataset]
     for field, column in zip(fields, columns, strict=True):
         if not field.nullable and column.null_count:
             raise ValueError(f"the field {field.name} of the dataset {dataset} must not be null")
-    structs = pa.StructArray.from_arrays(columns, fields=fields)
-    return pa.ListArray.from_arrays(_offsets(lengths), structs, type=column_type)
+    return pa.StructArray.from_arrays(columns, fields=fields)
 
 
 def _fits(dataset: str, row: Any) -> bool:
     try:
-        _list_of_structs(dataset, [row], [1])
+        _structs(dataset, [row])
     except _REFUSED:
         return False
     return True
 
 
-@lru_cache
+@cache
 def _getters(dataset: str) -> tuple[Callable[[Any], Any], ...]:
     if dataset in _ATTRIBUTES:
         renamed = _ATTRIBUTES[dataset]
@@ -156,12 +169,24 @@ def _key_getter(name: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda row: row.get(name)  # half the time of operator.methodcaller
 
 
-@lru_cache(maxsize=256)
-def _empty(dataset: str, length: int) -> Any:
-    """Return a column of `length` empty lists. Cached, because most columns of a record are empty."""
-    column_type = SCHEMA.field(dataset).type
-    return pa.ListArray.from_arrays(_offsets([0] * length), pa.array([], column_type.value_type), type=column_type)
+def _bytes(record: StepRecord) -> int:
+    """Return the approximate uncompressed size of `record`.
 
-
-def _offsets(lengths: Iterable[int]) -> Any:
-    return pa.array(accumulate(lengths, initial=0), pa.int32())
+    Raises ValueError if the number of statistics does not match the plan.
+    """
+    size = _RECORD_BYTES + sum(len(getattr(record, dataset)) for dataset in NESTED) * _ROW_BYTES
+    size += sum(len(event.message) + len(event.details or "") for event in record.events)
+    size += sum(len(row.get("stack") or "") for row in record.modules)
+    size += sum(8 * len(row.get("counts") or ()) for row in record.histograms)
+    statistics = record.statistics
+    if statistics is None:
+        return size
+    plan = statistics.plan.plan
+    entries = len(plan.entries)
+    wanted = (len(plan.value_ops) * entries, len(plan.count_ops) * entries)
+    if (len(statistics.values), len(statistics.counts)) != wanted:
+        raise ValueError(
+            f"statistics of step {record.step}: {len(statistics.values)} values and {len(statistics.counts)} counts,"
+            f" but the plan of {entries} entries needs {wanted[0]} and {wanted[1]}"
+        )
+    return size + 4 * wanted[0] + 8 * wanted[1]

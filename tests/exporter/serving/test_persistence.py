@@ -21,6 +21,7 @@ from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving import orphan_recovery, persistence
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.spool import Spool, needed_plans
+from rankscope_exporter.serving.wire_encoder import encode
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OWN = "feedc0de"
@@ -33,7 +34,7 @@ def leave_behind(root: Path, incarnation: str, records: Any = 1, service: str | 
     spool = Spool(str(root), incarnation, max_bytes=1 << 30, service=service)
     spool.open(Registration(local_rank=0, host="node-0", pid=1, incarnation=incarnation, url="", **facts))
     for seq, record in enumerate([StepRecord(ts=1)] * records if isinstance(records, int) else records):
-        spool.append(seq, record)
+        spool.append(seq, encode(record))
     spool.close()
 
 

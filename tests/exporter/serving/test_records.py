@@ -153,7 +153,7 @@ def test_healthz_and_config_show_state_and_settings(new_rank):
     assert ("NaN", ["AnomalyNan"]) == (config["odd"], config["rules"])
 
 
-ALLOWED = dict.fromkeys(("/healthz", "/records", "/plan/0123", "/metrics", "/node/metrics"), "GET, HEAD")
+ALLOWED = dict.fromkeys(("/healthz", "/records", "/plan/0123", "/metrics"), "GET, HEAD")
 ALLOWED |= {"/config": "GET, PUT, POST, HEAD", "/stacks": "POST"}
 
 

@@ -27,14 +27,14 @@ from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 from rankscope_exporter.serving.rank_server import ClockWatch
 from rankscope_exporter.serving.ring import CursorError, Ring
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import OPTIONAL, encode, stream
 
 EVERYTHING = 1 << 40
 
 
 def _fill(ring: Ring, records: int, **more: Any) -> Ring:
     for step in range(records):
-        ring.append(StepRecord(ts=step, step=step, **more))
+        ring.append(encode(StepRecord(ts=step, step=step, **more)))
     return ring
 
 
@@ -53,7 +53,7 @@ def test_empty_ring_refuses_a_cursor_above_the_head():
     assert () == ring.after(-1, 1).records
     with pytest.raises(CursorError, match="above the sequence number of the newest record: -1"):
         ring.after(0, 1)
-    assert [0, 1, 2] == [ring.append(StepRecord(ts=0)) for _ in range(3)]
+    assert [0, 1, 2] == [ring.append(encode(StepRecord(ts=0))) for _ in range(3)]
     assert (2, 0, 3) == (ring.head, ring.first, len(ring))
 
 
@@ -104,7 +104,7 @@ def test_plan_is_kept_while_a_record_uses_it(statistics):
     for step in range(400):
         numbers = statistics([PlanEntry(kind="act_out", tensor=f"t{step}")], [{"norm": 1.0}])
         plans.append(numbers.plan.hash)
-        ring.append(StepRecord(ts=step, statistics=numbers))
+        ring.append(encode(StepRecord(ts=step, statistics=numbers)))
 
     assert all(ring.plan(plan) is not None for plan in plans[-300:])
     assert ring.plan(plans[0]) is None
@@ -136,7 +136,7 @@ def test_each_record_is_delivered_once_or_reported_as_lost(operations):
             for _ in range(argument):
                 if published - 5 > committed and published >= 5:
                     overwritten_uncommitted += 1
-                assert published == ring.append(StepRecord(ts=0, step=published))
+                assert published == ring.append(encode(StepRecord(ts=0, step=published)))
                 published += 1
         elif name == "fetch":
             window = ring.after(cursor, argument)
@@ -158,7 +158,7 @@ EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 
 
 def _decoded(records, first=0):
-    return pa.ipc.open_stream(encode(first, records).body).read_all().to_pylist()
+    return pa.ipc.open_stream(stream(first, list(map(encode, records)))).read_all().to_pylist()
 
 
 def _timestamp(microseconds):
@@ -173,8 +173,8 @@ def _same(left, right):
 
 
 def test_schema_is_that_of_the_contract_without_datasets_without_rows():
-    records = [StepRecord(ts=0), StepRecord(ts=1, scalars=(Scalar("loss", 0.5),))]
-    lean, whole = (pa.ipc.open_stream(encode(0, records, whole=whole).body).read_all() for whole in (False, True))
+    records = [encode(StepRecord(ts=0)), encode(StepRecord(ts=1, scalars=(Scalar("loss", 0.5),)))]
+    lean, whole = (pa.ipc.open_stream(stream(0, records, names)).read_all() for names in ((), OPTIONAL))
 
     assert arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA).equals(whole.schema, check_metadata=True)
     assert ["seq", "step", "micro_step", "ts", "plan", "values", "counts", "scalars"] == lean.column_names
@@ -187,7 +187,7 @@ def test_schema_is_that_of_the_contract_without_datasets_without_rows():
 def test_body_is_lz4_compressed_and_has_an_end_mark(record):
     numbers = [{"norm": 1.0}] * 1000
     entries = [PlanEntry(kind="grad_reduced", tensor=f"t{i}") for i in range(1000)]
-    body = encode(0, [record(1, entries, numbers)]).body.to_pybytes()
+    body = stream(0, [encode(record(1, entries, numbers))]).to_pybytes()
 
     assert len(body) < 1000 * 4 * len(WIRE_VALUE_OPS) // 2
     assert body.endswith(b"\xff\xff\xff\xff\x00\x00\x00\x00")

@@ -12,24 +12,33 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.reader import message_ends, segments
 from rankscope_exporter.records.step_record import Scalar, StepRecord
-from rankscope_exporter.serving.spool import FAILED, FULL, Spool, needed_plans, schema_message
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
+from rankscope_exporter.serving.wire_encoder import OPTIONAL, EncodedRecord, encode, stream
 
 LIFE = {"started_at": 5, "planned_steps": 100, "config": {"every": 1}}
 WHO = Registration(
     run="r", rank=0, world_size=1, local_rank=0, host="h", pid=1, incarnation="i0", launch_id="l0", url="", **LIFE
 )
+EARLIER = Path(__file__).parents[2] / "data" / "spool" / "i0"
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OTHER = PlanEntry(kind="param_after", tensor="v", shape=(2,))
 
 
-def plain(step: int, **more: Any) -> StepRecord:
-    return StepRecord(ts=1_700_000_000_000_000 + step, step=step, scalars=(Scalar("loss", float(step)),), **more)
+def plain(step: int, **more: Any) -> EncodedRecord:
+    return encode(
+        StepRecord(ts=1_700_000_000_000_000 + step, step=step, scalars=(Scalar("loss", float(step)),), **more)
+    )
+
+
+@pytest.fixture
+def record(record: Callable[..., StepRecord]) -> Callable[..., EncodedRecord]:
+    return lambda *arguments, **more: encode(record(*arguments, **more))
 
 
 def made(root: Path, records: int = 0, *, max_bytes: int = 1 << 30, sync: bool = False) -> Spool:
@@ -75,13 +84,42 @@ def test_spooled_records_equal_the_published_ones(tmp_path, record):
     assert orphan is not None
     stretch = orphan.after(-1, 1 << 20)
     assert stretch is not None
-    plan = records[0].statistics.plan
+    plan = records[0].record.statistics.plan
 
-    served = pa.ipc.open_stream(encode(0, records, whole=True).body).read_all()
+    served = pa.ipc.open_stream(stream(0, records)).read_all()
     assert served == pa.ipc.open_stream(stretch.data).read_all()
     assert plan.json == orphan.reader.plan(plan.hash)
     assert WHO == orphan.registration
     assert 4 == orphan.head
+
+
+def test_spool_of_the_release_of_november_2026_has_the_same_cells(tmp_path, record):
+    """The golden file has all columns in each record, as that release wrote them."""
+    shutil.copytree(EARLIER, tmp_path / "i0")
+    events, loss = (Event(type="note", message="m"),), (Scalar("loss", 0.0),)
+    first = record(0, [ENTRY], [{"norm": 1.0, "numel": 2}], scalars=loss)
+    orphan = Orphan.take(tmp_path / "i0", needed_plans)
+    assert orphan is not None
+    stretch = orphan.after(-1, 1 << 20)
+    assert stretch is not None
+
+    expected = stream(0, [first, plain(1, events=events), plain(2, clock_offset=5)], OPTIONAL)
+    assert pa.ipc.open_stream(expected).read_all() == pa.ipc.open_stream(stretch.data).read_all()
+    assert WHO == orphan.registration
+    orphan.release()
+
+
+def test_file_has_only_columns_that_its_latest_records_need(tmp_path):
+    spool = made(tmp_path, 3)
+    spool.append(3, plain(3, events=(Event(type="note"),)))
+    for seq in range(4, 2 * KEPT_COLUMNS):
+        spool.append(seq, plain(seq))
+    files = segments(spool.folder)
+    spool.close()
+
+    assert [0, 3, 3 + KEPT_COLUMNS] == [first for first, _ in files]
+    names = [set(pa.ipc.open_stream(path.read_bytes()).schema.names) for _, path in files]
+    assert [{"scalars"}, {"scalars", "events"}, {"scalars"}] == [OPTIONAL & columns for columns in names]
 
 
 def test_spool_files_are_private(tmp_path, record):
@@ -119,7 +157,7 @@ def test_files_rotate_and_are_deleted_after_their_commit(tmp_path):
     assert [0, 1, 2] == found(tmp_path)
     shutil.rmtree(spool.folder)
 
-    spool = made(tmp_path, 30, max_bytes=8 * 20_000)
+    spool = made(tmp_path, 30, max_bytes=8 * 5_000)
     firsts = [first for first, _ in segments(spool.folder)]
     spool.commit(firsts[2] - 1)
 
@@ -245,14 +283,14 @@ class Story:
     """A complete run of a spool: two plans, several files, commits and close."""
 
     def __init__(self, root: Path) -> None:
-        self.spool = Spool(str(root), "i0", max_bytes=8 * 20_000)
+        self.spool = Spool(str(root), "i0", max_bytes=8 * 5_000)
         self.kept = self.committed = -1
 
-    def live(self, record: Callable[..., StepRecord]) -> None:
+    def live(self, record: Callable[..., EncodedRecord]) -> None:
         self.spool.open(WHO)
         for seq in range(9):
-            entry = ENTRY if seq < 6 else OTHER
-            self.spool.append(seq, record(seq, [entry], [{"norm": 1.0}]) if seq % 3 == 0 else plain(seq))
+            entry, more = ENTRY if seq < 6 else OTHER, {"events": (Event(type="note"),)} if seq == 7 else {}
+            self.spool.append(seq, record(seq, [entry], [{"norm": 1.0}]) if seq % 3 == 0 else plain(seq, **more))
             self.kept = seq
             if seq in (3, 5):
                 self._commit(seq - 1)
@@ -296,7 +334,7 @@ def test_records_are_stored_once_if_the_reader_is_killed(tmp_path):
     """The store is a model: it commits records and their watermark together, as the real store."""
     for calls in range(1000):
         root = tmp_path / str(calls)
-        die(made(root, 9, max_bytes=8 * 20_000))
+        die(made(root, 9, max_bytes=8 * 5_000))
         table: list[int] = []
         with pytest.MonkeyPatch.context() as monkeypatch:
             fuse = Fuse(monkeypatch, calls, torn=False)
@@ -320,7 +358,7 @@ def drain(root: Path, table: list[int]) -> None:
             folder.rmdir()  # the folder is empty; also the lock is deleted
         return
     try:
-        while (stretch := orphan.after(len(table) - 1, 20_000)) is not None:
+        while (stretch := orphan.after(len(table) - 1, 5_000)) is not None:
             table += range(stretch.first, stretch.last + 1)
             orphan.commit(stretch.last)
         orphan.commit(len(table) - 1)
@@ -354,11 +392,11 @@ def test_lock_is_held_until_its_process_exits_also_with_a_forked_child(tmp_path)
 
 
 def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
-    die(made(tmp_path, 9, max_bytes=8 * 20_000))
+    die(made(tmp_path, 9, max_bytes=8 * 5_000))
     (first, path), (second, _), *_ = segments(tmp_path / "i0")
     data = bytearray(path.read_bytes())
     start = message_ends(bytes(data))[1]
-    data[start + 4000 : start + 4200] = b"\xff" * 200
+    data[start + 400 : start + 600] = b"\xff" * 200
     path.write_bytes(bytes(data))
 
     assert 0 == first < second
@@ -368,7 +406,8 @@ def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
 
 def test_after_limits_the_bytes_of_an_answer(tmp_path):
     spool = made(tmp_path, 6)
-    size = (segments(spool.folder)[0][1].stat().st_size - len(schema_message())) // 6
+    schema, *ends = message_ends(segments(spool.folder)[0][1].read_bytes())
+    size = (ends[-1] - schema) // 6
     few, one = spool.after(0, 2 * size), spool.after(4, 1)
 
     assert [(1, 2), (5, 5)] == [(stretch.first, stretch.last) for stretch in (few, one)]

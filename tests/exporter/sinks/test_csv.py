@@ -20,7 +20,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_contract.protocol.channel import PLAN_PATH
 from rankscope_exporter.records.step_record import Scalar, StepRecord
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
@@ -390,7 +390,7 @@ def _number(cell: str) -> str:
 
 def exported(folder: Path, records: list[StepRecord]) -> Path:
     """Store the records as the service does, and export them."""
-    body, plan = encode(0, records).body.to_pybytes(), records[0].statistics.plan.json.encode()
+    body, plan = stream(0, list(map(encode, records))).to_pybytes(), records[0].statistics.plan.json.encode()
     rank: Any = SimpleNamespace(get=lambda path, **_: plan if path.startswith(PLAN_PATH) else body)
     with Store.open(folder / "store", create=True).claim(owner="test") as writer:
         writer.append(Batch(tables=tables_of(rank), watermarks={"i": len(records) - 1}))

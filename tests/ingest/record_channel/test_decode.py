@@ -28,7 +28,7 @@ from rankscope_contract.model.schema import (
     plan_hash,
 )
 from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.arrow_guard import inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode
@@ -345,7 +345,8 @@ def test_body_of_a_release_without_named_ops_has_the_same_rows():
 def test_body_of_a_newer_release_keeps_known_ops_and_drops_others():
     plan = Plan((PlanEntry(kind="param_before", tensor="w"),), ("skew", "rms", "norm"), ("ones", "numel"))
     statistics = Statistics(NamedPlan.of(plan), pa.array([9.0, 2.0, 3.0], pa.float32()), pa.array([7, 5]))
-    (row,) = _rows(encode(0, [StepRecord(ts=0, step=1, statistics=statistics)]).body, plan.to_json())["tensor_stats"]
+    body = stream(0, [encode(StepRecord(ts=0, step=1, statistics=statistics))])
+    (row,) = _rows(body, plan.to_json())["tensor_stats"]
 
     assert {"rms": 2.0, "norm": 3.0, "numel": 5} == {op: row[op] for op in ("rms", "norm", "numel")}
     assert {None} == {row[op] for op in ("min", "kurtosis", "nans", "norm_baseline")}

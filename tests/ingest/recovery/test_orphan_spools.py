@@ -17,6 +17,7 @@ from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.spool import FolderLock
 from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
+from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.recovery import orphan_spools
 from rankscope_ingest.recovery.orphan_spools import Spools
 
@@ -45,7 +46,7 @@ def make_spool(
     spool = Spool(str(root), incarnation, max_bytes=max_bytes, service=service)
     spool.open(Registration(local_rank=0, host="here", pid=1, incarnation=incarnation, url="", **facts))
     for seq in range(first, steps):
-        spool.append(seq, record(seq, *(events if seq == steps - 1 else ())))
+        spool.append(seq, encode(record(seq, *(events if seq == steps - 1 else ()))))
     if spool._lock is not None and first == steps:
         spool._lock.release()  # `close` deletes a spool without records
     else:
@@ -100,7 +101,7 @@ async def test_spools_are_stored_and_deleted_at_the_start(start_service, eventua
     make_spool(root, "moved", 3, EXIT, run="moved", service="http://earlier:9470")
     (file,) = make_spool(root, "torn", 5, run="torn").folder.glob("*.arrows")
     file.write_bytes(file.read_bytes()[:-100])
-    first, *_ = files = sorted(make_spool(root, "damaged", 6, run="damaged", max_bytes=96_000).folder.glob("*.arrows"))
+    first, *_ = files = sorted(make_spool(root, "damaged", 6, run="damaged", max_bytes=32_000).folder.glob("*.arrows"))
     data = bytearray(first.read_bytes())
     data[-900:-200] = b"\xff" * 700
     first.write_bytes(bytes(data))

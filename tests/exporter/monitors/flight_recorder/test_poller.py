@@ -30,7 +30,7 @@ from rankscope_exporter.monitors.flight_recorder.poller import (
 from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
 from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving.wire_encoder import encode
+from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import RowContext, check
 from rankscope_storage.api.store import Store
@@ -455,7 +455,7 @@ def test_store_shows_the_late_rank_and_the_waits_of_the_others(outcomes, tmp_pat
     store = Store.open(tmp_path / "store", create=True)
     with store.claim(owner="test") as writer:
         for rank, outcome in enumerate(outcomes):
-            body = encode(0, [StepRecord(ts=outcome["told_at"], collectives=tuple(outcome["script"]["rows"]))]).body
+            body = stream(0, [encode(StepRecord(ts=outcome["told_at"], collectives=tuple(outcome["script"]["rows"])))])
             context = RowContext(run="r", attempt=0, rank=rank, incarnation=f"i{rank}")
             checked = check(pa.ipc.open_stream(body).read_all(), {}, context, after=-1, first_ordinal=0)
             writer.append(Batch(tables=decode([checked]), watermarks={f"i{rank}": 0}))
