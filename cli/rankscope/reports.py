@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope_contract.reports.child import LIMIT_SECONDS, ReportJob
-from rankscope_contract.reports.child import make_report as make_in_child
+from rankscope_exporter.process.report_child import LIMIT_SECONDS, ReportJob
+from rankscope_exporter.process.report_child import make_report as make_in_child
 
 if TYPE_CHECKING:
     from rankscope_exporter import Monitor

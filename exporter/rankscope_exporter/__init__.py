@@ -1,13 +1,18 @@
 """The part of Rankscope inside the training process: hooks, statistics, step records, HTTP server.
 
 An error of the exporter never stops the training. If a package that it needs is missing or does not fit, all classes
-do nothing.
+do nothing. The names are imported when one of them is first used.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 
-try:
+if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor
     from rankscope_exporter.base.errors import ConfigError, CountError, RankscopeError
     from rankscope_exporter.compat.msprobe import TrainerMon
@@ -16,14 +21,19 @@ try:
     from rankscope_exporter.observers.throughput.flop_counter import count_flops
     from rankscope_exporter.reactions.anomaly_callback import Anomaly
     from rankscope_exporter.serving.config import ServeConfig
-except Exception as error:  # training continues, whatever a package of this installation raises
-    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        raise
-    from rankscope_exporter.base.inert import inert_because
 
-    Anomaly = CaptureConfig = Monitor = MonitorConfig = ServeConfig = TrainerMon = inert_because(error)  # type: ignore[misc,assignment]
-    ConfigError = CountError = RankscopeError = ValueError  # type: ignore[misc,assignment]
-    count_flops = Monitor  # type: ignore[assignment]
+_MODULES: Final = {
+    "Anomaly": "reactions.anomaly_callback",
+    "CaptureConfig": "config.sections",
+    "ConfigError": "base.errors",
+    "CountError": "base.errors",
+    "Monitor": "api.monitor",
+    "MonitorConfig": "config.monitor_config",
+    "RankscopeError": "base.errors",
+    "ServeConfig": "serving.config",
+    "TrainerMon": "compat.msprobe",
+    "count_flops": "observers.throughput.flop_counter",
+}
 
 __all__ = [
     "Anomaly",
@@ -39,3 +49,18 @@ __all__ = [
     "TrainerMon",
     "count_flops",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: dict[str, object]
+    try:
+        found = {one: getattr(import_module(f"{__name__}.{place}"), one) for one, place in _MODULES.items()}
+    except Exception as error:  # training continues, whatever a package of this installation raises
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            raise
+        inert = import_module(f"{__name__}.base.inert").inert_because(error)
+        found = {one: ValueError if one.endswith("Error") else inert for one in _MODULES}
+    globals().update(found)
+    return found[name]

@@ -187,8 +187,10 @@ def preview(
 
 def _server(url: str, token_file: Path, org: int | None) -> Server:
     from rankscope_dashboards.grafana.server import Server, read_credentials
+    from rankscope_ingest.base.proxies import ENVIRONMENT, proxy_of
 
-    return Server(url, read_credentials(token_file), organisation=org)
+    proxy = proxy_of(url, ENVIRONMENT, os.environ)
+    return Server(url, read_credentials(token_file), organisation=org, proxy=proxy)
 
 
 def _given(urls: Mapping[str, str | None]) -> dict[str, str]:

@@ -21,8 +21,6 @@ from grafana_client.client import (
     GrafanaUnauthorizedError,
 )
 
-from rankscope_contract.security.proxies import ENVIRONMENT, proxy_of
-
 OLDEST_RELEASE: Final = (9, 4)
 TIMEOUT_SECONDS: Final = 10.0
 
@@ -62,6 +60,7 @@ class Server:
         credentials: str | tuple[str, str],
         *,
         organisation: int | None = None,
+        proxy: str | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self.url = url.rstrip("/")
@@ -81,14 +80,14 @@ class Server:
             "timeout": timeout_seconds,
             "verify": os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or True,
         }
+        self._proxy = proxy
         self._client = self._direct(GrafanaApi(credentials, organization_id=organisation, **address).client)
         self._anonymous = self._direct(GrafanaApi(None, **address).client)
 
     def _direct(self, client: GrafanaClient) -> GrafanaClient:
-        """Return `client` without a login from ~/.netrc, and with a proxy only if Grafana is on another machine."""
-        proxy = proxy_of(self.url, ENVIRONMENT, os.environ)
+        """Return `client` without a login from ~/.netrc, and with the given proxy only."""
         client.s.trust_env = False  # otherwise the library reads netrc, and asks the proxy for loopback addresses
-        client.s.proxies = {} if proxy is None else {urlsplit(self.url).scheme: proxy}
+        client.s.proxies = {} if self._proxy is None else {urlsplit(self.url).scheme: self._proxy}
         return client
 
     def check(self) -> str:

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.diagnostics.blame import STEPS_BEHIND
 from rankscope_contract.model.events import ExitReason
+from rankscope_ingest.runs.blame import STEPS_BEHIND
 from rankscope_ingest.runs.models import Attempt, Rank
 
 CLOCKS_DIFFER_MICROSECONDS: Final = 2_000_000

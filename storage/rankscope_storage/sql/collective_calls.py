@@ -1,6 +1,6 @@
 """The view `collective_calls`: one row per collective, from the rows of all ranks of its process group.
 
-The view classifies stored calls into the same states as `rankscope_contract.diagnostics.collective_calls`, which
+The view classifies stored calls into the same states as `rankscope_ingest.runs.collective_calls`, which
 classifies the latest reports of the ranks. A rank without a row of a call is reported as missing only if two
 conditions hold: its flight record was read after the call, and the rank had not reached the call. In all other cases,
 the row may have been overwritten, or may not have been read yet.

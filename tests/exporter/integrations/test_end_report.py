@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.exporter.parts import QUIET, Watched, small
 
-from rankscope_contract.reports.child import ReportJob
 from rankscope_exporter import Monitor
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice, start_report
+from rankscope_exporter.process.report_child import ReportJob
 
 SETTINGS = {"run": "end", "statistics": "torch"}
 OFFLINE = {"spool_dir": "records"}

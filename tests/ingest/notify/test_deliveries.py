@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import socket
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
 
 from rankscope.base.http_client import get
-from rankscope_dashboards.grafana.server import GrafanaError, Server
+from rankscope.commands.dashboards import _server
+from rankscope_dashboards.grafana.server import GrafanaError
 from rankscope_exporter.serving.registration import ServiceClient
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.network.http_client import HttpClient
@@ -181,8 +183,12 @@ def by_service(url: str) -> None:
 
 
 def by_deployment(url: str) -> None:
+    with tempfile.NamedTemporaryFile("w") as token:
+        token.write("glsa_token")
+        token.flush()
+        server = _server(url, Path(token.name), None)
     with pytest.raises(GrafanaError, match="it is not Grafana"):
-        Server(url, "glsa_token").check()
+        server.check()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Protocol, cast
 
 from rankscope_contract.model.events import Severity
-from rankscope_contract.security.proxies import ENVIRONMENT, NO_PROXY
 from rankscope_ingest.base.errors import ConfigError, IngestError
+from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY
 
 log = logging.getLogger(__name__)
 

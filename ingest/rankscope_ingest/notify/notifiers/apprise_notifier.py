@@ -35,7 +35,7 @@ import requests.sessions
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_contract.security.proxies import ENVIRONMENT, is_proxy, port_of, proxies_of, proxy_of
+from rankscope_ingest.base.proxies import ENVIRONMENT, is_proxy, port_of, proxies_of, proxy_of
 from rankscope_ingest.notify.notifiers import Message, NotifyError
 
 MASK: Final = "…"

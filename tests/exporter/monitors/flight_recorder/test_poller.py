@@ -16,7 +16,6 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.monitors.flight_recorder.rank_programs import LATE, LATE_SECONDS, STANDING, TRAINING
 from tests.programs import run_program
 
-from rankscope_contract.diagnostics.collective_calls import Call, calls_of_note, sentences
 from rankscope_contract.diagnostics.collective_format import CallState
 from rankscope_contract.diagnostics.stacks import FlightRecord
 from rankscope_exporter.base.errors import ErrorBoundary
@@ -33,6 +32,7 @@ from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_ingest.runs.collective_calls import Call, calls_of_note, sentences
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Batch

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from tests.programs import run_program
 
-from rankscope_contract.diagnostics.blame import Place, place_of
 from rankscope_contract.diagnostics.stacks import (
     MAX_DETAILS_BYTES,
     Collective,
@@ -31,6 +30,7 @@ from rankscope_exporter.monitors.hangs.diagnosis import (
     within,
 )
 from rankscope_exporter.records.step_record import StepRecord
+from rankscope_ingest.runs.blame import Place, place_of
 
 RECORDED = """\
 Fatal Python error: none of our lines

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.diagnostics.blame import Place, RankFacts, Verdict, place_of, single_out
 from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
+from rankscope_ingest.runs.blame import Place, RankFacts, Verdict, place_of, single_out
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"

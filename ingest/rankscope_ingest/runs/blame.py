@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Final
 
-from rankscope_contract.diagnostics.collective_calls import Call, Records, calls_of_note
 from rankscope_contract.diagnostics.rank_groups import Standing, is_library, is_standard_library, ranks_text
 from rankscope_contract.diagnostics.stacks import FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_ingest.runs.collective_calls import Call, Records, calls_of_note
 
 
 class Place(enum.Enum):

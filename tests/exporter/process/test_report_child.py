@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope_contract.reports.child import ReportJob, installation, make_report
+from rankscope_exporter.process.report_child import ReportJob, installation, make_report
 
 WRITES = """
 import os, sys
