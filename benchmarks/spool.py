@@ -15,8 +15,8 @@ from _rows import Row, print_rows
 
 from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.persistence import SpoolWriter
 from rankscope_exporter.serving.spool import Spool, needed_plans
+from rankscope_exporter.serving.spool_writer import SpoolWriter
 from rankscope_exporter.serving.wire_encoder import EncodedRecord, encode, stream
 
 STEPS, PAIRS = 100, 7

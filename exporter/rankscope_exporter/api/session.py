@@ -316,7 +316,7 @@ class Session:
             return
         entries = len(self.active_quantities.plan)
         parameters = self.monitored.parameters
-        switch_file = self.config.switch_file
+        switch_file, spool = self.config.switch_file, self.channel.spool
         quantities = ", ".join(name.replace("_", " ") for name in self.config.quantities)
         lines = banner(
             run=self.identity.run,
@@ -330,7 +330,7 @@ class Session:
             backend=backend_name(self._device, coming=self.config.statistics == "auto"),
             address=address,
             service=self.channel.service_url,
-            spool_dir=self.channel.persistence.root,
+            spool_dir=None if spool is None else spool.root,
         )
         for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
             self.console.line(line)
@@ -367,8 +367,9 @@ class Session:
         if left and self.channel.service_url:
             self.notices.say(f"{self.channel.service_url} did not commit {left} of the records in {wait_seconds:g} s")
         if left:
-            self.channel.persistence.flush(limit)
-            self.notices.uncommitted(left, self.channel.persistence, self.config.serve)
+            if self.channel.spool is not None:
+                self.channel.spool.flush(limit)
+            self.notices.uncommitted(left, self.channel.spool, self.config.serve)
         return left
 
     def _publish_last(self, limit_seconds: float) -> None:

@@ -169,7 +169,8 @@ class SessionEnd:
     def _finish_serving(self, session: Session, wait_seconds: float, *, is_hurried: bool) -> None:
         drain = functools.partial(session.drain, wait_seconds, is_hurried=is_hurried)
         left = self._boundary.call("end of training", drain)
-        folder = session.channel.persistence.folder
+        spool = session.channel.spool
+        folder = None if spool is None else spool.folder
         self._callback.last = None
         self._boundary.call("detach()", session.change_sources.stop)
         self._boundary.call("closing", session.channel.close)

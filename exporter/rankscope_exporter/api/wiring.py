@@ -32,8 +32,8 @@ from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import selected_parts
 from rankscope_exporter.sampling.table_view import Measurement
 from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.persistence import Persistence
 from rankscope_exporter.serving.ring import Ring
+from rankscope_exporter.serving.spool_writer import SpoolWriter
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.base import Sinks
 from rankscope_exporter.sinks.memory import Row, rows_of
@@ -88,18 +88,18 @@ class Notices:
             again = f" as attempt {attempt}, with steps from {first_step} on (first_step){rules}" if attempt else ""
             self._console.line(f"registered with service {config.serve.ingest_url}{again}")
 
-    def uncommitted(self, records: int, kept: Persistence, config: ServeConfig) -> None:
+    def uncommitted(self, records: int, spool: SpoolWriter | None, config: ServeConfig) -> None:
         """Print the folder with the records that no service has committed. Only one rank of a host prints the folder.
 
         If some of them are in no file, print that they are lost with the process.
         """
-        lost = records if kept.unwritten is None else kept.unwritten
+        lost = records if spool is None else spool.unwritten
         if config.ingest_url:
             lost = min(lost, records)
         if lost and (config.ingest_url or config.spool_dir):
             self.say(f"{lost} records are lost with this process: they are in no file")
-        if kept.records and kept.root is not None and self._identity.local_rank == 0:
-            for line in records_note(kept.root, kept.records):
+        if spool is not None and spool.records and self._identity.local_rank == 0:
+            for line in records_note(spool.root, spool.records):
                 self._console.line(line)
 
     def time_spent(self, seconds: Mapping[str, float]) -> None:

@@ -24,6 +24,12 @@ from rankscope_exporter.serving.spool import needed_plans
 
 log = logging.getLogger(__name__)
 
+OLDER_LAUNCHES_SECONDS: Final = 2.0
+"""Maximum seconds for which this rank delays its registration until spools of dead processes are registered.
+
+The service numbers the attempts of a run in the order in which they register, so earlier attempts must register first.
+"""
+
 SCAN_SECONDS: Final = 30.0
 """Seconds between two searches of the spool folder. Another rank of this host may have died since the last search."""
 
@@ -79,12 +85,9 @@ class OrphanRecovery:
         """Start the thread that searches the spool folder and registers the spools of dead processes."""
         self._thread.start()
 
-    def wait_searched(self, timeout_seconds: float) -> None:
-        """Wait at most `timeout_seconds` until the spools that the first search found are registered with the service.
-
-        Older launches must register with the service before this one.
-        """
-        self._searched.wait(timeout_seconds)
+    def wait_searched(self) -> None:
+        """Wait at most 2 s until the spools that the first search found are registered with the service."""
+        self._searched.wait(OLDER_LAUNCHES_SECONDS)
 
     def stop(self) -> None:
         """Stop the thread and release the spools, so that another process on this host or a service can serve them."""

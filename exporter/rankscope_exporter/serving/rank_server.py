@@ -29,6 +29,7 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.spool.reader import service_name
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
@@ -37,11 +38,12 @@ from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
 from rankscope_exporter.serving.latest_values import LatestValues
-from rankscope_exporter.serving.persistence import persistence_of
+from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.rank_state import RankServerSources, RankState
 from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.routes import Routes
+from rankscope_exporter.serving.spool_writer import spool_of
 from rankscope_exporter.serving.wire_encoder import encode
 
 
@@ -124,10 +126,10 @@ class RankServer:
         self._identity = identity
         self._config = config
         self._meter = CpuMeter()
-        self.persistence = persistence_of(
-            config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter
-        )
-        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=self.persistence.holds)
+        self.spool = spool_of(config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
+        self.orphans: OrphanRecovery | None = None
+        is_kept = None if self.spool is None else self.spool.holds
+        self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=is_kept)
         # Converted here to the form that a JSON reader gets: values without a JSON form become text on this thread.
         self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str), parse_constant=str)
         self._planned_steps = planned_steps
@@ -162,10 +164,20 @@ class RankServer:
             raise ServeError("this server was started before: create a new one")
         config = self._config
         client = service_client(config)
+        if self.spool is not None and client is not None and config.ingest_url is not None:
+            self.orphans = OrphanRecovery(
+                self.spool.root,
+                self._identity.incarnation,
+                client,
+                lambda: self.url,
+                service=service_name(config.ingest_url),
+                on_fault=self._on_fault,
+            )
         routes = Routes(
             state=self.state,
             ring=self.ring,
-            persistence=self.persistence,
+            spool=self.spool,
+            orphans=self.orphans,
             sources=self._sources,
             exposition=self.exposition,
             settings=self._settings,
@@ -188,9 +200,8 @@ class RankServer:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
-            self._optional(
-                "serving spools of dead processes", lambda: self.persistence.serve_orphans(client, lambda: self.url)
-            )
+            if self.orphans is not None:
+                self._optional("serving spools of dead processes", self.orphans.start)
             self._registration.start()
         return self.url
 
@@ -209,7 +220,8 @@ class RankServer:
             record = self._clock.corrected(record)
             encoded = encode(record)
             self.state.unencodable += encoded.unencodable
-            self.persistence.write(self.ring.head + 1, encoded)
+            if self.spool is not None:
+                self.spool.write(self.ring.head + 1, encoded)
             seq = self.ring.append(encoded)
             if record.step is not None:
                 self.state.step = record.step
@@ -251,7 +263,10 @@ class RankServer:
             return
         self.state.is_closed = True
         with contextlib.ExitStack() as stack:  # closes all of them in reverse order, then raises the first error
-            stack.callback(self.persistence.close)
+            if self.spool is not None:
+                stack.callback(self.spool.close)
+            if self.orphans is not None:
+                stack.callback(self.orphans.stop)
             if self._server is not None:
                 stack.callback(self._server.stop)
             if self._discovery is not None:
@@ -266,7 +281,10 @@ class RankServer:
         """
         self._abandoned = True
         with contextlib.ExitStack() as stack:  # as in close()
-            stack.callback(self.persistence.abandon)
+            if self.spool is not None:
+                stack.callback(self.spool.abandon)
+            if self.orphans is not None:
+                stack.callback(self.orphans.abandon)
             if self._server is not None:
                 stack.callback(self._server.abandon)
             self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
@@ -292,7 +310,8 @@ class RankServer:
 
     def _commit(self, seq: int) -> None:
         self.ring.commit(seq)
-        self.persistence.commit(seq)
+        if self.spool is not None:
+            self.spool.commit(seq)
 
     def _stats(self) -> ExporterStats:
         empty: Mapping[str, Any] = {}
@@ -301,7 +320,11 @@ class RankServer:
             sampling_stretch=self._read("the sampling interval multiplier", self._sources.stretch, None),
             collectives=self._read("collectives", self._sources.collectives, empty),
             faults=self._faults(),
-            dropped={**own, **self.persistence.dropped, **self._read("dropped records", self._dropped, empty)},
+            dropped={
+                **own,
+                **({} if self.spool is None else self.spool.dropped),
+                **self._read("dropped records", self._dropped, empty),
+            },
             overhead_seconds={**self._read("overhead", self._overhead, empty), **self._meter.totals()},
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
@@ -319,7 +342,8 @@ class RankServer:
             return default
 
     def _introduce(self) -> Registration:
-        self.persistence.wait_for_older_launches()
+        if self.orphans is not None:
+            self.orphans.wait_searched()
         return self._describe()
 
     def _describe(self) -> Registration:

@@ -42,9 +42,10 @@ from rankscope_contract.spool import Orphan, Stretch
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.serving.exposition import Exposition
 from rankscope_exporter.serving.http_server import Answer, Request
-from rankscope_exporter.serving.persistence import Persistence
+from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.rank_state import RankServerSources, RankState, RecentClients
 from rankscope_exporter.serving.ring import CursorError, Ring
+from rankscope_exporter.serving.spool_writer import SpoolWriter
 from rankscope_exporter.serving.wire_encoder import stream
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -72,7 +73,8 @@ class Routes:
 
     state: RankState
     ring: Ring
-    persistence: Persistence
+    spool: SpoolWriter | None
+    orphans: OrphanRecovery | None
     sources: RankServerSources
     exposition: Exposition
     settings: Mapping[str, Any]
@@ -143,18 +145,18 @@ class Routes:
         committed = _integer(query, "committed", None, least=NOTHING)
         max_bytes = min(_integer(query, "max_bytes", DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT)
         if incarnation != self.state.incarnation:
-            orphan = self.persistence.orphan(incarnation)
-            if orphan is None:
+            orphan = None if self.orphans is None else self.orphans.get(incarnation)
+            if self.orphans is None or orphan is None:
                 return self._refuse(HTTPStatus.CONFLICT, f"this process is {self.state.incarnation}")
             own = committed if _holds_lease(request, orphan.lease) else None
             answer = orphan_answer(orphan, self._state_headers(), after, own, max_bytes)
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                self.persistence.finished(orphan)
+                self.orphans.finished(orphan)
             return answer
         try:
             if committed is not None and _holds_lease(request, self.state.lease):
                 self.on_poll(committed, NOTICE_HEADER.lower() in request.headers)
-            stretch = self.persistence.after(after, max_bytes, self.ring.first)
+            stretch = None if self.spool is None else self.spool.after(after, max_bytes, self.ring.first)
             if stretch is not None:
                 return stretch_answer(stretch, self._state_headers(), after)
             window = self.ring.after(after, max_bytes)
@@ -185,7 +187,8 @@ class Routes:
     def _plan(self, request: Request) -> Answer:
         plan_hash = request.path.removeprefix(PLAN_PATH)
         plan = self.ring.plan(plan_hash)
-        text = self.persistence.plan(plan_hash) if plan is None else plan.json
+        on_disk = (source.plan(plan_hash) for source in (self.spool, self.orphans) if source is not None)
+        text = next(filter(None, on_disk), None) if plan is None else plan.json
         if text is None:
             return Answer.text(HTTPStatus.NOT_FOUND, "no record of this process uses this plan")
         return Answer(HTTPStatus.OK, (text.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})

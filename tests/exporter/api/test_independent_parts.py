@@ -272,17 +272,17 @@ def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
     assert 4 == len(named(caplog))
 
 
-@pytest.mark.parametrize("part", ["persistence", "_server", "_registration"])
-def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch):
-    training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
+@pytest.mark.parametrize("part", ["spool", "_server", "_registration"])
+def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch, tmp_path):
+    training = Training(serve={"ingest_url": "http://127.0.0.1:9", "spool_dir": str(tmp_path)})
     channel = training.session.channel
     closed: list[str] = []
-    for name, method in (("persistence", "close"), ("_server", "stop"), ("_registration", "stop")):
+    for name, method in (("spool", "close"), ("_server", "stop"), ("_registration", "stop")):
         owner = getattr(channel, name)
         monkeypatch.setattr(owner, method, _noting(closed, name, broken if name == part else getattr(owner, method)))
     training.finish()
 
-    assert ["_registration", "_server", "persistence"] == closed
+    assert ["_registration", "_server", "spool"] == closed
     if part == "_server":
         monkeypatch.undo()
         channel._server.stop()

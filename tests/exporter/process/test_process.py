@@ -78,7 +78,7 @@ def test_child_that_is_forked_during_detach_holds_no_spool(tmp_path: Path) -> No
         def fork(_seconds):
             child = os.fork()
             if child == 0:
-                os.write(1, b"held\\n" if channel.persistence.folder else b"released\\n")
+                os.write(1, b"held\\n" if channel.spool.folder else b"released\\n")
                 os._exit(0)
             os.waitpid(child, 0)
             return 0

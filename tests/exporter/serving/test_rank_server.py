@@ -18,7 +18,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.protocol.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving import http_server, persistence
+from rankscope_exporter.serving import http_server, orphan_recovery
 from rankscope_exporter.serving.config import ServeConfig, ServeError
 from rankscope_exporter.serving.http_server import Answer, open_server
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
@@ -542,7 +542,7 @@ def test_heartbeats_continue_after_a_failed_poke(leased_for, service, until, pla
 
 def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until, plant, tmp_path, monkeypatch):
     plant(OrphanRecovery, "start", RuntimeError("can't start new thread"))
-    monkeypatch.setattr(persistence, "OLDER_LAUNCHES_SECONDS", 0.05)
+    monkeypatch.setattr(orphan_recovery, "OLDER_LAUNCHES_SECONDS", 0.05)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.state.lease)
 

@@ -18,7 +18,7 @@ from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.reader import read_service, service_name
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving import orphan_recovery, persistence
+from rankscope_exporter.serving import orphan_recovery, spool_writer
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
 from rankscope_exporter.serving.spool import Spool, needed_plans
 from rankscope_exporter.serving.wire_encoder import encode
@@ -58,7 +58,7 @@ def heir(spooled, service, until, tmp_path):
         if not (tmp_path / "dead").exists():
             leave_behind(tmp_path, "dead", records)
         rank = spooled(ingest_url=service.url)
-        until(lambda: (orphan := rank.channel.persistence.orphan("dead")) is not None and orphan.lease)
+        until(lambda: (orphan := rank.channel.orphans.get("dead")) is not None and orphan.lease)
         return rank
 
     return make
@@ -117,7 +117,7 @@ def test_forked_child_has_no_open_files_of_the_spool(heir, tmp_path):
     rank.fill(1)
 
     assert 0 == code
-    assert rank.channel.persistence.orphan("dead") is not None
+    assert rank.channel.orphans.get("dead") is not None
     assert [0, 1] == rank.records(-1).seqs
     assert Orphan.take(tmp_path / OWN, needed_plans) is None
 
@@ -147,15 +147,15 @@ class _Disk:
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Return the disk of `tmp_path`, with short timeouts of the publisher."""
-    monkeypatch.setattr(persistence, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(persistence, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(spool_writer, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
     made = _Disk(tmp_path, monkeypatch)
     yield made
     made.answer()
 
 
 def on_disk(rank: Any, seqs: range) -> list[int]:
-    return [seq for seq in seqs if rank.channel.persistence.holds(seq)]
+    return [seq for seq in seqs if rank.channel.spool.holds(seq)]
 
 
 def test_record_is_on_disk_before_readers_get_it(spooled, tmp_path, monkeypatch):
@@ -186,23 +186,23 @@ def test_hanging_disk_delays_only_one_record(spooled, disk, until, caplog):
     assert [] == rank.faults  # a busy disk is no error inside the exporter
     slow = " is slow: a record was not written after 0.2 s; until it is, records are only in memory"
     assert 1 == caplog.text.count(slow)
-    assert rank.channel.persistence.folder is None  # not reported as the place of all records
+    assert rank.channel.spool.folder is None  # not reported as the place of all records
 
     disk.answer()
-    until(lambda: rank.channel.persistence.folder)
+    until(lambda: rank.channel.spool.folder)
     assert list(range(30)) == on_disk(rank, range(30))
     assert 0 == rank.dropped("spool_behind")
 
 
 def test_spool_continues_when_the_disk_responds_again(spooled, tmp_path, disk, until, monkeypatch, caplog):
     """The backlog is written, further records are counted, and a new file starts after the gap."""
-    monkeypatch.setattr(persistence, "BACKLOG_RECORDS", 3)
+    monkeypatch.setattr(spool_writer, "BACKLOG_RECORDS", 3)
     rank = spooled(1)
     disk.hang()
     rank.fill(8, begin=1)
     behind = rank.dropped("spool_behind")
     disk.answer()
-    until(lambda: rank.channel.persistence.folder)
+    until(lambda: rank.channel.spool.folder)
     rank.fill(3, begin=9)
     rank.channel.close()
 
@@ -338,7 +338,7 @@ def test_rank_serves_spools_of_its_own_service_or_of_none(spooled, service, unti
 
     assert {"same", "unnamed", "old", OWN} == {sent["incarnation"] for sent in service.registrations}
     assert (tmp_path / "other" / f"{0:012d}.arrows").exists()
-    assert rank.channel.persistence.orphan("other") is None
+    assert rank.channel.orphans.get("other") is None
     assert service_name(service.url) == read_service(tmp_path / OWN)
 
 
@@ -406,11 +406,11 @@ def test_rank_serves_a_few_orphans_at_a_time_oldest_first(two_at_once, spooled, 
     """There may be thousands after many crashes, and each one needs an open file in the training process."""
     for number in (3, 1, 2):
         leave_behind(tmp_path, f"dead-{number}")
-    served = spooled(ingest_url=service.url).channel.persistence
+    served = spooled(ingest_url=service.url).channel.orphans
     until(lambda: len(service.registrations) >= 6)
 
     assert {"dead-3", "dead-1", OWN} == {sent["incarnation"] for sent in service.registrations}
-    served.finished(served.orphan("dead-3"))
+    served.finished(served.get("dead-3"))
     until(lambda: "dead-2" in {sent["incarnation"] for sent in service.registrations})
 
 
@@ -431,7 +431,7 @@ def test_ranks_that_start_together_share_the_orphans(spooled, service, until, tm
     ranks = [spooled(ingest_url=service.url, incarnation=incarnation) for incarnation in (OWN, "another")]
     until(lambda: {OWN, "another", *names} == {sent["incarnation"] for sent in service.registrations})
 
-    assert [1] * 6 == [sum(rank.channel.persistence.orphan(name) is not None for rank in ranks) for name in names]
+    assert [1] * 6 == [sum(rank.channel.orphans.get(name) is not None for rank in ranks) for name in names]
 
 
 def test_undrained_orphan_is_served_by_the_next_rank(heir):
@@ -475,7 +475,7 @@ def test_unreadable_spool_folders_are_unchanged_and_logged_once(heir, tmp_path, 
     rank = heir()
     skipped = [text for text in caplog.messages if "spool skipped" in text]
 
-    assert [] == [name for name in SPOILED if rank.channel.persistence.orphan(name) is not None]
+    assert [] == [name for name in SPOILED if rank.channel.orphans.get(name) is not None]
     assert before == sorted(path.name for path in tmp_path.glob("*/*") if path.parent.name not in (OWN, "dead"))
     for name in ("torn", "missing", "future", "foreign", "copied", "of another user"):
         assert 1 == sum(f"{tmp_path}/{name}" in text for text in skipped), name
@@ -493,7 +493,7 @@ def test_disk_error_of_an_orphaned_spool_is_answered_with_500(heir, plant):
 
 
 @pytest.mark.parametrize(
-    ("part", "method", "other"), [(OrphanRecovery, "stop", OWN), (persistence.SpoolWriter, "close", "dead")]
+    ("part", "method", "other"), [(OrphanRecovery, "stop", OWN), (spool_writer.SpoolWriter, "close", "dead")]
 )
 def test_error_while_closing_leaves_no_other_spool_open(part, method, other, heir, tmp_path, plant, monkeypatch):
     rank = heir()
