@@ -274,7 +274,8 @@ def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
 
 @pytest.mark.parametrize("part", ["spool", "_server", "_registration"])
 def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch, tmp_path):
-    training = Training(serve={"ingest_url": "http://127.0.0.1:9", "spool_dir": str(tmp_path)})
+    monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path))
+    training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
     channel = training.session.channel
     closed: list[str] = []
     for name, method in (("spool", "close"), ("_server", "stop"), ("_registration", "stop")):
