@@ -418,9 +418,11 @@ class Session:
     # Records and state.
 
     def _publish(self, record: StepRecord) -> None:
-        self._boundary.call("publishing a record", self.channel.publish, record)
-        if self.publisher.is_current_thread:
-            self.sinks.put(record)
+        try:
+            self.channel.publish(record)
+        finally:
+            if self.publisher.is_current_thread:
+                self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
         """Return the rows of statistics of the step in progress.

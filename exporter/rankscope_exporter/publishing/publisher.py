@@ -101,9 +101,9 @@ class SkippedSteps:
 
     def _report(self) -> None:
         self._passes, self._is_irregular = 0, True
-        for record in self._held:
+        held, self._held = self._held, []
+        for record in held:
             self._publish(record)
-        self._held.clear()
 
 
 IDLE_FLUSH_SECONDS: Final = 2.0
@@ -266,7 +266,7 @@ class Publisher:
             # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
             if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
                 self._call("publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS)
-                self._report_lost()
+                self._call("publishing the number of lost records", self._report_lost)
                 checked_at = time.monotonic()
             try:
                 item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
@@ -364,9 +364,11 @@ class Publisher:
     def _publish_record(self, record: StepRecord) -> None:
         if self._is_blocked and self.is_current_thread:
             return  # it was counted as dropped, and the exit event is published
-        self._boundary.call("publishing a step", self.publish, record)
-        self._is_publishing = False  # from here on, the number of the newest record includes it
-        self._on_record(record)
+        try:
+            self.publish(record)
+        finally:
+            self._is_publishing = False  # from here on, the number of the newest record includes it
+            self._on_record(record)
 
     def report_skipped(self) -> None:
         """Publish the events of skipped steps that were held back, at the end of training."""

@@ -254,7 +254,7 @@ def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, c
 
     assert [1] == [step for step in told if step is not None]
     assert (1,) == training.monitor.sink("api").steps()
-    assert "publishing a record" in named(caplog)
+    assert "publishing a step" in named(caplog)
 
 
 def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
