@@ -24,6 +24,9 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$$($(call SETTING,find-links))}" \
 	$(BIN)/python -m uv pip install --python $(BIN)/python --index-strategy unsafe-best-match
 
+# The installation compiles it, too, but uv does not build a source tree again that it has built before.
+KERNEL = $(BIN)/python hatch_build.py || echo "the kernel for statistics was not compiled: torch operations are used"
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
@@ -76,7 +79,7 @@ test-frameworks-heavy: $(VENV)/.installed-heavy
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
 		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
 
-# The environment has one release of torch, the rank's part of Rankscope, and numba. Each takes about 5 GB.
+# The environment has one release of torch and the rank's part of Rankscope. Each takes about 5 GB.
 test-torch: $(VENV)/.installed-dev ## README, DDP and FSDP2 with another torch: make test-torch TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "set TORCH to a release: make test-torch TORCH=2.15.0"; exit 1; }
 	$(MAKE) VENV=.venv-torch-$(TORCH) TORCH_OF_TESTS=$(TORCH) .venv-torch-$(TORCH)/.installed-rank
@@ -140,11 +143,13 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.installed-%: $(VENV)/.torch pyproject.toml constraints.txt
 	$(UV) -c constraints.txt -e '.[$*]' || $(PIP) -c constraints.txt -e '.[$*]'
+	$(KERNEL)
 	@touch $@
 
 $(VENV)/.installed-rank: $(VENV)/.torch pyproject.toml constraints.txt
 	sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
-	$(UV) -c $(VENV)/constraints.txt -e '.[fast]' || $(PIP) -c $(VENV)/constraints.txt -e '.[fast]'
+	$(UV) -c $(VENV)/constraints.txt -e . || $(PIP) -c $(VENV)/constraints.txt -e .
+	$(KERNEL)
 	@touch $@
 
 # Test processes that start at the same time would each compile the same modules.

@@ -18,7 +18,6 @@ from _rows import Row, print_rows, ratio_with_interval
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.statistics import warm_up
 
 ROUNDS, CALLS = 8, 100
 BATCH, CONTEXT, WIDTH, LAYERS = 8, 128, 256, 12
@@ -87,9 +86,6 @@ def run() -> list[Row]:
     logging.getLogger("rankscope").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in CONFIGURATIONS}

@@ -22,7 +22,7 @@ from _rows import Row, print_rows
 from torch import nn
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, warm_up
+from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 
 PARAMETERS = 12_000
 ROUNDS = 5
@@ -56,9 +56,6 @@ def train(parameters: int, monitor: Monitor | None = None) -> tuple[Seconds, Sec
 
     attach = (0.0, 0.0) if monitor is None else _seconds(lambda: monitor.attach(model, optimizer))
     first = _seconds(step)
-    thread = None if monitor is None else warm_up()
-    if thread is not None:  # the first sampled step of a process has no compiled kernel, later ones do
-        thread.join()
     for _ in range(WARM_UP_STEPS):
         step()
     later = [_seconds(step) for _ in range(STEPS)]
@@ -122,9 +119,6 @@ def _row(name: str, values: list[float], unit: str) -> Row:
 
 
 def _clipping() -> list[Row]:
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     gradients = [torch.randn(3) for _ in range(PARAMETERS)]
     table = StatisticsTable(2 * PARAMETERS, torch.device("cpu"))
     reduced, clipped = range(PARAMETERS), range(PARAMETERS, 2 * PARAMETERS)

@@ -18,7 +18,7 @@ from _rows import Row, print_rows, ratio_with_interval
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.statistics import backend_name, warm_up
+from rankscope_exporter.statistics import backend_name
 
 BLOCK_STEPS = 2
 PAIRS = 16
@@ -60,9 +60,6 @@ def run() -> list[Row]:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     rows: list[Row] = []
     for backend in ("auto", "torch"):
         config = MonitorConfig(console=False, exit_wait_seconds=0, statistics=backend)

@@ -16,7 +16,6 @@ from _rows import Row, print_rows
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.statistics import warm_up
 
 PAIRS = 6
 SETTLING_STEPS = 20
@@ -31,9 +30,6 @@ CASES: Final[tuple[Any, ...]] = (
 
 def run() -> list[Row]:
     logging.getLogger("rankscope").setLevel(logging.ERROR)
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     return [_row(name, threads, shape, settings) for name, threads, *shape, settings in CASES]
 
 

@@ -10,7 +10,6 @@ import torch
 from _rows import Row, cpu_seconds, print_rows
 
 from rankscope_exporter.quantities.hashes import Measure
-from rankscope_exporter.statistics import warm_up
 from rankscope_exporter.statistics.hashes import Hasher
 
 PARAMETERS = 10_000_000
@@ -22,9 +21,6 @@ ROUNDS = 11
 
 def run() -> list[Row]:
     torch.set_num_threads(1)
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     return [row for dtype in (torch.float32, torch.bfloat16) for row in _of(dtype)]
 
 

@@ -20,7 +20,6 @@ from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.sinks import tensorboard
-from rankscope_exporter.statistics import warm_up
 
 ROUNDS, STEPS = 5, 8
 
@@ -49,9 +48,6 @@ class Squares(nn.Module):
 def run() -> list[Row]:
     logging.getLogger("rankscope").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     net = Squares()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     measured: dict[str, list[tuple[float, float]]] = {name: [] for name in CONFIGURATIONS}

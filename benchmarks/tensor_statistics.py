@@ -17,7 +17,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
-from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish, warm_up
+from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish
 
 PARAMETERS = 10_000_000
 TENSORS = 150
@@ -27,9 +27,6 @@ ROUNDS = 21
 
 def run() -> list[Row]:
     torch.set_num_threads(1)
-    thread = warm_up()
-    if thread is not None:
-        thread.join()
     return [
         *(row for dtype in (torch.float32, torch.bfloat16) for row in _bandwidth(dtype)),
         *_overhead(),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import hatch_build
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.properties import THOROUGH, USUAL, examples
@@ -46,6 +47,13 @@ if not os.environ.get("RANKSCOPE_GPU"):
 
 # The threads of two ranks would compete on a machine with two cores. torch reads this variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the kernel for statistics, if it was changed since the installation."""
+    if not hasattr(config, "workerinput"):
+        with contextlib.suppress(OSError):  # without a compiler, its tests are skipped
+            hatch_build.compile_if_needed()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

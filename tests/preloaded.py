@@ -1,9 +1,8 @@
-"""Compile the kernel for statistics, and keep all of torch from garbage collection, before programs are forked."""
+"""Keep all of torch from garbage collection, before programs are forked."""
 
 import gc
 
-from rankscope_exporter.statistics.numba_kernels import compile_measure
+import rankscope_exporter.statistics  # noqa: F401 - programs need it
 
-compile_measure(cache=True)
 gc.collect()
 gc.freeze()

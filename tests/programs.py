@@ -229,7 +229,7 @@ class Server:
 
 
 OF_TRAINING = (
-    *("torch", "torch._dynamo", "torch.distributed", "torch.profiler", "numba", "psutil", "rankscope"),
+    *("torch", "torch._dynamo", "torch.distributed", "torch.profiler", "psutil", "rankscope"),
     *("rankscope_exporter", "tests.preloaded"),
 )
 OF_COMMANDS = (

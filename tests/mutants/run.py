@@ -235,7 +235,6 @@ def environment(mutant: Mutant | None, copy: Path) -> dict[str, str]:
             "PYTHONPATH": str(Path(__file__).with_name("hook")),
             "MUTANT_OF": os.path.realpath(ROOT / mutant.file),
             "MUTANT_COPY": str(copy),
-            "NUMBA_CACHE_DIR": str(copy.parent / "numba"),
         }
     return found
 

@@ -3,10 +3,12 @@
 import email
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -128,17 +130,67 @@ with monitor:
         optimizer.zero_grad()
         monitor.log(loss=1.0)
 assert monitor.faults == 0, monitor.faults
-print(rankscope.__file__)
+from rankscope_exporter.statistics import backend_name
+print(rankscope.__file__, backend_name())
 """
 
 
 def test_installed_wheel_monitors_with_base_requirements_only(rank_install):
-    """A model is attached and trained without any library of the services."""
+    """A model is attached and trained without any library of the services, and measured by the compiled kernel."""
     done = run_on_rank(rank_install, TRAINING)
 
     assert not (rank_install / "duckdb").exists()
     assert 0 == done.returncode, done.stderr
     assert done.stdout.startswith(str(rank_install))
+    assert done.stdout.endswith(" C\n" if shutil.which("cc") else " torch\n")
+
+
+LIBRARY = "rankscope_exporter/statistics/_kernel.so"
+
+
+def test_wheel_with_the_kernel_runs_where_its_tag_states(wheel, require_server):
+    require_server("cc", "g++")
+    with zipfile.ZipFile(wheel) as archive:
+        needed = {tuple(map(int, found.split(b"."))) for found in re.findall(rb"GLIBC_([\d.]+)", archive.read(LIBRARY))}
+
+    assert re.search(r"-py3-none-manylinux_2_17_\w+\.whl$", wheel.name)
+    assert max(needed) <= (2, 17)
+
+
+def built(tree: Path, target: str, folder: Path, **environment: str) -> Path:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, timeout=120, env={**os.environ, **environment})
+    (found,) = folder.iterdir()
+    return found
+
+
+@pytest.mark.thorough
+def test_wheel_without_a_compiler_measures_with_torch_operations(tmp_path, wheel):
+    plain = built(ROOT, "wheel", tmp_path / "built", CC="/none")
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(wheel) as other:
+        assert {LIBRARY} >= set(other.namelist()) ^ set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+    link_distributions(distributions_needed_by(RANK_NEEDS), tmp_path / "site")
+    done = run_on_rank(tmp_path / "site", TRAINING)
+
+    assert plain.name.endswith("-py3-none-any.whl")
+    assert done.stdout.endswith(" torch\n")
+    assert 1 == done.stderr.count("the C kernel cannot be used (there was no C compiler when Rankscope was built)")
+
+
+@pytest.mark.thorough
+def test_source_distribution_and_editable_installation_compile_the_kernel(tmp_path, require_server):
+    require_server("cc", "g++")
+    with tarfile.open(built(ROOT, "sdist", tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.glob("rankscope-*")
+    library = tree / "exporter" / LIBRARY
+    assert not library.exists()
+    with zipfile.ZipFile(built(tree, "wheel", tmp_path / "wheel")) as archive:
+        assert LIBRARY in archive.namelist()
+    assert not library.exists()
+    assert built(tree, "wheel:editable", tmp_path / "editable").name.endswith("-py3-none-any.whl")
+    assert library.read_bytes().startswith(b"\x7fELF")
 
 
 def run_command_on(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

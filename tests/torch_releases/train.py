@@ -1,6 +1,6 @@
 """Train with and without a monitor, and write the values that the store must have, computed by formulas.
 
-Runs with any release of torch, the rank's part of Rankscope and numba: `python train.py FOLDER`. Four trainings: the
+Runs with any release of torch and the rank's part of Rankscope: `python train.py FOLDER`. Four trainings: the
 three lines of the README on one rank, the same in a child that is forked from this training, DDP on two ranks, and
 FSDP2 on two if torch can run it without a device. The last two have two micro-batches in each step. Exits with 1 if the
 monitor changes a bit or has a fault.

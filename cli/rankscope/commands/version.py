@@ -11,7 +11,6 @@ LIBRARIES = (
     "torch",
     "pyarrow",
     "prometheus_client",
-    "numba",
     "triton",
     "deltalake",
     "duckdb",

@@ -254,7 +254,7 @@ class Session:
             self.change_queue,  # after the observers that request changes for the same step
             *(
                 [KernelWarmUp(self._device, self.active_quantities.use_compiled_kernel)]
-                if config.statistics == "auto"
+                if config.statistics == "auto" and self._device.type == "cuda"
                 else []
             ),
             changes,  # finds parameters under new names before their hooks are registered

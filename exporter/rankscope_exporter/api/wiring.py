@@ -42,7 +42,7 @@ from rankscope_exporter.statistics.selection import Ops, op_notices, rule_notice
 from rankscope_exporter.training.current_step import CurrentStep
 
 WARM_UP_AT_STEP: Final = 3
-"""The number of a training's steps after which the compiled CPU kernel for statistics is built.
+"""The number of a training's steps after which the compiled kernel for statistics on a CUDA device is built.
 
 A script that only inspects its model makes fewer steps, and does not wait for the build.
 """
@@ -50,11 +50,11 @@ A script that only inspects its model makes fewer steps, and does not wait for t
 COMPILED_FROM_STEP: Final = 10
 """The number of a training's steps after which the compiled kernel measures.
 
-The first steps that take 0.1 s or longer leave enough time for a build that the cache of numba contains.
+The first steps that take 0.1 s or longer leave enough time for a build that the cache of Triton contains.
 """
 
 BUILD_SECONDS: Final = 5.0
-"""Longest time in seconds that this step waits for the build, which takes 3 s without the cache, and 0.5 s with it.
+"""Longest time in seconds that this step waits for the build.
 
 If the build takes longer, as on a loaded machine, the steps with ten, a hundred times this number try again.
 """
@@ -138,7 +138,7 @@ class Notices:
 
 
 class KernelWarmUp(StepObserver):
-    """Builds the compiled kernel for statistics, and calls `use` at the step from which on it measures.
+    """Builds the compiled kernel for a CUDA device, and calls `use` at the step from which on it measures.
 
     The step depends on the sampling only, and not on the duration of the build unless it exceeds BUILD_SECONDS: the
     compiled kernel and torch operations round differently, and equal trainings must have equal statistics.

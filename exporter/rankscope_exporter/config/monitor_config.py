@@ -286,8 +286,8 @@ class MonitorConfig:
     statistics: Literal["auto", "torch"] = "auto"
     """Implementation of statistics.
 
-    "auto" uses compiled kernels: by numba on a CPU and by Triton on a CUDA device, if they are installed. "torch" uses
-    neither.
+    "auto" uses compiled kernels: one in C on a CPU, and one by Triton on a CUDA device, if they are available.
+    "torch" uses neither.
     """
     exit_wait_seconds: Seconds = 5.0
     """Maximum seconds at the end of training that the rank waits until the service has committed the last records."""

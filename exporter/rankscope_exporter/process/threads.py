@@ -76,7 +76,12 @@ def _after_in_parent() -> None:
     _sections.changed.release()
 
 
+_is_child = False
+
+
 def _after_in_child() -> None:
+    global _is_child  # noqa: PLW0603 - a process becomes a child once
+    _is_child = True
     _sections.changed = threading.Condition()  # other threads waited at the old one
     _sections.inside = getattr(_own, "depth", 0)
 
@@ -86,6 +91,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after
 
 _TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 _TASKS: Final = Path("/proc/self/task")
+_OPENMP: Final = "ATen parallel backend: OpenMP"
 _NATIVE_POOL: Final = "PTThreadPool"
 """Name of the threads of torch's pool if torch was built without OpenMP (aten/src/ATen/PTThreadPool.h)."""
 
@@ -215,20 +221,38 @@ def intra_op_threads() -> tuple[int, ...]:
     """
     if torch.get_num_threads() == 1 or not _TASKS.is_dir():
         return ()
-    is_openmp = "ATen parallel backend: OpenMP" in torch.__config__.parallel_info()
-    found = _openmp_team() if is_openmp else _native_pool()
+    found = _openmp_team() if _OPENMP in torch.__config__.parallel_info() else _native_pool()
     return tuple(sorted(found - {threading.get_native_id()}))
 
 
 def _openmp_team() -> set[int]:
     """Return the native ids of the OpenMP team of the calling thread: each thread of the team reports its own id."""
     found: list[int] = []
-    report = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: found.append(threading.get_native_id()))
+    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    report = region(lambda _: found.append(threading.get_native_id()))
+    if address := openmp_parallel():
+        parallel = ctypes.CFUNCTYPE(None, region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
+        parallel(report, None, 0, 0)  # 0: as many threads as torch uses
+    return set(found)
+
+
+def openmp_parallel() -> int:
+    """Return the address of `GOMP_parallel`, which runs a function on torch's OpenMP team of the calling thread.
+
+    Return 0 if torch uses no OpenMP, and in a forked child: the threads of a team are not forked, and a call would wait
+    for them.
+    """
+    return 0 if _is_child else _gomp_parallel()
+
+
+@functools.cache
+def _gomp_parallel() -> int:
+    if _OPENMP not in torch.__config__.parallel_info():
+        return 0
     for library in reversed(_libraries()):  # torch uses a preloaded OpenMP library instead of its own
         if hasattr(library, "GOMP_parallel"):  # libgomp, libomp and libiomp5 have it
-            library.GOMP_parallel(report, None, ctypes.c_uint(0), ctypes.c_uint(0))  # 0: as many threads as torch uses
-            break
-    return set(found)
+            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    return 0
 
 
 def _native_pool() -> set[int]:

@@ -74,7 +74,7 @@ class ActiveQuantities:
         self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
         table = StatisticsTable(first, device)
-        table.may_compile = False  # until `use_compiled_kernel`
+        table.may_compile = device.type == "cpu"  # elsewhere from `use_compiled_kernel` on
         tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
         self._buffers = StepBuffers(self.plan, table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended

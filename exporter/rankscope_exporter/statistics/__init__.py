@@ -12,7 +12,7 @@ The package knows neither the names of tensors nor the rules.
 squares. The values are null without a finite element, and Inf beyond the range of float32. `nans` (isnan), `infs`
 (isinf), `zeros` and `numel` count over *all* elements; zeros are |x| < zero_below, or x == 0 with the default of 0. A
 complex number counts as its modulus. NaNs are counted in `torch_backend` (`masked_sums`, `small_sums`) and, in compiled
-code, in `numba_kernels` (CPU) and `triton_kernels` (CUDA). The implicit elements of a sparse tensor are zeros. If there
+code, in `kernel.c` (CPU) and `triton_kernels` (CUDA). The implicit elements of a sparse tensor are zeros. If there
 is nothing to measure (None, meta, freed or packed memory), the entry is absent.
 
 A DTensor is measured as its local shard. Norms and other statistics of shards are not combined here, because that needs

@@ -16,6 +16,8 @@ from rankscope_exporter.statistics.torch_backend import round_up
 
 CHUNK: Final = 16_384
 """Elements that one program of the kernel measures. Larger tensors have several chunks."""
+DEVICE_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
+"""The combinations of optional sums that the kernel can compute. Torch operations compute the others."""
 JOB_FIELDS: Final = 5  # address, elements, entry, code, bits of the smallest magnitude that is no zero
 PARTIAL_FIELDS: Final = 8  # four sums, three counts, and the sum of fourth powers; all float64
 

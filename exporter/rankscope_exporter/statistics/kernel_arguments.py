@@ -1,4 +1,4 @@
-"""Arguments of the compiled kernel: addresses and sizes of tensors in one array.
+"""Arguments of the compiled kernel for CPUs: addresses and sizes of tensors in one array.
 
 It is rebuilt only if a tensor moves.
 """
@@ -8,22 +8,28 @@ from __future__ import annotations
 import array
 import enum
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.table import ROWS, SUMS, Rows, StatisticsTable
+from rankscope_exporter.process.threads import openmp_parallel
+from rankscope_exporter.statistics.c_kernel import CKernel
+from rankscope_exporter.statistics.table import ROWS, Rows, StatisticsTable
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, SUSPICIOUS_BELOW, gathered, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
-BLOCK: Final = 4096
-COMPILED_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
-"""The combinations of optional sums, such as that of fourth powers, that the compiled kernel can compute.
+_CHUNK: Final = 1 << 15
+"""Elements that one thread measures at a time (CHUNK of kernel.c).
 
-If a table has another combination, torch operations compute its statistics instead.
+torch divides operations on more elements, too, so its threads exist if a tensor has more.
 """
-JOB_FIELDS: Final = 5  # address, elements, entry, code, bytes per element
+_MOST_LOCKED: Final = 1 << 24
+"""Number of elements up to which the kernel keeps the interpreter lock.
+
+It needs about 5 ms for them, for which Python, too, lets a thread keep the lock.
+"""
+_JOB_FIELDS: Final = 4  # address, elements, entry, code
 
 
 class Code(enum.IntEnum):
@@ -41,8 +47,7 @@ CODES: Final = {
     torch.float16: Code.FLOAT16,
     torch.float64: Code.FLOAT64,
 }
-_CODE_AND_BYTES: Final = {dtype: (int(code), dtype.itemsize) for dtype, code in CODES.items()}
-_BITS_OF: Final = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Sight = tuple[int, int, torch.dtype, bool]
 
@@ -56,13 +61,13 @@ class KernelArguments:
         self._seen: list[Sight | None] = []
         self._permuted: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         self._jobs = array.array("q")
+        self._chunks = 0
+        self._is_divided = self._is_locked = False
         self._others: list[int] = []
         self.have_moved = False
         """True if a tensor of the last call of `run` had another address, size or dtype than in the call before."""
 
-    def run(
-        self, kernel: Callable[..., None], tensors: Sequence[torch.Tensor | None], table: StatisticsTable
-    ) -> Sequence[int]:
+    def run(self, kernel: CKernel, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> Sequence[int]:
         """Measure those of `tensors` that the kernel can read.
 
         Return the positions of the tensors that it cannot read.
@@ -73,17 +78,22 @@ class KernelArguments:
         if self.have_moved:
             self._plan(tensors, seen)
         if self._jobs:
-            sums = table.buffer.data_ptr()
-            kernel(
-                self._jobs.buffer_info()[0],
-                len(self._jobs) // JOB_FIELDS,
-                sums,
-                sums + 8 * len(SUMS) * table.size,
-                sums + 8 * ROWS * table.size if table.extra_sums else 0,
-                table.size,
-                self._zero_below.buffer_info()[0],
-                _scratch(),
+            extras = kernel.extra_sums(table.extra_sums)
+            assert extras is not None
+            request = array.array(
+                "q",
+                (  # Request of kernel.c
+                    *(self._jobs.buffer_info()[0], len(self._jobs) // _JOB_FIELDS),
+                    *(table.buffer.data_ptr(), table.size),
+                    self._zero_below.buffer_info()[0],
+                    *extras.buffer_info(),
+                    _scratch(self._chunks * (ROWS + len(extras))),
+                    *((openmp_parallel(), torch.get_num_threads()) if self._is_divided else (0, 1)),
+                    0,
+                ),
             )
+            measure = kernel.measure_locked if self._is_locked else kernel.measure
+            measure(request.buffer_info()[0])
         return self._others
 
     def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None]) -> None:
@@ -91,6 +101,7 @@ class KernelArguments:
         self._others = []
         self._permuted = []
         fields: list[int] = []
+        sizes: list[int] = []
         for position, (tensor, sight, row) in enumerate(zip(tensors, seen, self._rows, strict=True)):
             if tensor is None:
                 continue
@@ -98,10 +109,14 @@ class KernelArguments:
                 self._others.append(position)
                 continue
             address, numel, dtype, is_contiguous = sight
-            fields += (address, numel, row, *_CODE_AND_BYTES[dtype])
+            fields += (address, numel, row, CODES[dtype])
+            sizes.append(numel)
             if not is_contiguous:
                 self._permuted.append((position, tensor.shape, tensor.stride()))
         self._jobs = array.array("q", fields)
+        self._chunks = sum(-(-numel // _CHUNK) for numel in sizes)
+        self._is_divided = max(sizes, default=0) > _CHUNK
+        self._is_locked = sum(sizes) <= _MOST_LOCKED
 
     def _permuted_as_before(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         return all(
@@ -111,21 +126,16 @@ class KernelArguments:
         )
 
 
-class _Scratch(threading.local):
-    """Temporary memory of the kernel: one block of float64 numbers per thread.
-
-    All groups share it, because a plan may have many thousands of groups.
-    """
-
-    def __init__(self) -> None:
-        self.block = array.array("d", bytes(8 * BLOCK))
+_SCRATCH: Final = threading.local()
+"""Temporary memory of the kernel. All groups share it, because a plan may have many thousands of groups."""
 
 
-_SCRATCH: Final = _Scratch()
-
-
-def _scratch() -> int:
-    return _SCRATCH.block.buffer_info()[0]
+def _scratch(size: int) -> int:
+    """Return the address of memory for `size` numbers, which the next call on this thread overwrites."""
+    memory: array.array[int] | None = getattr(_SCRATCH, "memory", None)
+    if memory is None or len(memory) < size:
+        memory = _SCRATCH.memory = array.array("q", bytes(8 * size))
+    return memory.buffer_info()[0]
 
 
 def _fingerprints(tensors: Sequence[torch.Tensor | None]) -> list[Sight | None]:
@@ -184,5 +194,5 @@ def _thresholds(zero_below: float) -> list[int]:
         smallest = round_up(zero_below, dtype) if zero_below > 0 else 0.0
         bound = torch.tensor(smallest, dtype=torch.float64, device="cpu")  # whatever default device a script has set
         wide.append(max(1, int(bound.view(torch.int64))))
-        own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype]))) if dtype in _BITS_OF else 0)
+        own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype.itemsize]))))
     return own + wide

@@ -1,13 +1,13 @@
-"""Compiled kernels for the statistics, each of which a background thread loads once per process.
+"""Compiled kernels for the statistics: one for CPUs, and one for each CUDA device.
 
-Numba, for CPUs, and Triton, for CUDA devices, are optional. Importing them and compiling a kernel takes seconds. Until
-the kernel is ready, or if the library is missing, torch operations compute the same statistics.
+The one for a CUDA device needs Triton, which is optional. A background thread imports Triton and compiles the kernel
+once per process, which takes seconds. Until the kernel is ready, or if the library is missing, torch operations compute
+the same statistics.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -23,7 +23,8 @@ import torch
 from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
-from rankscope_exporter.statistics.device_arguments import DeviceArguments, DeviceKernel
+from rankscope_exporter.statistics.c_kernel import CKernel, c_kernel
+from rankscope_exporter.statistics.device_arguments import DEVICE_EXTRA_SUMS, DeviceArguments, DeviceKernel
 from rankscope_exporter.statistics.table import StatisticsTable
 
 log = logging.getLogger("rankscope_exporter.statistics")
@@ -97,16 +98,6 @@ class LazyKernel:
             self.seconds = time.thread_time()
 
 
-def _load_for_cpu() -> Kernel:
-    numba_log = logging.getLogger("numba")
-    if numba_log.level == logging.NOTSET:  # with the root at DEBUG, every compiled line would be logged
-        numba_log.setLevel(logging.WARNING)
-    kernels = importlib.import_module("rankscope_exporter.statistics.numba_kernels")
-    with contextlib.suppress(RuntimeError, OSError, EOFError):  # no writable folder, or a broken file in it
-        return kernels.compile_measure(cache=True)  # type: ignore[no-any-return]
-    return kernels.compile_measure(cache=False)  # type: ignore[no-any-return]
-
-
 def _load_for_device(device: torch.device, *, fourths: bool) -> Kernel:
     kernels = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
     if not kernels.IS_COMPILED:
@@ -144,9 +135,7 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -
 
 
 def kernel_of(device: torch.device, *, fourths: bool = False) -> LazyKernel:
-    """Return the kernel for tensors on `device`, with or without sums of fourth powers. That for CPUs has both."""
-    if device.type == "cpu":
-        return _CPU_KERNEL
+    """Return the kernel for tensors on the CUDA device `device`, with or without sums of fourth powers."""
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     return _kernel_of_device(device, fourths=fourths)
@@ -157,39 +146,38 @@ def _kernel_of_device(device: torch.device, *, fourths: bool) -> LazyKernel:
     return LazyKernel("triton", functools.partial(_load_for_device, device, fourths=fourths))
 
 
-_CPU_KERNEL: Final = LazyKernel("numba", _load_for_cpu)
+def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> CKernel | Kernel | None:
+    """Return the compiled kernel for tensors on `device` that computes `extra_sums`; None until it is ready.
 
-
-def ready_kernel(device: torch.device, extra_sums: Sequence[str]) -> Kernel | None:
-    """Return the compiled kernel for tensors on `device`; None until it is ready.
-
-    A kernel with sums of fourth powers is requested by its first use, after the kernel without them.
+    On a CUDA device, a kernel with sums of fourth powers is requested by its first use, after the kernel without them.
     """
-    found = kernel_of(device, fourths=bool(extra_sums) and device.type != "cpu")
+    if device.type == "cpu":
+        kernel = c_kernel()
+        return None if kernel is None or kernel.extra_sums(extra_sums) is None else kernel
+    if device.type != "cuda" or extra_sums not in DEVICE_EXTRA_SUMS:
+        return None
+    found = kernel_of(device, fourths=bool(extra_sums))
     if found.kernel is None and not found.is_started and kernel_of(device).is_started:
         found.warm_up()
     return found.kernel
 
 
-def warm_up(device: torch.device = _CPU) -> threading.Thread | None:
-    """Start the compilation of the kernel for `device`: see `LazyKernel.warm_up`. Other devices than CUDA have none."""
-    return kernel_of(device).warm_up() if device.type in COMPILED_DEVICES else None
+def warm_up(device: torch.device) -> threading.Thread | None:
+    """Start the compilation of the kernel for a CUDA device: see `LazyKernel.warm_up`. No other device needs it."""
+    return kernel_of(device).warm_up() if device.type == "cuda" else None
 
 
-COMPILED_DEVICES: Final = frozenset({"cpu", "cuda"})
-
-
-def warm_up_seconds(device: torch.device = _CPU) -> float:
+def warm_up_seconds(device: torch.device) -> float:
     """Return the CPU seconds that importing the compiler and compiling the kernel for `device` took."""
-    return kernel_of(device).seconds + (kernel_of(device, fourths=True).seconds if device.type != "cpu" else 0.0)
+    return sum(kernel_of(device, fourths=fourths).seconds for fourths in (False, True) if device.type == "cuda")
 
 
 def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:
-    """Return the name of the present backend for tensors on `device`: "numba", "triton" or "torch".
+    """Return the name of the present backend for tensors on `device`: "C", "triton" or "torch".
 
     If `coming` is true, return the name of the backend that is used once the kernel is compiled.
     """
-    if device.type not in COMPILED_DEVICES:
-        return "torch"
-    found = kernel_of(device)
-    return found.package if found.kernel is not None or (coming and found.is_possible) else "torch"
+    if device.type == "cpu":
+        return "torch" if c_kernel() is None else "C"
+    found = kernel_of(device) if device.type == "cuda" else None
+    return "torch" if found is None or not (found.kernel or (coming and found.is_possible)) else found.package

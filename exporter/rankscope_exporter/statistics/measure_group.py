@@ -8,9 +8,9 @@ import torch
 
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.device_arguments import DeviceArguments
-from rankscope_exporter.statistics.kernel_arguments import COMPILED_EXTRA_SUMS, KernelArguments
-from rankscope_exporter.statistics.kernels import COMPILED_DEVICES, ready_kernel
-from rankscope_exporter.statistics.table import Kernel, Rows, StatisticsTable, contiguous_rows
+from rankscope_exporter.statistics.kernel_arguments import KernelArguments
+from rankscope_exporter.statistics.kernels import ready_kernel
+from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, elements_of
 
 _Spec = tuple[tuple[int, ...], torch.dtype]
@@ -52,7 +52,7 @@ class MeasureGroup:
             raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: pass None for an absent tensor")
         with torch.no_grad():
             local = [tensor if type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
-            compiled = self._kernel(table)
+            compiled = table.kernel(ready_kernel) if self._compiled else None
             if compiled is None:
                 self._with_torch(local, range(len(local)), table)
                 self._describe(local)
@@ -66,13 +66,6 @@ class MeasureGroup:
             # An activation is measured alone. It may have another shape at the same address.
             if self._arguments.have_moved or len(local) == 1:
                 self._describe(local)
-
-    def _kernel(self, table: StatisticsTable) -> Kernel | None:
-        if not self._compiled or table.device.type not in COMPILED_DEVICES:
-            return None
-        if table.extra_sums not in COMPILED_EXTRA_SUMS:
-            return None
-        return table.kernel(lambda: ready_kernel(table.device, table.extra_sums))
 
     def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if self._described is None:

@@ -29,7 +29,6 @@ Other ops need more sums, which `StatisticsTable.accumulate` adds.
 """
 
 Rows = range | tuple[int, ...]
-Kernel = Callable[..., None]
 _UNKNOWN: Final = object()
 
 
@@ -66,7 +65,7 @@ class StatisticsTable:
         self._indices: dict[Rows, torch.Tensor] = {}
         self.may_compile = True
         """True if the compiled kernel measures once it is ready."""
-        self._kernel: Kernel | object | None = _UNKNOWN
+        self._kernel: object = _UNKNOWN
         self.buffer = self._new_buffer(device)
         self.device = self.buffer.device  # with an index, like the devices of tensors
         self.clear()
@@ -77,16 +76,16 @@ class StatisticsTable:
         self.buffer[NUMEL_ROW].fill_(ABSENT)
         self._kernel = _UNKNOWN
 
-    def kernel(self, ready: Callable[[], Kernel | None]) -> Kernel | None:
+    def kernel(self, ready: Callable[[torch.device, tuple[str, ...]], Any]) -> Any:
         """Return the compiled kernel that measures the tensors of this step; None if torch operations measure them.
 
-        The first call after `clear` gets the kernel from `ready()`, and later calls in the same step return the same
+        The first call after `clear` gets the kernel from `ready`, and later calls in the same step return the same
         result. The kernel and torch operations round differently, but equal tensors must have bit-identical sums within
         a step.
         """
         if self._kernel is _UNKNOWN:
-            self._kernel = ready() if self.may_compile else None
-        return self._kernel  # type: ignore[return-value]  # no sentinel any more
+            self._kernel = ready(self.device, self.extra_sums) if self.may_compile else None
+        return self._kernel
 
     def grow(self, size: int) -> None:
         """Extend the table to at least `size` entries.
@@ -111,6 +110,7 @@ class StatisticsTable:
         if missing := tuple(sorted(needed - MEASURED - set(self.extra_sums))):
             old, kept = self.buffer, ROWS + len(self.extra_sums)
             self.extra_sums += missing
+            self._kernel = _UNKNOWN  # it may not have these sums
             with torch.no_grad():
                 self.buffer = self._new_buffer(self.device)
                 self.extras.fill_(math.nan)

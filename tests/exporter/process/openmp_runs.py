@@ -27,10 +27,9 @@ from torch.nn import functional
 
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.process import threads as own_threads
-from rankscope_exporter.statistics import warm_up
 
 WARM_UP_STEPS = 45
-"""Steps before the measurement: the kernel is imported from the third sampled step on, and the rules fire."""
+"""Steps before the measurement, in which the rules fire."""
 
 EVERY = 20
 NAN_STEPS = (21, 30)
@@ -174,8 +173,6 @@ def train(case: str, folder: Path, steps: int) -> dict[str, Any]:
 
     for number in range(WARM_UP_STEPS):
         step(number)
-    if monitor is not None and (kernel := warm_up()) is not None:
-        kernel.join()
     time.sleep(QUIET_SECONDS)
     known |= lasting_threads(known)
     by_step = []

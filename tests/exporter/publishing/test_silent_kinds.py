@@ -369,11 +369,11 @@ READERS = [
 
 @pytest.mark.parametrize(("service", "spool_dir", "reader"), READERS)
 def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader) -> None:
-    own = {"run": "my run", "world_size": 2, "address": "http://127.0.0.1:9", "backend": "numba", "every": 5}
+    own = {"run": "my run", "world_size": 2, "address": "http://127.0.0.1:9", "backend": "C", "every": 5}
     cost = {"tensors": 3, "elements": 1_234_567, "series": 12, "bytes_per_step": 336}
     first, second = banner(measured="gradients", service=service, spool_dir=spool_dir, **own, **cost)
 
-    text = "gradients of 3 tensors (1,234,567 elements) every 5 steps, numba kernel"
+    text = "gradients of 3 tensors (1,234,567 elements) every 5 steps, C kernel"
     assert f"run 'my run' on 2 ranks; {text}" == first
     assert f"12 series, about 0 kB per step; http://127.0.0.1:9/metrics; {reader}" == second
 

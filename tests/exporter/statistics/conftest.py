@@ -18,7 +18,6 @@ from rankscope_exporter.statistics import (
     StatisticsTable,
     backend_name,
     finish,
-    warm_up,
 )
 
 CPU = torch.device("cpu")
@@ -132,19 +131,12 @@ def check_all(measured: Callable[..., Finished], check: Callable[..., None]) -> 
     return run
 
 
-@pytest.fixture(scope="session")
-def _kernel() -> bool:
-    thread = warm_up()
-    if thread is not None:
-        thread.join(120)
-    return backend_name() == "numba"
-
-
 @pytest.fixture(params=["compiled", "torch"])
-def compiled(request: pytest.FixtureRequest, _kernel: bool) -> bool:
+def compiled(request: pytest.FixtureRequest, require_server: Callable[..., str]) -> bool:
     """Run the test with the compiled kernel, then with torch operations alone."""
-    if request.param == "compiled" and not _kernel:
-        pytest.skip("numba is not installed: run pip install numba")
+    if request.param == "compiled":
+        require_server("gcc", "g++")
+        assert backend_name() == "C"
     return request.param == "compiled"
 
 

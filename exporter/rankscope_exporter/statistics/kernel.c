@@ -1,0 +1,342 @@
+/* Compiled code that computes all statistics of a group of tensors on a CPU in one pass. `c_kernel.py` loads it.
+
+   It uses no library, no header of Python or torch, and keeps no state. A result depends on the elements and their
+   number only, and neither on the number of threads nor on the processor: sums have a fixed number of partial sums, and
+   the chunks of a tensor are added up in their order.
+
+   A block of elements has sums in float32 lanes, which are added up in float64. Minimum, maximum and zeros are computed
+   from the bits, because compilers use vectors for comparisons of integers, and not for those of floats. Minimum and
+   maximum also show whether a block has a NaN or an Inf, or numbers whose squares are beyond the precision of float32.
+   Such a block is measured again. */
+
+#include <stdint.h>
+
+#define BLOCK 4096
+#define CHUNK (8 * BLOCK) /* torch, too, divides operations on more elements than this among its threads */
+#define LANES 16          /* partial sums; with those of all statistics, they fit into 16 registers of 256 bits */
+
+#define INLINE static inline __attribute__((always_inline))
+#ifndef FOR_EACH_PROCESSOR
+#if defined(__x86_64__) && defined(__GLIBC__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+#endif
+
+typedef int32_t __attribute__((may_alias)) bits32;
+typedef int64_t __attribute__((may_alias)) bits64;
+
+#define SMALLER(a, b) ((a) < (b) ? (a) : (b))
+#define LARGER(a, b) ((a) > (b) ? (a) : (b))
+
+enum { FLOAT32, BFLOAT16, FLOAT16, FLOAT64 };
+
+#define INFINITE16 0x7c00
+#define INFINITE32 0x7f800000
+#define INFINITE64 0x7ff0000000000000
+
+/* The rows of the table of statistics. Sums that only some ops need follow. */
+enum { SQUARES, LEAST, MOST, TOTAL, NANS, INFS, ZEROS, NUMEL, ROWS };
+
+typedef union {
+    double value;
+    int64_t count;
+} Number;
+
+/* The bits of minimum and maximum. */
+typedef struct {
+    int64_t least, most;
+} Extremes;
+
+/* A sum that only some ops need, over `size` finite elements. */
+typedef double Sum(const double *elements, int64_t size);
+
+typedef struct {
+    const char *address;
+    int64_t size, column, dtype;
+} Job;
+
+/* The arguments. `parts` is memory for the statistics of all chunks: ROWS and one number per extra sum for each. */
+typedef struct {
+    const Job *jobs;
+    int64_t count;
+    Number *table;
+    int64_t columns;
+    const int64_t *zero_bits; /* by dtype: bits of the smallest magnitude that is no zero, then the same in float64 */
+    Sum *const *extras;
+    int64_t extra_count;
+    Number *parts;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
+    int64_t threads;
+    int64_t next; /* the next chunk that no thread has begun */
+} Request;
+
+INLINE float as_float(int32_t bits)
+{
+    union {
+        int32_t bits;
+        float value;
+    } number = {bits};
+    return number.value;
+}
+
+INLINE double as_double(int64_t bits)
+{
+    union {
+        int64_t bits;
+        double value;
+    } number = {bits};
+    return number.value;
+}
+
+INLINE float same(float value) { return value; }
+
+INLINE double same64(double value) { return value; }
+
+INLINE float from_bfloat16(int16_t bits) { return as_float((int32_t)((uint32_t)(uint16_t)bits << 16)); }
+
+/* The power of two corrects the bias of the exponent. */
+INLINE float from_float16(int16_t bits)
+{
+    return as_float((int32_t)((uint32_t)(int32_t)bits << 13 & 0x8fffe000u)) * 0x1p112f;
+}
+
+/* Define a function that measures a block of elements of `type` in one loop, and returns the bits of the largest
+   magnitude. `sum` is the type of the partial sums, and `integer` that of the bits. */
+#define MEASURE(name, type, converted, sum, integer, largest)                                                          \
+    INLINE integer name(const void *block, int64_t size, integer zero, Extremes *extremes, Number *found)              \
+    {                                                                                                                  \
+        const type *elements = block;                                                                                  \
+        const integer __attribute__((may_alias)) *patterns = block;                                                    \
+        sum squares[LANES] = {0}, total[LANES] = {0};                                                                  \
+        integer low[LANES], high[LANES], few[LANES] = {0};                                                             \
+        u##integer top[LANES] = {0};                                                                                   \
+        double all_squares = 0, all_total = 0;                                                                         \
+        int64_t i = 0, all_few = 0;                                                                                    \
+        for (int lane = 0; lane < LANES; lane++)                                                                       \
+            low[lane] = largest, high[lane] = -largest - 1;                                                            \
+        for (; i + LANES <= size; i += LANES)                                                                          \
+            for (int lane = 0; lane < LANES; lane++) {                                                                 \
+                sum x = converted(elements[i + lane]);                                                                 \
+                integer bits = patterns[i + lane];                                                                     \
+                squares[lane] += x * x;                                                                                \
+                total[lane] += x;                                                                                      \
+                low[lane] = SMALLER(bits, low[lane]);                                                                  \
+                high[lane] = LARGER(bits, high[lane]);                                                                 \
+                top[lane] = LARGER((u##integer)bits, top[lane]);                                                       \
+                few[lane] += (bits & largest) < zero;                                                                  \
+            }                                                                                                          \
+        for (; i < size; i++) {                                                                                        \
+            double x = converted(elements[i]);                                                                         \
+            integer bits = patterns[i];                                                                                \
+            all_squares += x * x;                                                                                      \
+            all_total += x;                                                                                            \
+            low[0] = SMALLER(bits, low[0]);                                                                            \
+            high[0] = LARGER(bits, high[0]);                                                                           \
+            top[0] = LARGER((u##integer)bits, top[0]);                                                                 \
+            all_few += (bits & largest) < zero;                                                                        \
+        }                                                                                                              \
+        for (int lane = 0; lane < LANES; lane++) {                                                                     \
+            all_squares += squares[lane];                                                                              \
+            all_total += total[lane];                                                                                  \
+            low[0] = SMALLER(low[lane], low[0]);                                                                       \
+            high[0] = LARGER(high[lane], high[0]);                                                                     \
+            top[0] = LARGER(top[lane], top[0]);                                                                        \
+            all_few += few[lane];                                                                                      \
+        }                                                                                                              \
+        /* Negative numbers have the smallest integers, and those with the smallest magnitude come first. */           \
+        integer least = low[0] < 0 ? (integer)top[0] : low[0], most = high[0] < 0 ? low[0] : high[0];                  \
+        found[SQUARES].value = all_squares;                                                                            \
+        found[TOTAL].value = all_total;                                                                                \
+        found[ZEROS].count = all_few;                                                                                  \
+        *extremes = (Extremes){least, most};                                                                           \
+        return LARGER(least & largest, most & largest);                                                                \
+    }
+MEASURE(measure_float32, float, same, float, int32_t, INT32_MAX)
+MEASURE(measure_bfloat16, int16_t, from_bfloat16, float, int16_t, INT16_MAX)
+MEASURE(measure_float16, int16_t, from_float16, float, int16_t, INT16_MAX)
+MEASURE(measure_float64, double, same64, double, int64_t, INT64_MAX)
+MEASURE(measure_float32_widely, float, same, double, int32_t, INT32_MAX)
+MEASURE(measure_bfloat16_widely, int16_t, from_bfloat16, double, int16_t, INT16_MAX)
+
+/* Whether 4096 squares of numbers of at most this magnitude neither overflow float32 nor lose more than 4e-7 of their
+   sum. This is so for 0, and from 1e-14 to 1e17. */
+INLINE int is_precise(int32_t magnitude) { return !magnitude || (magnitude >= 0x283424dc && magnitude <= 0x5bb1a2bc); }
+
+/* Measure a block in which all elements are finite. Return 0 for another block. */
+INLINE int measure_finite(const void *block, int64_t size, int64_t dtype, int64_t zero, Number *found)
+{
+    Extremes bits;
+    if (dtype == FLOAT64) {
+        if (measure_float64(block, size, zero, &bits, found) >= INFINITE64)
+            return 0;
+        found[LEAST].value = as_double(bits.least);
+        found[MOST].value = as_double(bits.most);
+    } else if (dtype == FLOAT32) {
+        int32_t magnitude = measure_float32(block, size, (int32_t)zero, &bits, found);
+        if (magnitude >= INFINITE32)
+            return 0;
+        if (!is_precise(magnitude))
+            measure_float32_widely(block, size, (int32_t)zero, &bits, found);
+        found[LEAST].value = as_float((int32_t)bits.least);
+        found[MOST].value = as_float((int32_t)bits.most);
+    } else if (dtype == BFLOAT16) {
+        int32_t magnitude = measure_bfloat16(block, size, (int16_t)zero, &bits, found) << 16;
+        if (magnitude >= INFINITE32)
+            return 0;
+        if (!is_precise(magnitude))
+            measure_bfloat16_widely(block, size, (int16_t)zero, &bits, found);
+        found[LEAST].value = from_bfloat16((int16_t)bits.least);
+        found[MOST].value = from_bfloat16((int16_t)bits.most);
+    } else {
+        if (measure_float16(block, size, (int16_t)zero, &bits, found) >= INFINITE16)
+            return 0;
+        found[LEAST].value = from_float16((int16_t)bits.least);
+        found[MOST].value = from_float16((int16_t)bits.most);
+    }
+    return 1;
+}
+
+/* Write the finite elements of a block to `wide`, and count the others. Return the number of finite elements. */
+INLINE int64_t widen(const void *block, int64_t size, int64_t dtype, double *wide, Number *found)
+{
+    const int64_t infinites[] = {INFINITE32, INFINITE32 >> 16, INFINITE16, INFINITE64}, infinite = infinites[dtype];
+    int64_t kept = 0, nans = 0, infs = 0;
+    for (int64_t i = 0; i < size; i++) {
+        int64_t magnitude;
+        if (dtype == FLOAT64) {
+            magnitude = ((const bits64 *)block)[i] & INT64_MAX;
+            wide[kept] = ((const double *)block)[i];
+        } else if (dtype == FLOAT32) {
+            magnitude = ((const bits32 *)block)[i] & INT32_MAX;
+            wide[kept] = ((const float *)block)[i];
+        } else {
+            int16_t bits = ((const int16_t *)block)[i];
+            magnitude = bits & INT16_MAX;
+            wide[kept] = dtype == BFLOAT16 ? from_bfloat16(bits) : from_float16(bits);
+        }
+        nans += magnitude > infinite;
+        infs += magnitude == infinite;
+        kept += magnitude < infinite; /* otherwise, the next element replaces this one */
+    }
+    found[NANS].count = nans;
+    found[INFS].count = infs;
+    return kept;
+}
+
+/* Set the statistics of no element. */
+INLINE void clear(Number *found, int64_t rows)
+{
+    for (int64_t row = 0; row < rows; row++)
+        found[row].count = 0; /* also the bits of 0.0 */
+    found[LEAST].value = __builtin_inf();
+    found[MOST].value = -__builtin_inf();
+}
+
+FOR_EACH_PROCESSOR
+static void measure_block(const Request *request, const void *block, int64_t size, int64_t dtype, Number *found)
+{
+    double wide[BLOCK];
+    const int64_t *zero = request->zero_bits + dtype;
+    found[NANS].count = found[INFS].count = 0;
+    int is_finite = measure_finite(block, size, dtype, *zero, found);
+    if (is_finite && !request->extra_count)
+        return;
+    int64_t kept = widen(block, size, dtype, wide, found);
+    if (!is_finite && kept)
+        measure_finite(wide, kept, FLOAT64, zero[FLOAT64 + 1], found);
+    else if (!is_finite)
+        clear(found, NANS);
+    for (int64_t extra = 0; extra < request->extra_count; extra++)
+        found[ROWS + extra].value = request->extras[extra](wide, kept);
+}
+
+/* Add the statistics `part` to `found`. */
+INLINE void add(const Number *part, int64_t extra_count, Number *found)
+{
+    found[SQUARES].value += part[SQUARES].value;
+    found[TOTAL].value += part[TOTAL].value;
+    found[LEAST].value = part[LEAST].value < found[LEAST].value ? part[LEAST].value : found[LEAST].value;
+    found[MOST].value = part[MOST].value > found[MOST].value ? part[MOST].value : found[MOST].value;
+    for (int row = NANS; row < NUMEL; row++)
+        found[row].count += part[row].count;
+    for (int64_t row = ROWS; row < ROWS + extra_count; row++)
+        found[row].value += part[row].value;
+}
+
+INLINE int64_t chunks_of(const Job *job) { return (job->size + CHUNK - 1) / CHUNK; }
+
+static void measure_chunk(const Request *request, const Job *job, int64_t chunk, Number *found)
+{
+    Number part[ROWS + request->extra_count];
+    int64_t itemsize = job->dtype == FLOAT64 ? 8 : job->dtype == FLOAT32 ? 4 : 2;
+    int64_t end = (chunk + 1) * CHUNK < job->size ? (chunk + 1) * CHUNK : job->size;
+    clear(found, ROWS + request->extra_count);
+    for (int64_t first = chunk * CHUNK; first < end; first += BLOCK) {
+        int64_t size = end - first < BLOCK ? end - first : BLOCK;
+        measure_block(request, job->address + first * itemsize, size, job->dtype, part);
+        add(part, request->extra_count, found);
+    }
+}
+
+/* Measure chunks that no thread has begun, until there are none. */
+static void work(void *argument)
+{
+    Request *request = argument;
+    int64_t before = 0; /* chunks of all tensors before `job` */
+    const Job *job = request->jobs, *end = job + request->count;
+    for (;;) {
+        int64_t chunk = __atomic_fetch_add(&request->next, 1, __ATOMIC_RELAXED);
+        while (job < end && chunk >= before + chunks_of(job))
+            before += chunks_of(job++);
+        if (job == end)
+            return;
+        measure_chunk(request, job, chunk - before, request->parts + chunk * (ROWS + request->extra_count));
+    }
+}
+
+/* Measure all tensors, and write the statistics of each to its column of the table. */
+void rankscope_measure(Request *request)
+{
+    int64_t width = ROWS + request->extra_count;
+    const Number *part = request->parts;
+    Number found[width];
+    request->next = 0;
+    if (request->parallel && request->threads > 1)
+        request->parallel(work, request, (unsigned)request->threads, 0);
+    else
+        work(request);
+    for (const Job *job = request->jobs; job < request->jobs + request->count; job++) {
+        clear(found, width);
+        for (int64_t chunk = 0; chunk < chunks_of(job); chunk++, part += width)
+            add(part, request->extra_count, found);
+        found[NUMEL].count = job->size;
+        for (int64_t row = 0; row < width; row++)
+            request->table[row * request->columns + job->column] = found[row];
+    }
+}
+
+/* Define a sum that only some ops need. `term` is the summand for an element x. */
+#define EXTRA_SUM(name, term)                                                                                          \
+    FOR_EACH_PROCESSOR double name(const double *elements, int64_t size)                                               \
+    {                                                                                                                  \
+        double sums[LANES] = {0}, all = 0;                                                                             \
+        int64_t i = 0;                                                                                                 \
+        for (; i + LANES <= size; i += LANES)                                                                          \
+            for (int lane = 0; lane < LANES; lane++) {                                                                 \
+                double x = elements[i + lane];                                                                         \
+                sums[lane] += term;                                                                                    \
+            }                                                                                                          \
+        for (int lane = 0; lane < LANES; lane++)                                                                       \
+            all += sums[lane];                                                                                         \
+        for (; i < size; i++) {                                                                                        \
+            double x = elements[i];                                                                                    \
+            all += term;                                                                                               \
+        }                                                                                                              \
+        return all;                                                                                                    \
+    }
+EXTRA_SUM(sum_of_fourth_powers, (x * x) * (x * x))
+
+/* A hash of the source, by which `c_kernel.py` finds a library that was compiled from another one. */
+const char rankscope_source[] = SOURCE;
