@@ -337,12 +337,12 @@ class Framework(WrappedModel):
         """
         return tuple(unwrapped(item) for item in given)
 
-    def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the tensor that this rank updates for `parameter`. It may be a copy or a part of the parameter.
+    def updated_tensors(self, parameters: Sequence[nn.Parameter | None]) -> Sequence[torch.Tensor | None]:
+        """Return the tensor that this rank updates for each parameter. It may be a copy or a part of the parameter.
 
-        Return None if the current update does not include this tensor.
+        An element is None if the current update does not include this tensor.
         """
-        return parameter
+        return parameters
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the present gradient of the tensor that this rank updates for `parameter`.

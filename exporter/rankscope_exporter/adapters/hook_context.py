@@ -16,20 +16,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import torch
-from torch import nn
 
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.copies import NotCopied
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import (
     call_outside_of_modes,
-    call_untraced,
     has_transform,
     is_dynamo_compiling,
     is_plain,
     is_traced,
     is_transformed,
-    on_compilation,
     uncompiled,
 )
 from rankscope_exporter.process.threads import intra_op_threads
@@ -117,11 +114,7 @@ class HookContext:
         self.active = True
         """False after detach and in a forked child process. No hook has an effect then."""
         self.cpu_seconds = 0.0
-        """CPU seconds on the training thread of calls that read a tensor, begin or end a step, or come from the script.
-
-        In each step, a few other hooks are called. Their time is not included, because measuring it would take longer
-        than the hooks themselves.
-        """
+        """CPU seconds on the training thread of all hooks and of calls of the script."""
         self.in_forward = False
         """True if a training forward pass of the whole model is running."""
         self.grad_enabled = True
@@ -133,13 +126,6 @@ class HookContext:
     @property
     def micro_step(self) -> int:
         """Number of the current or latest training forward pass within the step, from 0 on, for each model chunk."""
-        raise NotImplementedError
-
-    def begins_steps(self, module: nn.Module) -> bool:
-        """Return whether a step begins with the forward pass of `module`.
-
-        If so, a hook on this forward pass must be registered before the step begins.
-        """
         raise NotImplementedError
 
     def gradient_arrives(self) -> None:
@@ -161,22 +147,26 @@ class HookContext:
             self.boundary.call("removing a hook", handle.remove)
         self._handles.clear()
 
-    def guarded(self, where: str, function: Callable[..., None], gate: Gate) -> Hook:
+    def guarded(
+        self, where: str, function: Callable[..., None], gate: Gate, was_compiled: Callable[[], int] | None = None
+    ) -> Hook:
         """Return a hook that calls `function` only while `gate` is open, that is, at sampled steps of a quantity.
 
         During a call, gradients are disabled. `where` describes the operation in error messages.
         """
-        return Hook(self, where, function, gate=gate)
+        return Hook(self, where, function, gate=gate, was_compiled=was_compiled)
 
     def always(self, where: str, function: Callable[..., None]) -> Hook:
         """Return a hook that calls `function` at every step, sampled or not."""
-        return Hook(self, where, function, is_timed=False)
+        return Hook(self, where, function)
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
         began = time.thread_time()
         try:
-            return function(*args) if is_plain() else call_untraced(function, *args)
+            if is_plain():
+                return function(*args)
+            return None if is_traced() else call_outside_of_modes(function, *args)
         except Exception as error:  # noqa: BLE001 - as in `Hook`
             self.boundary.report(where, error)
             return None
@@ -223,7 +213,7 @@ class Hook(NotCopied):
 
     The hook calls the function only if its context is active and no compiler or tracer is. While a mode of the script
     is active, all modes are disabled during the call. An exception is counted and logged under the name `where`, and
-    the hook then returns None. The CPU time of the call is added to that of the context, unless `is_timed` is false.
+    the hook then returns None. The CPU time of the call is added to that of the context.
 
     A hook with a gate belongs to a quantity and reads tensors: the function is called only while the gate is open, and
     gradients are disabled during the call. It is also called under a transform of `torch.func` if the transform runs in
@@ -242,7 +232,6 @@ class Hook(NotCopied):
         function: Callable[..., Any],
         *,
         gate: Gate | None = None,
-        is_timed: bool = True,
         was_compiled: Callable[[], int] | None = None,
         transformed: Callable[[], None] | None = None,
         owner: object = None,
@@ -251,14 +240,11 @@ class Hook(NotCopied):
         self._context = context
         self._where = where
         self._gate = gate
-        self._is_timed = is_timed
         self._was_compiled = was_compiled
         self._transformed = transformed
         self._owner = owner
         self.was_called = False
         """True if torch has called the hook, which has a gate, since its registration."""
-        self.is_compiled = False
-        """True if Dynamo compiled the hook into the code that calls it. The hook has no effect in compiled code."""
         self.on_inactive_call: Callable[[], None] | None = None
         """Function that is called instead of the hook while its gate is closed."""
 
@@ -281,15 +267,15 @@ class Hook(NotCopied):
             call = self._read
         if not context.active:
             return None
-        began = time.thread_time() if self._is_timed else 0.0
+        # The hook of an adapter may call further hooks: their time is part of its own.
+        began, before = time.thread_time(), context.cpu_seconds
         try:
             return call(*args) if is_plain() else self._call_beside_modes(call, args)
         except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
             context.boundary.report(self._where, error)
             return None
         finally:
-            if self._is_timed:
-                context.cpu_seconds += time.thread_time() - began + _CLOCK_READ_SECONDS
+            context.cpu_seconds = before + time.thread_time() - began + _CLOCK_READ_SECONDS
 
     def _read(self, *args: Any) -> None:
         context, team = self._context, self._context.team
@@ -310,10 +296,3 @@ class Hook(NotCopied):
         if has_transform():
             return None if self._transformed is None else self._transformed()
         return call_outside_of_modes(call, *args)
-
-    def note_compilation(self) -> None:
-        """Set `is_compiled` when Dynamo compiles the hook."""
-        self._was_compiled = on_compilation(self._compiles)
-
-    def _compiles(self) -> None:
-        self.is_compiled = True

@@ -182,13 +182,6 @@ class MonitoredModel:
             None if owner in self.retired or (read is not None and owner not in read) else item for owner, item in pairs
         ]
 
-    def updated_tensors(self) -> list[torch.Tensor | None]:
-        """Return the result of `Framework.updated_tensor` for each element of `tensors()`."""
-        tensors, updated = self.tensors(), self.framework.updated_tensor
-        if type(self.framework).updated_tensor is Framework.updated_tensor:
-            return [*tensors]
-        return [None if parameter is None else updated(parameter) for parameter in tensors]
-
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the present gradient of each parameter of the optimizer step that begins now (see `tensors`)."""
         tensors, gradient = self.tensors(of_update=True), self.framework.gradient

@@ -177,12 +177,6 @@ def _has_others(table: dict[int, Any]) -> bool:
     return any(number not in _own_numbers for number in table)
 
 
-def renew_hook(handle: Removable, parameter: nn.Parameter) -> None:
-    """Register the hook with the handle `handle` again if `parameter` does not have it any more."""
-    if isinstance(handle, TensorHook):
-        handle.renew(parameter)
-
-
 def remove_hook(handle: Removable, parameter: nn.Parameter | None) -> None:
     """Remove the hook with the handle `handle` from `parameter`; None if the parameter is unavailable."""
     handle.remove()
@@ -222,8 +216,8 @@ class ParameterHook:
         """
         if self._handle is None:
             self._handle = self._register(parameter)
-        else:
-            renew_hook(self._handle, parameter)
+        elif isinstance(self._handle, TensorHook):
+            self._handle.renew(parameter)
 
     def remove(self) -> None:
         """Remove the hook from the parameter."""

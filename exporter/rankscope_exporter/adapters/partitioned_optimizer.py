@@ -174,11 +174,11 @@ class PartitionedOptimizer(Framework):
             return super().spec(parameter)
         return part.spec if isinstance(part, ParameterPartition) else TensorSpec((0,), parameter.dtype)
 
-    def updated_tensor(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the part of `parameter` that the optimizer of this rank updates.
+    def updated_tensors(self, parameters: Sequence[nn.Parameter | None]) -> list[torch.Tensor | None]:
+        """Return the part of each parameter that the optimizer of this rank updates."""
+        return [None if parameter is None else self._updated_part(parameter) for parameter in parameters]
 
-        Return None if the optimizer step in progress does not include this part.
-        """
+    def _updated_part(self, parameter: nn.Parameter) -> torch.Tensor | None:
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return parameter

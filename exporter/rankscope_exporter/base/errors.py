@@ -40,14 +40,6 @@ def torch_name(path: str, absent: Any, without: str = "", *, earlier: str = "") 
     return absent
 
 
-def torch_variable(path: str, absent: Any, without: str) -> Callable[[], Any]:
-    """Return a function that returns the present value of the variable `path` of a module, as `torch_name` does."""
-    torch_name(path, absent, without)
-    module, _, name = path.rpartition(".")
-    owner = pkgutil.resolve_name(module)
-    return lambda: getattr(owner, name, absent)
-
-
 def missing_name(error: BaseException) -> str | None:
     """Return the name that torch lacks, such as "torch._C._name", if this is the reason of `error`, else None."""
     if isinstance(error, ImportError):

@@ -35,8 +35,9 @@ from types import CodeType
 from typing import Any, Final, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
-from rankscope_exporter.base.errors import torch_name, torch_variable
+from rankscope_exporter.base.errors import torch_name
 from rankscope_exporter.base.graph_capture import is_capturing
 
 _STACKED: Final = "modes of the script remain active in hooks"
@@ -65,7 +66,7 @@ _pre_dispatch_modes: Final = torch_name("torch._ops._len_torch_dispatch_stack_pr
 _fx_traces: Final = torch_name(  # newer releases also have the earlier name, which warns there
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing", _none, _UNSEEN, earlier="torch.fx._symbolic_trace.is_fx_tracing"
 )
-_derivative_level: Final = torch_variable("torch.autograd.forward_ad._current_level", -1, _UNSEEN)
+torch_name("torch.autograd.forward_ad._current_level", -1, _UNSEEN)  # a variable, which is read at each call
 _without_modes: Final = torch_name(
     "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, _STACKED
 )
@@ -139,7 +140,7 @@ def has_transform() -> bool:
 
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func`, or forward-mode differentiation, runs on this thread."""
-    return _transform() is not None or _derivative_level() >= 0
+    return _transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,16 +173,6 @@ def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
     finally:
         for mode in reversed(functions):
             _push_function_mode(mode)
-
-
-def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)` with all modes and transforms of this thread disabled, and return the result.
-
-    If a compiler or tracer is active, return None without a call.
-    """
-    if is_plain():
-        return function(*args)
-    return None if is_traced() else call_outside_of_modes(function, *args)
 
 
 def uncompiled(function: F) -> F:

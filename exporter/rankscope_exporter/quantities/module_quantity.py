@@ -23,6 +23,7 @@ from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import GRADIENT, CallbackHandle, ParameterHook, Removable, TensorHook
 from rankscope_exporter.base.errors import torch_name
+from rankscope_exporter.base.tracing import on_compilation
 from rankscope_exporter.model.parameter_names import NamedModule, entry, named_modules, selected, unmatched
 from rankscope_exporter.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
@@ -187,6 +188,7 @@ class ModuleQuantity(Quantity):
         self._notes = CoverageNotes()
         self._hooked: dict[str, tuple[NamedModule, Hook]] = {}
         self._called: set[str] = set()
+        self._compiled: set[str] = set()  # modules whose hooks Dynamo compiled, where the hooks have no effect
         self._seen: set[tuple[str, int]] = set()  # module and micro-batch
         self._has_noted_uncalled = False
         self._lost: set[str] = set()  # modules whose hooks were removed by other code
@@ -297,8 +299,8 @@ class ModuleQuantity(Quantity):
 
         If torch raises an error, as for a scripted module, store that the module is not measured.
         """
-        hook = self._hooking.guarded(where, function, self._gate)
-        hook.note_compilation()
+        was_compiled = on_compilation(functools.partial(self._compiled.add, named.name))
+        hook = self._hooking.guarded(where, function, self._gate, was_compiled)
 
         def registered() -> Removable | None:
             module = named.module
@@ -308,7 +310,8 @@ class ModuleQuantity(Quantity):
             module = named.module
             if module is not None:
                 # If the forward of this module begins the step, a hook per sampled step would be registered too late.
-                self._gate.hook(hook, registered, stays=self._hooking.begins_steps(module))
+                stays = any(module is chunk for chunk in self.monitored.framework.chunks)
+                self._gate.hook(hook, registered, stays=stays)
             self._hooked.setdefault(named.name, (named, hook))
         except (RuntimeError, AttributeError) as error:  # scripted modules and other objects that are no real modules
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
@@ -340,9 +343,10 @@ class ModuleQuantity(Quantity):
         if self._has_noted_uncalled:
             return
         self._has_noted_uncalled = True
-        for named, hook in self._hooked.values():
+        for named, _ in self._hooked.values():
             if named.name not in called:
-                compiled = named.compiled or self.monitored.framework.traits.is_compiled or hook.is_compiled
+                is_compiled = named.compiled or self.monitored.framework.traits.is_compiled
+                compiled = is_compiled or named.name in self._compiled
                 reason = "is part of compiled code" if compiled else "was not called in a forward of the model"
                 self.missing(f"{reason}, so {self.missing_result}", named)
 

@@ -67,7 +67,7 @@ class Parameters(Quantity):
         """Measure the parameters before the update, and copy them if the norm of the update is measured."""
         if self.monitored.update.stepped:  # an optimizer has already updated parameters in this step
             return
-        tensors = self.monitored.updated_tensors()
+        tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
         table.measure(tensors, self._before)
         if self.options.updates and not self._copies:
             copies = self._copies = [None] * len(tensors)
@@ -81,7 +81,7 @@ class Parameters(Quantity):
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the parameters after the update. With several optimizers, the values after the last one count."""
-        tensors = self.monitored.updated_tensors()
+        tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
         table.measure(tensors, self._after)
         moved = self._moved = []
 

@@ -79,7 +79,7 @@ class ActiveQuantities:
         self._buffers = StepBuffers(self.plan, table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._deferred_before = 0  # rows of other datasets before the present forward pass
-        self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
+        self._expected: dict[str, ExpectedRows | None] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(self.prepare(quantities))
@@ -259,15 +259,11 @@ class ActiveQuantities:
                     except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                         self._report(member, event, error)
             if event is Quantity.on_optimizer_step_end:
-                self._note_expected()
-
-    def _note_expected(self) -> None:
-        for member in self._members:
-            if member.is_open:
-                try:
-                    self._expected[member.quantity.name] = member.quantity.expected()
-                except Exception as error:  # noqa: BLE001 - see above
-                    self._report(member, Quantity.on_optimizer_step_end, error)
+                for member in self._members:
+                    if member.is_open:
+                        self._expected[member.quantity.name] = self._boundary.call(
+                            member.where, member.quantity.expected
+                        )
 
     def _report(self, member: ActiveQuantity, event: Callable[..., None], error: Exception) -> None:
         self._boundary.report(f"{member.quantity.name} ({event.__name__})", error)
@@ -309,14 +305,11 @@ class ActiveQuantities:
         opened = [member for member in self._members if member.is_open]
         for member, call, _ in self._calls[Quantity.on_step_end]:
             if member.is_open:
-                try:
-                    call()
-                except Exception as error:  # noqa: BLE001 - see above
-                    self._boundary.report(member.where, error)
+                self._boundary.call(member.where, call)
         for member in opened:
             member.closes()
         pending_step.deferred, pending_step.rows = self._buffers.take_rows()
-        pending_step.expected, self._expected = tuple(self._expected.values()), {}
+        pending_step.expected, self._expected = tuple(filter(None, self._expected.values())), {}
         drop_absent([member.view for member in opened if member.view is not None], self.plan)
         plan = self.plan.version()
         pending_step.plan = plan

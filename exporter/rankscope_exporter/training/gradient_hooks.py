@@ -10,14 +10,7 @@ from collections.abc import Callable
 
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import (
-    CallbackHandle,
-    Removable,
-    TensorHook,
-    remove_all,
-    remove_hook,
-    renew_hook,
-)
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, TensorHook, remove_all, remove_hook
 from rankscope_exporter.records.pending_step import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
@@ -66,10 +59,8 @@ class GradientHooks(StepObserver):
                 handle = self._handles.get(index)
                 if handle is None:
                     self._handles[index] = register(parameter, self._hook_of(index))
-                elif type(handle) is TensorHook:  # without another call for each parameter
+                elif isinstance(handle, TensorHook):
                     handle.renew(parameter)
-                else:
-                    renew_hook(handle, parameter)
 
     def _keep_few(self) -> None:
         self.pass_begins()
@@ -79,8 +70,8 @@ class GradientHooks(StepObserver):
                 self._remove(index)
         for index, handle in self._handles.items():
             parameter = self._monitored.parameter(index)
-            if parameter is not None and parameter.requires_grad:
-                renew_hook(handle, parameter)
+            if isinstance(handle, TensorHook) and parameter is not None and parameter.requires_grad:
+                handle.renew(parameter)
 
     def _remove(self, index: int) -> None:
         remove_hook(self._handles.pop(index), self._monitored.parameter(index))

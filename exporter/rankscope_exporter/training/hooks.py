@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 from rankscope_exporter.adapters.base import GradientSource
@@ -110,7 +109,7 @@ class Hooks(HookContext):
         framework = self._monitored.framework
         begins = Hook(self, _FORWARD, self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
         self.keep(framework.on_forward(begins))
-        self.keep(framework.on_forward_end(Hook(self, _FORWARD, self._forward_ended, is_timed=False, owner=owner)))
+        self.keep(framework.on_forward_end(Hook(self, _FORWARD, self._forward_ended, owner=owner)))
         self.boundary.call("registering hooks of the framework", framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
@@ -125,10 +124,6 @@ class Hooks(HookContext):
     def micro_step(self) -> int:
         """See `HookContext`."""
         return max(0, self._recorder.micro_step)
-
-    def begins_steps(self, module: nn.Module) -> bool:
-        """Return whether `module` is the model or a chunk of it."""
-        return any(module is chunk for chunk in self._monitored.framework.chunks)
 
     def gradient_arrives(self) -> None:
         """Begin a step if steps begin in a backward pass and this is its first gradient."""

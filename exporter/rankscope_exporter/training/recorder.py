@@ -100,8 +100,7 @@ class Recorder:
     def forward_begins(self, chunk: int = 0) -> None:
         """Handle the beginning of a training forward pass of the whole model, or of one of its chunks on this rank."""
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
+            self._notice_updates()
             self._is_transformed = False
             self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
@@ -130,21 +129,19 @@ class Recorder:
 
     def _begin_transformed(self) -> None:
         is_first = self._current.pending is None and self._current.last_step is None
-        if is_first or self.forwards_are_transformed:
+        if self._is_transformed and (is_first or self.forwards_are_transformed):
             self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
 
     def evaluation_begins(self) -> None:
         """Handle the beginning of a forward pass of the whole model in evaluation mode or without gradients."""
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
+            self._notice_updates()
             self._events.on_evaluation_begin()
 
     def backward_begins(self) -> bool:
         """Handle the first gradient of a backward pass; return whether a step begins with this gradient."""
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
+            self._notice_updates()
             before = self._current.pending
             self._after(self._tracker.backward_begins(self._gradients.are_cleared), "backward")
             if self._unseen.are_expected:
@@ -181,10 +178,8 @@ class Recorder:
         is then called after the closure.
         """
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
-            if self._is_transformed:
-                self._begin_transformed()
+            self._notice_updates()
+            self._begin_transformed()
             if self._is_transformed or self._forwards:
                 self.forwards_are_transformed = self._is_transformed and not self._forwards
                 self._is_transformed = False
@@ -278,10 +273,8 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 - a value that is not a number; the others are logged
                 self._boundary.report(f"log({name}=…)", error)
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
-            if self._is_transformed:
-                self._begin_transformed()
+            self._notice_updates()
+            self._begin_transformed()
             now, current = time.monotonic(), self._current
             if now - self._updated_at < LOGGING_SECONDS:
                 self._last_seen = now
@@ -298,11 +291,9 @@ class Recorder:
     def end_step(self, *, skipped: bool | None) -> None:
         """End the open step at the request of the script."""
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
+            self._notice_updates()
             self._after(self._tracker.end(skipped=skipped), "script")
-            if self._late is not None:
-                self._time_late(self._late, time.monotonic(), "script")
+            self._time_late(time.monotonic(), "script")
 
     def finish(self, *, is_cut: bool) -> int | None:
         """Publish the remaining records; return the number of the last completed step, None if there was none.
@@ -310,13 +301,11 @@ class Recorder:
         With `is_cut`, an exception or a signal ends training, and a step without an update is not completed.
         """
         with self._lock:
-            if self._unseen.are_expected:
-                self._notice_updates()
+            self._notice_updates()
             before, stage = self._current.last_step, self._tracker.stage
             self._events.on_training_end()
             self._after(self._tracker.end(skipped=False), "end")
-            if self._late is not None:
-                self._time_late(self._late, time.monotonic(), "end")
+            self._time_late(time.monotonic(), "end")
             is_partial = stage is StepStage.OPEN or (is_cut and stage is StepStage.GRADIENTS)
             return before if is_partial else self._current.last_step
 
@@ -349,8 +338,7 @@ class Recorder:
         self._last_seen = now
 
     def _open(self, now: float, cause: Cause) -> None:
-        if self._late is not None:
-            self._time_late(self._late, now, cause)
+        self._time_late(now, cause)
         step = self._tracker.step
         self._events.on_before_step(step)
         sampled = self._active_quantities.decide_sampling(step)
@@ -391,12 +379,13 @@ class Recorder:
             self._boundary.call("copying statistics", self._active_quantities.end, pending)
         self._current.hand_over(pending)
 
-    def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
-        self._late = None
-        pending = timing(now - late.began, late.amounts, cause)
-        timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
-        self._events.on_step_timed(timed, cause)
-        self._current.hand_over(timed)
+    def _time_late(self, now: float, cause: Cause) -> None:
+        if self._late is not None:
+            late, self._late = self._late, None
+            pending = timing(now - late.began, late.amounts, cause)
+            timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
+            self._events.on_step_timed(timed, cause)
+            self._current.hand_over(timed)
 
     # Updates.
 
@@ -433,6 +422,8 @@ class Recorder:
 
     def _notice_updates(self) -> None:
         """Record the optimizer steps without hook calls that have run since the last call of this method."""
+        if not self._unseen.are_expected:
+            return
         for optimizer in self._unseen.look():
             self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
             if not self._updated_by and self._current.pending is not None and not self._current.pending.learning_rates:

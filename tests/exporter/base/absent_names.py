@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, 
 from torch.nn.parallel import DistributedDataParallel
 
 EXPORTER = Path(__file__).parents[3] / "exporter" / "rankscope_exporter"
-READERS = frozenset({"getattr", "hasattr", "entry", "torch_name", "torch_variable", "loaded"})
+READERS = frozenset({"getattr", "hasattr", "entry", "torch_name", "loaded"})
 """Functions that read a name which they receive as text."""
 OF_OTHERS = frozenset({"_getframe", "_current_frames", "_C"})  # of Python; and without torch._C, there is no torch
 ALSO = frozenset({"fsdp_params", "sharded_param", "unsharded_accumulated_grad", "mp_policy", "reduce_grads"})
