@@ -19,7 +19,7 @@ from activations import Model
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sinks import tensorboard
+from rankscope_exporter.sinks import event_file
 
 ROUNDS, STEPS = 5, 8
 
@@ -54,7 +54,7 @@ def run() -> list[Row]:
     for number in range(ROUNDS):
         names = list(CONFIGURATIONS)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            measured[name].append(_with(tensorboard.crc32c if "without google" in name else None, net, optimizer, name))
+            measured[name].append(_with(event_file.crc32c if "without google" in name else None, net, optimizer, name))
     bare = [seconds for seconds, _ in measured["without a sink"]]
     rows = [Row("publisher, without a sink", 1000 * statistics.median(bare), "ms CPU a step")]
     for name in list(CONFIGURATIONS)[1:]:
@@ -70,14 +70,14 @@ def _with(
     crc: Callable[[bytes], int] | None, net: nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[float, float]:
     """Return the CPU seconds of the publisher and the octets on disk of one step."""
-    usual = tensorboard._crc_function  # noqa: SLF001 - which of the two a rank has
+    usual = event_file._crc_function  # noqa: SLF001 - which of the two a rank has
     if crc is not None:
-        tensorboard._crc_function = lambda: crc  # type: ignore[assignment]  # noqa: SLF001 - as above
+        event_file._crc_function = lambda: crc  # type: ignore[assignment]  # noqa: SLF001 - as above
     try:
         with tempfile.TemporaryDirectory() as folder:
             return _measure(net, optimizer, CONFIGURATIONS[name], folder)
     finally:
-        tensorboard._crc_function = usual  # noqa: SLF001 - as above
+        event_file._crc_function = usual  # noqa: SLF001 - as above
 
 
 def _measure(

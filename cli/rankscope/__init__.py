@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rankscope_contract.rules.curve import CurveRule
     from rankscope_contract.rules.nan import AnomalyNan
     from rankscope_contract.rules.turbulence import AnomalyTurbulence
-    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, TrainerMon, count_flops
+    from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
+    from rankscope_msprobe.trainer_mon import TrainerMon
     from rankscope_storage.connection import connect
 
 __all__ = [

@@ -15,7 +15,6 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor
     from rankscope_exporter.base.errors import ConfigError, CountError, RankscopeError
-    from rankscope_exporter.compat.msprobe import TrainerMon
     from rankscope_exporter.config.monitor_config import MonitorConfig
     from rankscope_exporter.config.sections import CaptureConfig
     from rankscope_exporter.observers.throughput.flop_counter import count_flops
@@ -31,9 +30,10 @@ _MODULES: Final = {
     "MonitorConfig": "config.monitor_config",
     "RankscopeError": "base.errors",
     "ServeConfig": "serving.config",
-    "TrainerMon": "compat.msprobe",
     "count_flops": "observers.throughput.flop_counter",
 }
+
+_OF_EXTENSION: Final = "TrainerMon"
 
 __all__ = [
     "Anomaly",
@@ -46,13 +46,12 @@ __all__ = [
     "MonitorConfig",
     "RankscopeError",
     "ServeConfig",
-    "TrainerMon",
     "count_flops",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in _MODULES and name != _OF_EXTENSION:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found: dict[str, object]
     try:
@@ -61,6 +60,9 @@ def __getattr__(name: str) -> object:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise
         inert = import_module(f"{__name__}.base.inert").inert_because(error)
-        found = {one: ValueError if one.endswith("Error") else inert for one in _MODULES}
+        found = {one: ValueError if one.endswith("Error") else inert for one in (*_MODULES, _OF_EXTENSION)}
     globals().update(found)
-    return found[name]
+    if name in found:
+        return found[name]
+    trainer: object = import_module(f"{__name__}.base.extension").extension("trainer_mon").TrainerMon
+    return trainer

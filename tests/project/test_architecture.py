@@ -30,12 +30,34 @@ def test_import_rules_hold():
     ("statement", "others"),
     [
         ("import rankscope", {*SERVING_SIDE, "torch", "pyarrow", "numpy"}),
-        ("import rankscope; rankscope.Monitor; rankscope.MonitorConfig", {*SERVING_SIDE}),
+        ("import rankscope; rankscope.Monitor; rankscope.MonitorConfig", {*SERVING_SIDE, "rankscope_msprobe"}),
+        ("import rankscope_msprobe.files.csv_layout", {"torch", "pyarrow", "numpy", "rankscope_exporter"}),
         ("import rankscope; rankscope.connect", {"torch"}),
     ],
 )
 def test_training_loads_no_package_of_the_services(statement, others):
     assert not loaded_after(statement) & others
+
+
+IMPORT_AND_EXPORT = (
+    *("ingest/rankscope_ingest/importers", "cli/rankscope"),
+    *("storage/rankscope_storage/formats", "storage/rankscope_storage/tensorboard"),
+)
+NAMES_MSPROBE = {
+    "exporter/rankscope_exporter/base/extension.py": 1,  # the lazy import
+    "exporter/rankscope_exporter/config/monitor_config.py": 3,  # MonitorConfig.from_msprobe
+}
+"""Number of words in each other file that name msprobe."""
+
+
+def test_only_its_package_import_and_export_name_msprobe():
+    packages = ("exporter", "ingest", "storage", "view", "dashboards", "cli")
+    own = ("exporter/rankscope_msprobe", *IMPORT_AND_EXPORT)
+    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    places = {path.relative_to(ROOT).as_posix(): path.read_text().lower().count("msprobe") for path in files}
+    found = {place: count for place, count in places.items() if count and not place.startswith(own)}
+
+    assert NAMES_MSPROBE == found
 
 
 def test_every_thread_of_the_exporter_is_started_by_process_threads():

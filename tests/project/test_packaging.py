@@ -1,4 +1,4 @@
-"""The wheel contains all seven packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
+"""The wheel contains all eight packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
 
 import email
 import importlib.metadata
@@ -62,7 +62,7 @@ def link_distributions(names: set[str], folder: Path) -> None:
 def test_wheel_contains_all_packages_and_the_assets_of_the_pages(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    packages = ("contract", "exporter", "ingest", "storage", "view", "dashboards")
+    packages = ("contract", "exporter", "msprobe", "ingest", "storage", "view", "dashboards")
     assets = ("style.css", "theme.js", "app.js", "heat.js", "icon.svg")
 
     assert {"rankscope/py.typed", *(f"rankscope_{package}/py.typed" for package in packages)} <= names

@@ -354,8 +354,8 @@ def named_importer(name: str) -> Importer:
 
 
 def _in_time_zone(importer: Importer, time_zone: str) -> Importer:
-    from rankscope_contract.msprobe.csv_layout import check_time_zone
     from rankscope_ingest.importers.msprobe import Msprobe
+    from rankscope_msprobe.files.csv_layout import check_time_zone
 
     try:
         check_time_zone(time_zone)

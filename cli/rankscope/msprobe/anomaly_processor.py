@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.msprobe.csv_layout import ANOMALY_FILE, ANOMALY_FOLDER, NOT_KNOWN, RANKED_ANOMALY_FILE
+from rankscope_msprobe.files.csv_layout import ANOMALY_FILE, ANOMALY_FOLDER, NOT_KNOWN, RANKED_ANOMALY_FILE
 
 _FORWARD: Final = 0
 _STAGES: Final = {

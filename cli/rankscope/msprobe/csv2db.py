@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rankscope.msprobe import csv_rows
-from rankscope_contract.msprobe.csv_layout import FAMILIES, FamilyFile
+from rankscope_msprobe.files.csv_layout import FAMILIES, FamilyFile
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from rankscope_contract.msprobe.csv_layout import (
+from rankscope_msprobe.files.csv_layout import (
     CSV_KEYS,
     FAMILIES,
     FEATURES,

@@ -15,7 +15,7 @@ _INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyNan(AnomalyRule):
-    """Fires on NaN and Inf; with a `threshold`, also if |x| > threshold. `infs=False` ignores Inf, as msprobe does.
+    """Fires on NaN and Inf; with a `threshold`, also if |x| > threshold. `infs=False` ignores Inf.
 
     For a tensor the rule evaluates the counts `nans` and `infs`, because the other statistics cover finite elements
     only. With a threshold it also evaluates these other statistics. For a scalar it evaluates the value. The threshold

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.extension import extension
 
 # Strings first: `//` inside a string is not a comment.
 _STRING_OR_COMMENT: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -80,52 +81,25 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-class Dialect(NamedTuple):
-    """A configuration format of another monitor, and its translation to settings of a MonitorConfig."""
-
-    name: str
-    keys: frozenset[str]
-    """All keys that a document in this format may have. Settings of a MonitorConfig can have the same names."""
-    translated: Callable[[Mapping[str, Any], Collection[str]], dict[str, Any]]
-    """Function that translates settings in this format to settings of a MonitorConfig.
-
-    The second argument contains the names of all settings of a MonitorConfig. The function raises ConfigError if a
-    setting is invalid.
-    """
-
-
-_dialects: dict[str, Dialect] = {}
-
-
-def register_dialect(dialect: Dialect) -> None:
-    """Register a configuration format of another monitor.
-
-    Every function that reads settings of a monitor then accepts this format.
-    """
-    _dialects[dialect.name] = dialect
-
-
-def dialect_keys() -> frozenset[str]:
-    """Return the keys of all registered configuration formats of other monitors."""
-    return frozenset().union(*(dialect.keys for dialect in _dialects.values()))
+def other_keys() -> frozenset[str]:
+    """Return the keys of the configuration format of another monitor."""
+    return frozenset(extension("configuration").KEYS)
 
 
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
 
-    `names` contains the names of all settings of a MonitorConfig. If `settings` contains a key that exists only in a
-    registered format of another monitor, it is translated from that format. Keys are compared exactly. Raises
-    ConfigError if a setting in that format is invalid.
+    `names` contains the names of all settings of a MonitorConfig. If `settings` contains a key that exists only in the
+    other format, it is translated from that format. Keys are compared exactly. Raises ConfigError if a setting in that
+    format is invalid.
     """
-    for dialect in _dialects.values():
-        if any(key in dialect.keys and key not in names for key in settings):
-            return dialect.translated(settings, names)
+    unknown = [key for key in settings if key not in names]
+    if unknown and not other_keys().isdisjoint(unknown):
+        return translated_from_other(settings, names)
     return dict(settings)
 
 
-def translated_from(name: str, settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Translate `settings` from the registered format `name` to settings of a MonitorConfig.
-
-    Raises ConfigError if a setting is invalid.
-    """
-    return _dialects[name].translated(settings, names)
+def translated_from_other(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Translate `settings` from the format of another monitor. Raises ConfigError if a setting is invalid."""
+    found: dict[str, Any] = extension("configuration").translated(settings, names)
+    return found

@@ -52,7 +52,7 @@ from rankscope_exporter.base.validation import (
     table,
     validate,
 )
-from rankscope_exporter.config.loader import dialect_keys, read_settings, translated_from, translated_settings
+from rankscope_exporter.config.loader import other_keys, read_settings, translated_from_other, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
@@ -320,7 +320,7 @@ class MonitorConfig:
     remarks: tuple[str, ...] = ()
     """Messages that are logged once in `attach`.
 
-    They name settings of a msprobe configuration that Rankscope does not support.
+    They name settings of the configuration of another monitor that Rankscope does not support.
     """
     throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
@@ -402,7 +402,8 @@ class MonitorConfig:
         key.
         """
         values = own_settings(settings)
-        check_keys(values, setting_names(), also_near=dialect_keys())
+        names = setting_names()
+        check_keys(values, names, also_near=() if names.issuperset(values) else other_keys())
         return cls(**{**values, **tables_of(values)})
 
     @classmethod
@@ -411,7 +412,7 @@ class MonitorConfig:
 
         `from_mapping` accepts a document in this format too, if at least one of its keys exists only in msprobe.
         """
-        return cls.from_mapping(translated_from("msprobe", settings, setting_names()))
+        return cls.from_mapping(translated_from_other(settings, setting_names()))
 
     @classmethod
     def from_file(cls, path: str | Path) -> MonitorConfig:

@@ -14,7 +14,7 @@ from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.identity import script_commit
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
-"""Name of the environment variable with which msprobe watches the configuration file."""
+"""Name of the environment variable with which the configuration file is also the switch file."""
 
 Given = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 

@@ -1,11 +1,10 @@
 """Finds the tensors in the arguments and results of a module, assigns numbers to them, and selects them by patterns.
 
-No element of a tensor is read. If msprobe assigns a number to a tensor, this module assigns the same number. The
-tensors among the arguments of a call are numbered from 0, first those in positional arguments. If an element of a
-result is a tensor, its number is the position of the element. A single tensor has no number. msprobe omits tensors
-inside of nested containers. This module numbers them in order, after the tensors that are not nested. The patterns
-(`tensor`, `tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of msprobe's `targets` and of `module_struct.json`, which
-lists the valid patterns of a model.
+No element of a tensor is read. The tensors among the arguments of a call are numbered from 0, first those in positional
+arguments. If an element of a result is a tensor, its number is the position of the element. A single tensor has no
+number. Tensors inside of nested containers are numbered in order, after the tensors that are not nested. The patterns
+(`tensor`, `tuple[2]:0`, `list[3]:1`, `dict:logits`) are those of `module_struct.json`, which lists the valid patterns
+of a model.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
     items = [(f"[{number}]", value) for number, value in enumerate(args)]
     items += [(f".{name}", value) for name, value in kwargs.items()]
     slots, unknown = _walk(items)
-    # As in msprobe, an argument that is not a tensor has no number.
+    # An argument that is not a tensor has no number.
     top = [slot for slot in slots if slot.index is not None]
     ordered = top + [slot for slot in slots if slot.index is None]
     alone = len(ordered) == 1

@@ -53,8 +53,8 @@ class Linear(ModuleQuantity):
     """Two features of the weight of each module. The weight is read when a step begins.
 
     `spectral_norm` is the largest singular value σ₁. The computed value is never too high, and is too low by a relative
-    error of at most `tolerance` (see statistics/formulas/spectral.py). `stable_rank` is ‖W‖_F / σ₁, as in msprobe and
-    its files; papers call the square of this number the stable rank. Both are NaN if the weight contains a NaN or an
+    error of at most `tolerance` (see statistics/formulas/spectral.py). `stable_rank` is ‖W‖_F / σ₁;
+    papers call the square of this number the stable rank. Both are NaN if the weight contains a NaN or an
     Inf. A weight of zeros, or without elements, has no `stable_rank`.
 
     A weight that FSDP shards is whole only while its module runs. It is read at that time, and the features are equal

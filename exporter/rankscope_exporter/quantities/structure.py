@@ -1,6 +1,6 @@
 """Quantity `structure`: the modules of the model and the call stacks of their calls, for the dataset `modules`.
 
-Hooks store shapes and names, never a tensor. The publisher thread makes the rows, the text and msprobe's JSON.
+Hooks store shapes and names, never a tensor. The publisher thread makes the rows, the text and the JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
-from rankscope_contract.msprobe.csv_layout import STRUCTURE_FILE
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
@@ -115,7 +114,7 @@ class ModuleRecord:
         return f"{self.name or MODEL}: {self.class_name}({_list_of(self.inputs)}) -> {outputs}"
 
     def document(self) -> dict[str, Any]:
-        """Return the inputs, outputs and gradients in the format of msprobe's file `module_struct.json`."""
+        """Return the inputs, outputs and gradients in the format of the file `module_struct.json`."""
         inputs = self.inputs or []
         outputs = self.output_parts
         return {
@@ -139,7 +138,7 @@ def structure_text(modules: Iterable[ModuleRecord]) -> str:
 
 
 def structure_document(modules: Iterable[ModuleRecord]) -> dict[str, Any]:
-    """Return the content of msprobe's file `module_struct.json` for the modules that were called.
+    """Return the content of the file `module_struct.json` for the modules that were called.
 
     A key of this content consists of the number of the model chunk and the name of the module.
     """
@@ -174,6 +173,7 @@ def _size(shape: tuple[int, ...], dtype: str) -> str:
 
 
 MAX_FRAMES: Final = 24
+STRUCTURE_FILE: Final = "module_struct.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class StructureOptions(QuantityOptions):
     stacks: bool = True
     """Also record the call stack of the first call of each module."""
     print_struct: bool = False
-    """Also print the structure on rank 0, and write `module_struct/rank<r>/module_struct.json` as msprobe does."""
+    """Also print the structure on rank 0, and write `module_struct/rank<r>/module_struct.json`."""
     output_dir: Annotated[str, some_text("the path of a folder")] | None = None
     """Folder of the file `module_struct.json`.
 

@@ -289,7 +289,7 @@ class ChangeSources(StepObserver):
     def _begin(self) -> None:
         edit = None if self._file is None else self._file.read()
         text, stamp = (_OFF, 0) if edit is None else (document_text(edit.document), edit.stamp)
-        step = self._first_step + 1  # as in msprobe: the first step is never measured in dynamic mode
+        step = self._first_step + 1  # the first step is never measured in dynamic mode
         if self._agreement is not None:
             try:
                 first = self._agreement.begin(step, text, stamp)

@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 
 from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.extension import extension
 from rankscope_exporter.base.validation import listed
 from rankscope_exporter.sinks.base import Sink
 
@@ -21,6 +22,11 @@ __all__ = ["Sink", "sink_class", "sink_classes"]
 
 def sink_classes() -> dict[str, type[Sink]]:
     """Return all sink classes by name."""
+    extension("sinks")
+    return _imported()
+
+
+def _imported() -> dict[str, type[Sink]]:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return {cls.name: cls for cls in sorted(Sink.__subclasses__(), key=lambda cls: cls.name)}
@@ -31,7 +37,9 @@ def sink_class(name: str) -> type[Sink]:
 
     Raises ConfigError for an unknown name; the text suggests the most similar name.
     """
-    classes = sink_classes()
+    classes = _imported()
+    if name not in classes:
+        classes = sink_classes()
     if name not in classes:
         raise ConfigError(f"sinks: {name!r} is unknown; valid names are {listed(classes, name)}")
     return classes[name]

@@ -1,4 +1,4 @@
-"""Output folders of sinks, step numbers and names in their files, and file writes that are complete or have no effect.
+"""Output folders of sinks, and file writes that are complete or have no effect.
 
 Whether the process ends normally or is killed, the next process can read or continue a file. No file is open between
 two writes: a forked child inherits no open file, and a file that was moved is created again.
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
-from rankscope_contract.msprobe.csv_layout import OPS, Squash
-from rankscope_exporter.base.validation import Allowed, Checked, is_list, listed
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.base.validation import Allowed
 
 _PORTION: Final = 4096
 
@@ -92,14 +90,6 @@ def output_folder(given: str | None, environment: Mapping[str, str] = os.environ
     return path.absolute()
 
 
-def _check_ops(ops: Sequence[str]) -> None:
-    unknown = [op for op in ops if op not in OPS]
-    if unknown:
-        raise ValueError(f"ops: {unknown[0]!r} is unknown; valid names are {listed(OPS, unknown[0])}")
-    if len(set(ops)) < len(ops):
-        raise ValueError(f"ops contains a statistic twice: {', '.join(ops)}")
-
-
 Folder = Annotated[
     str,
     Allowed(
@@ -109,39 +99,3 @@ Folder = Annotated[
     ),
 ]
 """Annotated type of a setting that contains the path of an output folder."""
-Ops = Annotated[
-    tuple[str, ...],
-    Allowed(f"a list of some of {', '.join(OPS)}", lambda value: is_list(value) and len(value) > 0),
-    Checked(_check_ops),
-]
-"""Type of a setting that selects the statistics to write. The sink writes them in the order of the setting."""
-
-
-class Numbering:
-    """The step numbers of this process in msprobe and in Rankscope.
-
-    The first step is 0 in msprobe. In Rankscope it is 1, or 0 if a step 0 is recorded first.
-    """
-
-    def __init__(self) -> None:
-        self._first: int | None = None
-
-    def first(self, record: StepRecord) -> int:
-        """Return the number in Rankscope of msprobe's step 0. The first record with a step determines this number."""
-        if self._first is None:
-            if record.step is None:
-                return 1
-            self._first = 0 if record.step == 0 else 1
-        return self._first
-
-
-def naming(*, squash: bool) -> Callable[[str, bool], str]:
-    """Return a function that converts names of parameters and modules to names in the output.
-
-    The second argument of the function is True for the name of a module. A shortened name is unique among the
-    parameters or among the modules, not among both.
-    """
-    if not squash:
-        return lambda name, _is_module: name
-    parameters, modules = Squash(), Squash()
-    return lambda name, is_module: modules(name) if is_module else parameters(name)

@@ -49,8 +49,8 @@ def chosen_ops(names: Sequence[str]) -> Ops:
     If `names` contains no statistic, select `norm`. `numel` is always selected.
 
     Raise ValueError if some names are statistics and others are unknown; the error contains the most similar known
-    name. `shape` and `dtype` are accepted and ignored, because the plan of every rank contains them. msprobe's `id`,
-    the value of a single number, is read as `mean`.
+    name. `shape` and `dtype` are accepted and ignored, because the plan of every rank contains them. `id`, the value
+    of a single number, is read as `mean`.
     """
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"ops must be a list of statistics, not {names!r}")

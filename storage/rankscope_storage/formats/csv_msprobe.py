@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.msprobe.csv_layout import (
+from rankscope_contract.security.escaping import sql_string
+from rankscope_msprobe.files.csv_layout import (
     FEATURES,
     MICRO_STEP_FAMILIES,
     SCALAR_COLUMNS,
@@ -25,7 +26,6 @@ from rankscope_contract.msprobe.csv_layout import (
     TENSOR_COLUMNS,
     TENSOR_FAMILIES,
 )
-from rankscope_contract.security.escaping import sql_string
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress

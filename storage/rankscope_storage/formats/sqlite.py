@@ -19,7 +19,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.csv_layout import FEATURES, TENSOR_FAMILIES, plain
+from rankscope_msprobe.files.csv_layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress

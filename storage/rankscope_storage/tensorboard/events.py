@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from rankscope_contract.msprobe.event_tags import buckets, event_tag, labelled
+from rankscope_contract.model.event_tags import buckets, event_tag, labelled
 from rankscope_storage.tensorboard.frames import frame
 from rankscope_storage.tensorboard.messages import Event, Histogram, put_number
 from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag

@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from rankscope_contract.model.event_tags import event_tag
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
-from rankscope_contract.msprobe.csv_layout import CALLS, FAMILY_OF, numbered, parse_call
-from rankscope_contract.msprobe.event_tags import event_tag
+from rankscope_msprobe.files.csv_layout import CALLS, FAMILY_OF, numbered, parse_call
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 

@@ -35,7 +35,6 @@ from rankscope_exporter.api.monitor import OpenPhases, Phase
 from rankscope_exporter.api.session_end import EndedRun
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import CountError
-from rankscope_exporter.compat.msprobe import TrainerMon
 from rankscope_exporter.config.sections import HardwareConfig
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount
@@ -43,6 +42,7 @@ from rankscope_exporter.quantities import quantity_classes
 from rankscope_exporter.serving.config import Address
 from rankscope_exporter.sinks import Sink, sink_classes
 from rankscope_exporter.sinks.memory import Row
+from rankscope_msprobe.trainer_mon import TrainerMon
 from rankscope_storage.connection import Connection
 
 

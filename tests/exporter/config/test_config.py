@@ -20,7 +20,6 @@ from tests.programs import run_program
 
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.compat.msprobe import TrainerMon
 from rankscope_exporter.config.loader import without_comments
 from rankscope_exporter.config.monitor_config import (
     MAX_CHARACTERS,
@@ -33,6 +32,7 @@ from rankscope_exporter.config.monitor_config import (
 from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.sampling.sampling_config import sampling_config_from
 from rankscope_exporter.serving.config import PREFIX, ServeConfig
+from rankscope_msprobe.trainer_mon import TrainerMon
 
 TURBULENCE = {"rule_name": "AnomalyTurbulence"}
 LINEAR = {"quantities": ["gradients", "linear"]}

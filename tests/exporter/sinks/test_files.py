@@ -21,9 +21,9 @@ from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files, sink_classes
 from rankscope_exporter.sinks.base import LONGEST_PAUSE, Sink, Sinks
-from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
 from rankscope_exporter.sinks.files import output_folder
-from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
+from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
+from rankscope_msprobe.sinks.tensorboard import TensorBoard, TensorBoardOptions
 
 ROWS = tuple((entry(f"layers.{place}.weight"), FINITE) for place in range(20))
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from tests.storage.formats.conftest import row, scalar, tensor
 
-from rankscope_contract.msprobe.csv_layout import parse_folder, plain
+from rankscope_msprobe.files.csv_layout import parse_folder, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats import csv_msprobe
 

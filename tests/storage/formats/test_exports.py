@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.storage.formats.conftest import START, row, scalar, tensor
 
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.msprobe.csv_layout import FAMILY_OF
+from rankscope_msprobe.files.csv_layout import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.formats import ExportOptions

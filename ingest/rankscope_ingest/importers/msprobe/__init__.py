@@ -1,6 +1,6 @@
 """Import the output of msprobe's monitor: folders of CSV files, anomaly records, module structure, call stacks.
 
-`rankscope_contract.msprobe.csv_layout` describes how steps and the moments of Adam are converted. msprobe writes `nan`
+`rankscope_msprobe.files.csv_layout` describes how steps and the moments of Adam are converted. msprobe writes `nan`
 both for absent values and for values that are not finite; `tables` distinguishes the two. msprobe stores times only in
 the names of folders, without a year, so the imported rows have no time.
 """
@@ -13,12 +13,12 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.msprobe.csv_layout import DEFAULT_TIME_ZONE, in_time_zone
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported, ImportedRun
 from rankscope_ingest.importers.msprobe.discovery import Folder, Found, find, rank_of
 from rankscope_ingest.importers.msprobe.json_files import read_anomalies, read_stacks, read_structure
 from rankscope_ingest.importers.msprobe.tables import FamilyReader
+from rankscope_msprobe.files.csv_layout import DEFAULT_TIME_ZONE, in_time_zone
 
 _HEADS: Final = (
     (re.compile(rb"(?:\xef\xbb\xbf)?vpp_stage,name,step,"), 0.99, "the columns of msprobe's monitor"),

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 
-from rankscope_contract.msprobe.csv_layout import CSV_KEYS, MICRO_STEP, plain
 from rankscope_ingest.importers.common.importer import Faults
 from rankscope_ingest.importers.common.lines import read_lines, shown, torn_size
+from rankscope_msprobe.files.csv_layout import CSV_KEYS, MICRO_STEP, plain
 
 BATCH_LINES: Final = 50_000
 BATCH_BYTES: Final = 1 << 24

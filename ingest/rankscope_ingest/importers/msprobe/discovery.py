@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.msprobe.csv_layout import (
+from rankscope_msprobe.files.csv_layout import (
     ANOMALY_FILE,
     CALLS,
     FEATURES,

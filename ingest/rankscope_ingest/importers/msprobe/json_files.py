@@ -12,27 +12,86 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_contract.msprobe.csv_layout import (
-    KINDS_OF_TASKS,
-    SLOTS,
-    STACKS_COLUMNS,
-    our_step,
-    parse_anomaly_message,
-    parse_anomaly_tag,
-)
+from rankscope_contract.model.kinds import Kind
 from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
 from rankscope_ingest.importers.common.lines import read_chunks, read_lines
 from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
+from rankscope_msprobe.files.csv_layout import (
+    SLOTS,
+    STACKS_COLUMNS,
+    our_step,
+)
 
 _CHUNK_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<module>.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"size=\((?P<shape>[\d,\s]*)\), dtype=(?:torch\.)?(?P<dtype>\w+)")
 _MAX_STACK: Final = 1 << 20
 _SMALL_LIMIT: Final = 1 << 31
+_KINDS_OF_TASKS: Final[dict[str, str]] = {
+    "acc_grad": Kind.GRAD_UNREDUCED,
+    "pre_grad": Kind.GRAD_UNREDUCED,
+    "post_grad": Kind.GRAD_REDUCED,
+    "exp_avg": Kind.EXP_AVG,
+    "exp_avg_sq": Kind.EXP_AVG_SQ,
+    "param_origin": Kind.PARAM_BEFORE,
+    "param_updated": Kind.PARAM_AFTER,
+    # Older releases of msprobe write the slot of the module as the task.
+    "input": Kind.ACT_IN,
+    "output": Kind.ACT_OUT,
+    "input_grad": Kind.ACT_GRAD_IN,
+    "output_grad": Kind.ACT_GRAD_OUT,
+}
+"""The kind of each msprobe task, except `actv` and `actv_grad`.
+
+For these two tasks, the kind depends on the slot in the name of the tensor.
+"""
+
+_TAG: Final = re.compile(r"(?P<name>.*)/rank(?P<rank>\d+)/(?P<task>\w+)", re.DOTALL)
+_TAG_NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?", re.DOTALL)
+_MESSAGE: Final = re.compile(
+    r"Rule (?P<rule>\w+) reports .*, '(?P<op>\w+)'\) at step \d+"
+    r"(?:, current value (?P<value>\S+), history mean (?P<baseline>\S+?)\.?$)?",
+    re.DOTALL,
+)
+
+
+class AnomalyTag(NamedTuple):
+    """Elements of the tag of an msprobe anomaly record: tensor name, task (the kind), and micro-batch.
+
+    Example of a tag: `0:layers.0.input_1:0/rank3/actv`.
+    If a text is not a tag, `task` is empty and `name` is the whole text.
+    """
+
+    name: str
+    task: str = ""
+    micro_step: int | None = None
+
+
+class AnomalyMessage(NamedTuple):
+    """Elements of the message of an msprobe anomaly record: rule, op, value, and baseline."""
+
+    rule: str
+    op: str
+    value: str | None
+    baseline: str | None
+
+
+def parse_anomaly_tag(tag: str) -> AnomalyTag:
+    """Return the elements of `tag`, the tag of a tensor in an msprobe anomaly record."""
+    parts = _TAG.fullmatch(tag)
+    name = _TAG_NAME.fullmatch(parts["name"] if parts else tag)
+    assert name is not None  # the expression matches any text
+    return AnomalyTag(name["name"], parts["task"] if parts else "", int(name["micro"]) if name["micro"] else None)
+
+
+def parse_anomaly_message(message: str) -> AnomalyMessage | None:
+    """Return the elements of `message`, the message of an msprobe anomaly record; None if it has another form."""
+    found = _MESSAGE.search(message)
+    return None if found is None else AnomalyMessage(*found.group("rule", "op", "value", "baseline"))
 
 
 def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
@@ -129,7 +188,7 @@ def _anomaly_record(entry: Mapping[str, Any], step: int, *, attempt: int, source
     if tag.task in SLOTS:
         named = parse_name(tag.task, tag.name) or Named("", tag.name)
     else:
-        named = Named(str(KINDS_OF_TASKS.get(tag.task, "")), tag.name)
+        named = Named(str(_KINDS_OF_TASKS.get(tag.task, "")), tag.name)
     details = {
         "group_mates": entry.get("group_mates"),
         "index": named.index,

@@ -18,18 +18,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from rankscope_contract.msprobe.csv_layout import (
+from rankscope_msprobe.files.csv_layout import (
     DEFAULT_TIME_ZONE,
     FAMILIES,
+    FAMILY_OF,
     FEATURE_FAMILIES,
     check_time_zone,
-    family_names,
 )
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 
 _FOLDER_TIME: Final = re.compile(r"([A-Z][a-z]{2})(\d{2})_(\d{2})-(\d{2})-(\d{2})")
 _MONTHS: Final = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+
+def family_names() -> frozenset[str]:
+    """Return every value that the option `data_type_list` may contain: msprobe families and kinds of Rankscope."""
+    features = {kind for kinds in FEATURE_FAMILIES.values() for kind in kinds}
+    return frozenset(FAMILIES) | frozenset(FEATURE_FAMILIES) | frozenset(map(str, FAMILY_OF)) | features
 
 
 def parse_time(text: str, near: dt.datetime) -> dt.datetime:

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.csv_layout import (
+from rankscope_msprobe.files.csv_layout import (
     CSV_KEYS,
     MICRO_STEP,
     Window,

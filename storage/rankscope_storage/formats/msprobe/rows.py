@@ -14,7 +14,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.msprobe.csv_layout import (
+from rankscope_contract.model.event_tags import labelled
+from rankscope_contract.security.escaping import sql_identifier, sql_string
+from rankscope_msprobe.files.csv_layout import (
     CALLS,
     DIRECTION,
     FEATURES,
@@ -30,8 +32,6 @@ from rankscope_contract.msprobe.csv_layout import (
     neutral,
     row_name,
 )
-from rankscope_contract.msprobe.event_tags import labelled
-from rankscope_contract.security.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.selection import Selection
 

@@ -17,11 +17,11 @@ from tests.properties import examples
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.msprobe.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_contract.protocol.channel import PLAN_PATH
 from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.serving.wire_encoder import encode, stream
-from rankscope_exporter.sinks.csv_msprobe import Csv, CsvOptions
+from rankscope_msprobe.files.csv_layout import FLOAT_OPS, parse_folder
+from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
 from rankscope_storage.formats import ExportOptions, export_formats

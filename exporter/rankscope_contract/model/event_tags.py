@@ -1,8 +1,8 @@
 """Tags of values in TensorBoard's event files, and histograms in the form of these files.
 
-The tag of a statistic has the form of msprobe, `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`. Parameters and
+The tag of a statistic has the form `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`. Parameters and
 gradients have neither side nor micro step: `{vpp}:{name}/{rank}/{task}_{op}`. The rank is written as `rank0`, and the
-task is the msprobe family. The functions have no side effects.
+task is a family of tensors. The functions have no side effects.
 """
 
 from __future__ import annotations

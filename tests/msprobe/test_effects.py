@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.exporter.compat.msprobe.monitored_runs import Run, batch, model
+from tests.msprobe.monitored_runs import Run, batch, model
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.msprobe.csv_layout import parse_folder
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sinks import csv_msprobe
-from rankscope_exporter.sinks.csv_msprobe import Anomalies, AnomalyOptions
 from rankscope_exporter.statistics.selection import ALL_OPS
+from rankscope_msprobe.files.csv_layout import parse_folder
+from rankscope_msprobe.sinks import csv_files
+from rankscope_msprobe.sinks.csv_files import Anomalies, AnomalyOptions
 
 GRADIENTS = {"grad_unreduced", "grad_reduced"}
 ACTIVATIONS = {"act_in", "act_out", "act_grad_in", "act_grad_out"}
@@ -362,7 +362,7 @@ def test_squash_name_shortens_names_in_files_and_targets(trained, output):
     assert set() == trained({"net": wrapped}, squash_name=False, **document).names("grad_reduced")
 
 
-RECORDED = Path(__file__).parents[3] / "data/msprobe/single_rank/anomaly_detected/rank0/anomaly.json"
+RECORDED = Path(__file__).parents[1] / "data/msprobe/single_rank/anomaly_detected/rank0/anomaly.json"
 
 
 def sink(folder: Path, rank: int = 3) -> Anomalies:
@@ -432,7 +432,7 @@ def test_partial_write_leaves_the_file_complete(tmp_path, monkeypatch):
 
 
 def test_file_size_is_limited(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_msprobe, "MOST_BYTES", 600)
+    monkeypatch.setattr(csv_files, "MOST_BYTES", 600)
     written = sink(tmp_path)
     written.put(record(1, anomaly()))
     with pytest.raises(OSError, match="limit of"):

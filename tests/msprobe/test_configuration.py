@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.exporter.compat.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, train, write
 from tests.exporter.conftest import wait_until
 from tests.exporter.ranks import RANKS, WORLD, outcomes_of
+from tests.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, train, write
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
-from rankscope_exporter.compat.msprobe import TrainerMon
-from rankscope_exporter.compat.msprobe.config_translation import (
+from rankscope_exporter.config.loader import without_comments
+from rankscope_exporter.model.parameter_names import Targets
+from rankscope_exporter.model.pytree import OBJECTS
+from rankscope_exporter.sampling.sampling_config import sampling_config_from
+from rankscope_msprobe.configuration import (
     CC_KEYS,
     FORMATS,
     KEYS,
@@ -29,11 +32,7 @@ from rankscope_exporter.compat.msprobe.config_translation import (
     module_pattern,
     parameter_pattern,
 )
-from rankscope_exporter.compat.msprobe.trainer_mon import AS_IN_THE_CODE
-from rankscope_exporter.config.loader import without_comments
-from rankscope_exporter.model.parameter_names import Targets
-from rankscope_exporter.model.pytree import OBJECTS
-from rankscope_exporter.sampling.sampling_config import sampling_config_from
+from rankscope_msprobe.trainer_mon import AS_IN_THE_CODE, TrainerMon
 
 FROM_THE_MANUAL = """{
     "targets": {
@@ -323,7 +322,7 @@ def test_dynamic_on_at_start_measures_from_msprobes_step_1(tmp_path, attach):
     assert [2, 3] == training.finish().steps()
 
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "migration.md").read_text(encoding="utf-8")
 
 
@@ -374,7 +373,7 @@ COLLECTIVES: dict[str, dict[str, Any]] = {
     "enable": {},
     "off": {"enable": False, "cc_pre_hook": True},
     "cc_pre_hook": {"cc_pre_hook": True},
-    "cc_codeline": {"cc_codeline": [r"test_config_translation\.py\[\d+\] all_reduced"]},
+    "cc_codeline": {"cc_codeline": [r"test_configuration\.py\[\d+\] all_reduced"]},
     "cc_log_only": {"cc_log_only": True, "cc_pre_hook": True},
 }
 

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from rankscope_contract.msprobe.csv_layout import DEFAULT_TIME_ZONE, OPS, check_time_zone
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.base.validation import (
     MOST,
@@ -38,6 +37,7 @@ from rankscope_exporter.base.validation import (
 )
 from rankscope_exporter.model.parameter_names import plain_name, regex_pattern
 from rankscope_exporter.model.pytree import parse_specs
+from rankscope_msprobe.files.csv_layout import DEFAULT_TIME_ZONE, OPS, check_time_zone
 
 _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")
 

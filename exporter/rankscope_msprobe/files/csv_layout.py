@@ -24,7 +24,7 @@ import re
 import zoneinfo
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 from rankscope_contract.model.kinds import Kind
 
@@ -65,12 +65,6 @@ _TAILS: Final = tuple(
 
 The first of them that occurs in the name after a dot is used, at its last position in the name.
 """
-
-
-def family_names() -> frozenset[str]:
-    """Return every value that the option `data_type_list` may contain: msprobe families and kinds of Rankscope."""
-    features = {kind for kinds in FEATURE_FAMILIES.values() for kind in kinds}
-    return frozenset(FAMILIES) | frozenset(FEATURE_FAMILIES) | frozenset(map(str, FAMILY_OF)) | features
 
 
 def squashed(name: str) -> str:
@@ -454,54 +448,6 @@ For all other kinds, the task has the name of the kind. These include the moment
 and Rankscope.
 """
 
-KINDS_OF_TASKS: Final[dict[str, str]] = {
-    "acc_grad": Kind.GRAD_UNREDUCED,
-    "pre_grad": Kind.GRAD_UNREDUCED,
-    "post_grad": Kind.GRAD_REDUCED,
-    "exp_avg": Kind.EXP_AVG,
-    "exp_avg_sq": Kind.EXP_AVG_SQ,
-    "param_origin": Kind.PARAM_BEFORE,
-    "param_updated": Kind.PARAM_AFTER,
-    # Older releases of msprobe write the slot of the module as the task.
-    "input": Kind.ACT_IN,
-    "output": Kind.ACT_OUT,
-    "input_grad": Kind.ACT_GRAD_IN,
-    "output_grad": Kind.ACT_GRAD_OUT,
-}
-"""The kind of each msprobe task, except `actv` and `actv_grad`.
-
-For these two tasks, the kind depends on the slot in the name of the tensor.
-"""
-
-_TAG: Final = re.compile(r"(?P<name>.*)/rank(?P<rank>\d+)/(?P<task>\w+)", re.DOTALL)
-_NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?", re.DOTALL)
-_MESSAGE: Final = re.compile(
-    r"Rule (?P<rule>\w+) reports .*, '(?P<op>\w+)'\) at step \d+"
-    r"(?:, current value (?P<value>\S+), history mean (?P<baseline>\S+?)\.?$)?",
-    re.DOTALL,
-)
-
-
-class AnomalyTag(NamedTuple):
-    """Elements of the tag of an msprobe anomaly record: tensor name, task (the kind), and micro-batch.
-
-    Example of a tag: `0:layers.0.input_1:0/rank3/actv`.
-    If a text is not a tag, `task` is empty and `name` is the whole text.
-    """
-
-    name: str
-    task: str = ""
-    micro_step: int | None = None
-
-
-class AnomalyMessage(NamedTuple):
-    """Elements of the message of an msprobe anomaly record: rule, op, value, and baseline."""
-
-    rule: str
-    op: str
-    value: str | None
-    baseline: str | None
-
 
 def anomaly_tag(
     kind: str,
@@ -520,23 +466,9 @@ def anomaly_tag(
     return f"{vpp_stage or 0}:{row_name(kind, tensor, index)}{micro}/rank{rank}/{ANOMALY_TASKS.get(kind, kind)}"
 
 
-def parse_anomaly_tag(tag: str) -> AnomalyTag:
-    """Return the elements of `tag`, the tag of a tensor in an msprobe anomaly record."""
-    parts = _TAG.fullmatch(tag)
-    name = _NAME.fullmatch(parts["name"] if parts else tag)
-    assert name is not None  # the expression matches any text
-    return AnomalyTag(name["name"], parts["task"] if parts else "", int(name["micro"]) if name["micro"] else None)
-
-
 def anomaly_message(*, rule: str | None, tag: str, op: str | None, step: int, value: float, baseline: float) -> str:
     """Return the message of an msprobe anomaly record. `step` is the step number of msprobe."""
     return (
         f"Rule {rule} reports anomaly signal in ('{tag}', '{op}') at step {step}, "
         f"current value {value}, history mean {baseline}."
     )
-
-
-def parse_anomaly_message(message: str) -> AnomalyMessage | None:
-    """Return the elements of `message`, the message of an msprobe anomaly record; None if it has another form."""
-    found = _MESSAGE.search(message)
-    return None if found is None else AnomalyMessage(*found.group("rule", "op", "value", "baseline"))

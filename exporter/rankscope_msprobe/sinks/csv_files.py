@@ -12,7 +12,7 @@ file of an earlier run.
 
 In msprobe, the key of an entry does not contain the statistic, so msprobe's file has only the last of several anomalies
 of a tensor. In the file of this sink, each anomaly has a separate key. An entry identifies its tensor by a tag: a text
-with stage, tensor name, micro-batch, rank and kind. `rankscope_contract.msprobe.csv_layout` describes these tags.
+with stage, tensor name, micro-batch, rank and kind. `rankscope_msprobe.files.csv_layout` describes these tags.
 """
 
 from __future__ import annotations
@@ -29,40 +29,16 @@ from typing import Annotated, Any, Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract.model.event_tags import scalar_tag
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.msprobe.csv_layout import (
-    ANOMALY_FILE,
-    ANOMALY_FOLDER,
-    CSV_KEYS,
-    DEFAULT_TIME_ZONE,
-    MICRO_STEP,
-    MICRO_STEP_FAMILIES,
-    NOT_KNOWN,
-    OPS,
-    OTHER,
-    SCALAR_COLUMNS,
-    SCALARS,
-    STACKS_COLUMNS,
-    STACKS_FILE,
-    TENSOR_COLUMNS,
-    Window,
-    anomaly_message,
-    anomaly_tag,
-    check_time_zone,
-    continued,
-    file_name,
-    folder_name,
-    neutral,
-    their_step,
-    window,
-)
-from rankscope_contract.msprobe.event_tags import scalar_tag
 from rankscope_exporter.base.validation import Checked, between, list_of, validate
 from rankscope_exporter.records.step_record import Scalar, StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
-from rankscope_exporter.sinks.families import (
+from rankscope_msprobe.files import csv_layout as layout
+from rankscope_msprobe.sinks import output
+from rankscope_msprobe.sinks.families import (
     FEATURE_COLUMNS,
     FamilyRows,
     FeatureRow,
@@ -90,9 +66,9 @@ def entries(
     for event in events:
         if event.type != EventType.ANOMALY or event.tensor is None or event.kind is None:
             continue
-        tag = anomaly_tag(event.kind, event.tensor, rank, micro_step=event.micro_step, vpp_stage=event.vpp_stage)
-        step = max(0, their_step(event.kind, steps.ours, steps.first))
-        call = NOT_KNOWN if event.call_id is None else event.call_id
+        tag = layout.anomaly_tag(event.kind, event.tensor, rank, micro_step=event.micro_step, vpp_stage=event.vpp_stage)
+        step = max(0, layout.their_step(event.kind, steps.ours, steps.first))
+        call = layout.NOT_KNOWN if event.call_id is None else event.call_id
         entry = {
             "rank": rank,
             "step": step,
@@ -101,7 +77,7 @@ def entries(
             "vpp_stage": event.vpp_stage or 0,
             "call_id": call,
             "tag_name": tag,
-            "message": anomaly_message(
+            "message": layout.anomaly_message(
                 rule=event.rule,
                 tag=tag,
                 op=event.op,
@@ -140,8 +116,10 @@ class Anomalies(Sink):
 
     def __init__(self, options: AnomalyOptions, identity: Identity) -> None:
         self._rank = identity.rank
-        self._path = files.output_folder(options.folder) / ANOMALY_FOLDER / f"rank{identity.rank}" / ANOMALY_FILE
-        self._numbering = files.Numbering()
+        self._path = (
+            files.output_folder(options.folder) / layout.ANOMALY_FOLDER / f"rank{identity.rank}" / layout.ANOMALY_FILE
+        )
+        self._numbering = output.Numbering()
         self._stage, self._mates = identity.rank, tuple(range(identity.world_size))
         self._begun = False
         self._bytes = 0
@@ -202,7 +180,7 @@ _TIMES: Final = list_of(str, "two folder times, such as Dec03_21-34-40")
 
 def _check_times(value: Sequence[str]) -> None:
     try:
-        window(value)
+        layout.window(value)
     except ValueError as error:
         raise ValueError(str(error).replace("append_output", "append_to")) from error
 
@@ -233,18 +211,18 @@ class CsvOptions:
     """
     scalars: bool = True
     """True also writes the scalars, such as the loss, to files of the family `scalars`, which msprobe does not have."""
-    time_zone: Annotated[str, Checked(check_time_zone)] = DEFAULT_TIME_ZONE
+    time_zone: Annotated[str, Checked(layout.check_time_zone)] = layout.DEFAULT_TIME_ZONE
     """Time zone of the time in the name of the output folder: an offset, the name of a zone, or `local`."""
-    ops: files.Ops = OPS
+    ops: output.Ops = layout.OPS
     """Names of the statistics that become columns, in order. Statistics that are not published are omitted."""
 
     def __post_init__(self) -> None:
         validate(self)
 
     @property
-    def begun(self) -> Window | None:
+    def begun(self) -> layout.Window | None:
         """Return the two times of the setting `append_to`; None if it is not set."""
-        return None if self.append_to is None else window(self.append_to)
+        return None if self.append_to is None else layout.window(self.append_to)
 
 
 class Csv(Sink):
@@ -258,8 +236,8 @@ class Csv(Sink):
         self._identity = identity
         self._began = dt.datetime.now(dt.UTC)
         self._output = files.output_folder(options.folder)
-        self._numbering = files.Numbering()
-        self._naming = files.naming(squash=options.squash_name)
+        self._numbering = output.Numbering()
+        self._naming = output.naming(squash=options.squash_name)
         self._chosen: Path | None = None
         self._files = _Files(options.steps_per_file)
         self.tensor_rows = PlannedRows(_TensorLines, self._naming, options.ops)
@@ -285,12 +263,12 @@ class Csv(Sink):
             columns, families = columns_of(record.statistics), self.tensor_rows.of(record.statistics)
             printed = {op: _texts(columns[op], digits) for op in self.tensor_rows.ops}
             for lines in families:
-                step = their_step(lines.rows.kind, ours, first)
+                step = layout.their_step(lines.rows.kind, ours, first)
                 yield lines.rows.family, step, lines.header, lines.at(step, columns["numel"], printed)
-        step = their_step(None, ours, first)
+        step = layout.their_step(None, ours, first)
         scalars, micro_step = record.scalars if self._options.scalars else (), record.micro_step
-        header = _header(SCALAR_COLUMNS, micro_steps=micro_step is not None)
-        yield SCALARS, step, header, _scalar_lines(scalars, step, micro_step, digits) if scalars else ""
+        header = _header(layout.SCALAR_COLUMNS, micro_steps=micro_step is not None)
+        yield layout.SCALARS, step, header, _scalar_lines(scalars, step, micro_step, digits) if scalars else ""
         for family, rows in feature_rows(record.features, self._naming).items():
             yield family, step, _feature_header(family, ops), _feature_lines(family, rows, step, ops, digits)
 
@@ -301,9 +279,11 @@ class Csv(Sink):
             known = {**new, **self._stacks}
             rows = []
             for name, stack in known.items():
-                lines = "\n".join(map(neutral, stack.split("\n")))
-                rows.append(f"{_quoted(neutral(name))},{_quoted(lines)}")
-            files.create(self._folder() / STACKS_FILE, _octets("\n".join((",".join(STACKS_COLUMNS), *rows)) + "\n"))
+                lines = "\n".join(map(layout.neutral, stack.split("\n")))
+                rows.append(f"{_quoted(layout.neutral(name))},{_quoted(lines)}")
+            files.create(
+                self._folder() / layout.STACKS_FILE, _octets("\n".join((",".join(layout.STACKS_COLUMNS), *rows)) + "\n")
+            )
             self._stacks = known
 
     def _folder(self) -> Path:
@@ -312,10 +292,10 @@ class Csv(Sink):
             begun, name = self._options.begun, None
             if begun is not None and self._output.is_dir():
                 folders = [path.name for path in self._output.iterdir() if path.is_dir()]
-                name = continued(folders, self._identity.rank, begun)
+                name = layout.continued(folders, self._identity.rank, begun)
             tail = self._identity.incarnation[:8].rjust(8, "0")
             self._chosen = self._output / (
-                name or folder_name(self._began, self._identity.rank, tail, self._options.time_zone)
+                name or layout.folder_name(self._began, self._identity.rank, tail, self._options.time_zone)
             )
         self._chosen.mkdir(parents=True, exist_ok=True)
         return self._chosen
@@ -346,7 +326,7 @@ class _Files:
             return known[2]
         part = 0
         while True:
-            path = folder / file_name(family, block, self._steps, part)
+            path = folder / layout.file_name(family, block, self._steps, part)
             if files.first_line(path) in (None, _octets(header)):
                 self._current[family] = block, header, path
                 return path
@@ -354,7 +334,7 @@ class _Files:
 
 
 def _header(columns: Sequence[str], *, micro_steps: bool) -> str:
-    return ",".join((*CSV_KEYS, *((MICRO_STEP,) if micro_steps else ()), *columns)) + "\n"
+    return ",".join((*layout.CSV_KEYS, *((layout.MICRO_STEP,) if micro_steps else ()), *columns)) + "\n"
 
 
 class _TensorLines:
@@ -365,8 +345,8 @@ class _TensorLines:
 
     def __init__(self, rows: FamilyRows, ops: Sequence[str]) -> None:
         self.rows = rows
-        micro_steps = rows.family in MICRO_STEP_FAMILIES or rows.has_micro_steps
-        self.header = _header((*ops, *TENSOR_COLUMNS[len(OPS) :]), micro_steps=micro_steps)
+        micro_steps = rows.family in layout.MICRO_STEP_FAMILIES or rows.has_micro_steps
+        self.header = _header((*ops, *layout.TENSOR_COLUMNS[len(layout.OPS) :]), micro_steps=micro_steps)
         self._ops = ops
         self._positions = pa.array(rows.positions, pa.int64())
         self._first = pa.array([f"{vpp},{_quoted(name)}" for vpp, name, _ in rows.keys], pa.string())
@@ -408,10 +388,10 @@ class _TensorLines:
 
 def _scalar_lines(scalars: Sequence[Scalar], step: int, micro_step: int | None, digits: int | None) -> str:
     """Return the CSV lines of the scalars of a step. `step` is the number of the step in msprobe."""
-    names = [neutral(scalar_tag(scalar.name, scalar.labels)) for scalar in scalars]
+    names = [layout.neutral(scalar_tag(scalar.name, scalar.labels)) for scalar in scalars]
     texts = (
         names,
-        [neutral(scalar.unit or "") for scalar in scalars],
+        [layout.neutral(scalar.unit or "") for scalar in scalars],
         [scalar.labels_text or "" for scalar in scalars],
     )
     name, unit, labels = (pa.array(map(_quoted, column), pa.string()) for column in texts)
@@ -425,8 +405,10 @@ def _feature_header(family: str, ops: Sequence[str]) -> str:
 
     A feature is a number that is not a tensor statistic, such as the entropy of attention.
     """
-    columns = (*ops, *TENSOR_COLUMNS[len(OPS) :]) if family == OTHER else tuple(FEATURE_COLUMNS[family])
-    return _header(columns, micro_steps=family in MICRO_STEP_FAMILIES)
+    columns = (
+        (*ops, *layout.TENSOR_COLUMNS[len(layout.OPS) :]) if family == layout.OTHER else tuple(FEATURE_COLUMNS[family])
+    )
+    return _header(columns, micro_steps=family in layout.MICRO_STEP_FAMILIES)
 
 
 def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequence[str], digits: int | None) -> str:
@@ -440,13 +422,13 @@ def _feature_lines(family: str, rows: Sequence[FeatureRow], step: int, ops: Sequ
         pa.array([_quoted(row.name) for row in rows], pa.string()),
         pa.scalar(str(step), pa.string()),
     ]
-    if family in MICRO_STEP_FAMILIES:
+    if family in layout.MICRO_STEP_FAMILIES:
         parts.append(pa.array([str(row.micro_step) for row in rows], pa.string()))
     numbers = {
         column: pa.array([row.numbers.get(column, float("nan")) for row in rows], pa.float32())
         for column in FEATURE_COLUMNS[family]
     }
-    if family == OTHER:
+    if family == layout.OTHER:
         return _joined([*parts, *_as_statistics(numbers["norm"], ops, digits)])
     return _joined([*parts, *(_texts(column, digits) for column in numbers.values())])
 

@@ -15,14 +15,14 @@ from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
 from torch import nn
 
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.msprobe.csv_layout import FLOAT_OPS
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.records.step_record import Scalar
-from rankscope_exporter.sinks import tensorboard
+from rankscope_exporter.sinks import event_file
 from rankscope_exporter.sinks.memory import Api, ApiOptions
-from rankscope_exporter.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
 from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
+from rankscope_msprobe.files.csv_layout import FLOAT_OPS
+from rankscope_msprobe.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_storage.tensorboard.tags import TensorTag, tensor_tag
 
 
@@ -164,12 +164,12 @@ def test_importer_reads_the_event_files(tmp_path):
 @given(st.binary(max_size=300))
 def test_own_crc32c_equals_the_library(data):
     """The exporter uses its own function if the library is not installed."""
-    assert google_crc32c.value(data) == tensorboard.crc32c(data)
+    assert google_crc32c.value(data) == event_file.crc32c(data)
 
 
 @given(st.floats() | st.integers())
 def test_numbers_out_of_float32_range_are_clamped(number):
-    (written,) = struct.unpack("<f", tensorboard.number_bytes(number))
+    (written,) = struct.unpack("<f", event_file.number_bytes(number))
 
     assert math.isnan(written) == (number != number)  # noqa: PLR0124 - the definition of NaN, for integers too
     assert math.isinf(written) == (number in (math.inf, -math.inf))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.compat.msprobe.monitored_runs import (
+from tests.msprobe.monitored_runs import (
     LONG_SECONDS,
     QUIET,
     Run,
@@ -25,7 +25,7 @@ from torch import nn
 from rankscope import TrainerMon
 from rankscope_exporter import ConfigError
 from rankscope_exporter.api import session
-from rankscope_exporter.compat.msprobe.trainer_mon import Attachment, Construction, first_step, wrong_hints
+from rankscope_msprobe.trainer_mon import Attachment, Construction, first_step, wrong_hints
 
 NET = model()
 EVERYTHING = {"wg_distribution": True, "xy_distribution": True, "ops": ["norm", "nans"]}
@@ -382,7 +382,7 @@ def test_first_step_is_one_more_than_msprobes(given, step):
 
 SCRIPT = """
 import sys, torch
-from rankscope_exporter.compat.msprobe import TrainerMon
+from rankscope_msprobe.trainer_mon import TrainerMon
 def main():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)

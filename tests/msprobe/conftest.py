@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.exporter.compat.msprobe.monitored_runs import Run, train
+from tests.exporter.conftest import eventually, group, quiet, reader  # noqa: F401 - fixtures of these tests, too
+from tests.msprobe.monitored_runs import Run, train
 
 
 @pytest.fixture(autouse=True)

@@ -30,21 +30,21 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.kinds import OPS, VALUE_OPS, Kind
-from rankscope_contract.msprobe.csv_layout import anomaly_tag
 from rankscope_exporter.adapters import are_chunks
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
-from rankscope_exporter.compat.msprobe.config_translation import translated
 from rankscope_exporter.config.loader import read_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig, setting_names
 from rankscope_exporter.config.resolve import DYNAMIC_VARIABLE
 from rankscope_exporter.process.identity import place_in, rank_here
 from rankscope_exporter.sampling.sampling_config import CHANGEABLE, SWITCH
-from rankscope_exporter.sinks.csv_msprobe import Anomalies, Csv
 from rankscope_exporter.sinks.memory import Row
-from rankscope_exporter.sinks.tensorboard import TensorBoard
 from rankscope_exporter.statistics.selection import ALL_OPS, FALLBACK, chosen_ops
+from rankscope_msprobe.configuration import translated
+from rankscope_msprobe.files.csv_layout import anomaly_tag
+from rankscope_msprobe.sinks.csv_files import Anomalies, Csv
+from rankscope_msprobe.sinks.tensorboard import TensorBoard
 
 AS_IN_THE_MANUAL: Final = ("grad_acc_steps", "optimizer", "dp_group", "tp_group", "start_iteration")
 AS_IN_THE_CODE: Final = ("optimizer", "grad_acc_steps", "tp_group", "dp_group", "start_iteration")

@@ -19,24 +19,12 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.msprobe.csv_layout import (
-    CALLS,
-    DIRECTION,
-    FEATURES,
-    FLOAT_OPS,
-    OPS,
-    OTHER,
-    TENSOR_FAMILIES,
-    dtype_text,
-    feature_name,
-    neutral,
-    row_name,
-)
 from rankscope_exporter.records.step_record import Statistics
+from rankscope_msprobe.files import csv_layout as layout
 
 FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {
-    **{family: dict(features.columns) for family, features in FEATURES.items()},
-    OTHER: {"norm": DIRECTION},
+    **{family: dict(features.columns) for family, features in layout.FEATURES.items()},
+    layout.OTHER: {"norm": layout.DIRECTION},
 }
 """For each msprobe family of features, its columns and the kind of feature in each column.
 
@@ -44,7 +32,7 @@ A feature is a number that is not a tensor statistic, such as the entropy of att
 number per row, of which msprobe computes every statistic.
 """
 
-_FAMILY_OF: Final = {str(kind): family for family, kinds in TENSOR_FAMILIES.items() for kind in kinds}
+_FAMILY_OF: Final = {str(kind): family for family, kinds in layout.TENSOR_FAMILIES.items() for kind in kinds}
 _FAMILY_OF_FEATURE: Final = {kind: family for family, columns in FEATURE_COLUMNS.items() for kind in columns.values()}
 _OF_MODULES: Final = (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)
 
@@ -108,7 +96,7 @@ def family_rows(
         if family is not None:
             members.setdefault(family, []).append(position)
     published = {
-        family: frozenset(OPS) if ops is None else frozenset().union(*(ops[position] for position in positions))
+        family: frozenset(layout.OPS) if ops is None else frozenset().union(*(ops[position] for position in positions))
         for family, positions in members.items()
     }
     return [_one_family(family, listed, entries, naming, published[family]) for family, listed in members.items()]
@@ -139,12 +127,16 @@ def _rank(entry: PlanEntry, place: int) -> tuple[bool, int, int]:
 
 
 def _key(entry: PlanEntry, naming: Naming) -> tuple[int, str, int]:
-    name = entry.tensor if entry.kind in CALLS else naming(entry.tensor, entry.kind in _OF_MODULES)
-    return entry.vpp_stage or 0, neutral(row_name(entry.kind, name, entry.index, entry.call_seq)), entry.micro_step or 0
+    name = entry.tensor if entry.kind in layout.CALLS else naming(entry.tensor, entry.kind in _OF_MODULES)
+    return (
+        entry.vpp_stage or 0,
+        layout.neutral(layout.row_name(entry.kind, name, entry.index, entry.call_seq)),
+        entry.micro_step or 0,
+    )
 
 
 def _described(entry: PlanEntry) -> tuple[int, str, str]:
-    return math.prod(entry.shape), str(list(entry.shape)), dtype_text(entry.dtype) if entry.dtype else "nan"
+    return math.prod(entry.shape), str(list(entry.shape)), layout.dtype_text(entry.dtype) if entry.dtype else "nan"
 
 
 class PlannedRows(Generic[T]):
@@ -188,12 +180,12 @@ def columns_of(statistics: Statistics) -> dict[str, pa.Array]:
     plan = statistics.plan.plan
     size = len(plan.entries)
     counts = {op: statistics.counts.slice(plan.count_ops.index(op) * size, size) for op in COUNT_OPS}
-    values = {op: statistics.values.slice(plan.value_ops.index(op) * size, size) for op in FLOAT_OPS}
+    values = {op: statistics.values.slice(plan.value_ops.index(op) * size, size) for op in layout.FLOAT_OPS}
     measured = statistics.counts if statistics.measured is None else statistics.measured
     seen = {op: measured.slice(plan.count_ops.index(op) * size, size) for op in ("nans", "infs")}
     has_nan, has_inf = (pc.fill_null(pc.greater(seen[op], _NONE), _FALSE) for op in ("nans", "infs"))
     not_finite = pc.or_(has_nan, has_inf)
-    known = {op: pc.fill_null(pc.if_else(not_finite, _NAN, values[op]), _NAN) for op in FLOAT_OPS}
+    known = {op: pc.fill_null(pc.if_else(not_finite, _NAN, values[op]), _NAN) for op in layout.FLOAT_OPS}
     norm = pc.if_else(pc.equal(counts["numel"], _NONE), _NOTHING, values["norm"])
     norm = pc.if_else(has_nan, _NAN, pc.if_else(has_inf, _INF, norm))
     share = pc.divide(counts["zeros"].cast(pa.float64()), counts["numel"].cast(pa.float64()))  # of nothing: 0 / 0
@@ -227,7 +219,9 @@ def feature_rows(features: Iterable[Mapping[str, Any]], naming: Naming) -> dict[
         if family is None:
             continue
         column = next(name for name, kind in FEATURE_COLUMNS[family].items() if kind == row["kind"])
-        name = neutral(feature_name(family, naming(row["module"], family != OTHER), row.get("index")))
+        name = layout.neutral(
+            layout.feature_name(family, naming(row["module"], family != layout.OTHER), row.get("index"))
+        )
         key = row.get("vpp_stage") or 0, name, row.get("micro_step") or 0
         numbers = found.setdefault(family, {}).setdefault(key, {})
         if row["value"] is not None:

@@ -1,1 +1,0 @@
-"""Compatibility with the configuration files and the Python calls of other monitors."""
