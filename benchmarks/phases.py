@@ -14,7 +14,8 @@ from _rows import Row
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.observers.step_timing.clock import HostClock
 from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
-from rankscope_exporter.records.pending_step import PendingStep, StepEvents
+from rankscope_exporter.records.pending_step import StepEvents
+from rankscope_exporter.records.step_record import StepRecord
 
 STEPS = 2_000
 REPEATS = 30
@@ -40,7 +41,7 @@ def run() -> list[Row]:
     ]
 
 
-def _step(step_events: StepEvents, pending_steps: list[PendingStep], micro_batches: int) -> None:
+def _step(step_events: StepEvents, pending_steps: list[StepRecord], micro_batches: int) -> None:
     step_events.on_step_begin(1)
     for _ in range(micro_batches):
         step_events.on_forward_begin()
@@ -50,16 +51,16 @@ def _step(step_events: StepEvents, pending_steps: list[PendingStep], micro_batch
         step_events.on_backward_end()
     step_events.on_optimizer_step_begin()
     step_events.on_optimizer_step_end()
-    pending_step = PendingStep(1, 0, ended_at=time.monotonic())
-    step_events.on_step_end(pending_step)
-    step_events.on_step_timed(pending_step, "forward")
-    pending_steps.append(pending_step)
+    record = StepRecord(step=1, ts=0, ended_at=time.monotonic())
+    step_events.on_step_end(record)
+    step_events.on_step_timed(record, "forward")
+    pending_steps.append(record)
 
 
-def _least(step: Callable[[StepEvents, list[PendingStep]], None], *, follow: bool) -> float:
+def _least(step: Callable[[StepEvents, list[StepRecord]], None], *, follow: bool) -> float:
     best = float("inf")
     for _ in range(REPEATS):
-        pending_steps: list[PendingStep] = []
+        pending_steps: list[StepRecord] = []
         observers = (
             [StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None)] if follow else []
         )
@@ -74,14 +75,14 @@ def _least(step: Callable[[StepEvents, list[PendingStep]], None], *, follow: boo
 def _read() -> float:
     best = float("inf")
     for _ in range(REPEATS):
-        pending_steps: list[PendingStep] = []
+        pending_steps: list[StepRecord] = []
         observer = StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None)
         step_events = StepEvents(ErrorBoundary(), [observer])
         for _ in range(STEPS):
             _step(step_events, pending_steps, 1)
         began = time.thread_time()
-        for pending_step in pending_steps:
-            for later in pending_step.later:
+        for record in pending_steps:
+            for later in record.later:
                 later()
         best = min(best, time.thread_time() - began)
     return 1e6 * best / STEPS

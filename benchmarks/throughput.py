@@ -16,7 +16,8 @@ from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
 from rankscope_exporter.observers.resources import resident_bytes
 from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
 from rankscope_exporter.observers.throughput.costs import ALONE, six_n
-from rankscope_exporter.records.pending_step import Pending, PendingStep, timing
+from rankscope_exporter.records.pending_step import Pending, timing
+from rankscope_exporter.records.step_record import StepRecord
 
 REPEATS = 2000
 
@@ -41,7 +42,7 @@ def run() -> list[Row]:
     ]
 
 
-def metered(model: nn.Module) -> tuple[Throughput, Callable[[], PendingStep]]:
+def metered(model: nn.Module) -> tuple[Throughput, Callable[[], StepRecord]]:
     meter = Throughput(
         framework_of(model),
         ThroughputConfig(flops_per_token=1e6, peak_tflops=1.0),
@@ -49,26 +50,26 @@ def metered(model: nn.Module) -> tuple[Throughput, Callable[[], PendingStep]]:
         device=torch.device("cpu"),
         report=print,
     )
-    return meter, lambda: PendingStep(
-        1, 0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0}, "forward")]
+    return meter, lambda: StepRecord(
+        step=1, ts=0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0}, "forward")]
     )
 
 
 def followed(model: nn.Module) -> float:
-    meter, pending_step = metered(model)
+    meter, record = metered(model)
 
     def step() -> None:
-        made = pending_step()
+        made = record()
         meter.on_forward_begin()
         meter.on_step_end(made)
         meter.on_step_timed(made, "forward")
 
-    return seconds_of(step) - seconds_of(pending_step)
+    return seconds_of(step) - seconds_of(record)
 
 
 def published(model: nn.Module) -> float:
-    meter, pending_step = metered(model)
-    made = pending_step()
+    meter, record = metered(model)
+    made = record()
     meter.on_step_end(made)
     meter.on_step_timed(made, "forward")
     return seconds_of(made.later[0])

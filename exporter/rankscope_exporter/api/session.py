@@ -41,7 +41,7 @@ from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, Rea
 from rankscope_exporter.reconfiguration.agreement import agreement_of
 from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, SamplingChange, StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.records.pending_step import PendingStep, StepEvents, now_microseconds
+from rankscope_exporter.records.pending_step import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
 from rankscope_exporter.serving.rank_server import RankServer
@@ -347,7 +347,7 @@ class Session:
         if reason is ExitReason.EXCEPTION:
             self.notices.say(f"{error}; the last completed step is {'none' if last_step is None else last_step}")
         event = lifecycle.exit_event(reason, error, last_step)
-        last = PendingStep(self.current_step.last_step, now_microseconds(), events=[event])
+        last = StepRecord.now(self.current_step.last_step, events=[event])
         self.steps.items.put(lambda: self.publisher.publish_exit(last))
 
     def drain(self, wait_seconds: float, *, is_hurried: bool) -> int:

@@ -17,8 +17,8 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import PendingStep, StepObserver
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 
 _STATM: Final = Path("/proc/self/statm")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -39,10 +39,10 @@ class MemoryObserver(StepObserver):
 
     device: torch.device
 
-    def on_step_end(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, record: StepRecord) -> None:
         """Schedule a function that reads the memory on the publisher thread, before this thread publishes the step."""
-        if pending_step.sampled:
-            pending_step.later += [self.of_process, self.of_allocator]
+        if record.sampled:
+            record.later += [self.of_process, self.of_allocator]
 
     def of_process(self) -> list[Scalar]:
         """Return a scalar with the resident memory of this process in bytes."""
@@ -92,12 +92,12 @@ class OverheadReporter(StepObserver):
     clock: Callable[[], float] = time.monotonic
     due_at: float = field(default=float("-inf"), init=False)
 
-    def on_step_end(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, record: StepRecord) -> None:
         """Schedule a reading of the CPU time on the publisher thread, if the previous reading was at least 10 s ago."""
         now = self.clock()
         if now >= self.due_at:
             self.due_at = now + EVERY_SECONDS
-            pending_step.later.append(self._scalars)
+            record.later.append(self._scalars)
 
     def on_training_end(self) -> None:
         """Schedule a reading of the CPU time for the last step."""

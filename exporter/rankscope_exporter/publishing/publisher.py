@@ -33,15 +33,12 @@ from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
-from rankscope_exporter.records.pending_step import (
-    Deferred,
-    PendingStep,
-    Row,
-    monotonic_microseconds,
-    now_microseconds,
-    skipped_event,
+from rankscope_exporter.records.pending_step import Deferred, Row, skipped_event
+from rankscope_exporter.records.step_record import (
+    Scalar,
+    Statistics,
+    StepRecord,
 )
-from rankscope_exporter.records.step_record import Scalar, Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.serving.latest_values import NO_KIND
 from rankscope_exporter.statistics import Finished, finish
@@ -71,9 +68,9 @@ class SkippedSteps:
         self._passes = 0  # repeated number of skipped steps before each update; 0 if none is known
         self._is_irregular = False  # the latest numbers differed, and no event is held back
 
-    def skipped(self, step: PendingStep) -> None:
+    def skipped(self, step: StepRecord) -> None:
         """Add `step`, which has ended without an update."""
-        record = StepRecord(ts=step.ts, monotonic=step.monotonic, step=step.step, events=(skipped_event(),))
+        record = StepRecord(ts=step.ts, monotonic=step.monotonic, step=step.step, events=[skipped_event()])
         self._held.append(record)
         self._count += 1
         if self._count > (self._passes or self._before or MOST_PASSES) or self._is_irregular:
@@ -135,7 +132,7 @@ class StepQueue:
     """The queue of records from the training thread to the publisher thread."""
 
     def __init__(self) -> None:
-        self.items: queue.SimpleQueue[PendingStep | Callable[[], object] | None] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[StepRecord | Callable[[], object] | None] = queue.SimpleQueue()
         """The queue of records, of functions and of None.
 
         The publisher thread calls a function when it has published all records that were queued before the function.
@@ -144,7 +141,7 @@ class StepQueue:
         """
         self.dropped = 0  # records that found the queue full
 
-    def put(self, pending_step: PendingStep) -> None:
+    def put(self, record: StepRecord) -> None:
         """Add a record to the queue, or count it as dropped if the queue is full.
 
         Never blocks. Can be called on any thread.
@@ -152,7 +149,7 @@ class StepQueue:
         if self.items.qsize() >= MAX_QUEUE:
             self.dropped += 1
         else:
-            self.items.put(pending_step)
+            self.items.put(record)
 
 
 class Publisher:
@@ -250,10 +247,10 @@ class Publisher:
             self._steps.dropped += 1
             self._process_queue()
 
-    def publish_exit(self, pending_step: PendingStep) -> None:
+    def publish_exit(self, record: StepRecord) -> None:
         """Publish the number of records that were dropped, and then the exit event. Called after the last record."""
         self._report_lost()
-        self._publish(pending_step)
+        self._publish(record)
 
     @property
     def is_current_thread(self) -> bool:
@@ -288,9 +285,9 @@ class Publisher:
                 if item is not None:
                     self._process(item)
 
-    def _process(self, item: PendingStep | Callable[[], object]) -> None:
+    def _process(self, item: StepRecord | Callable[[], object]) -> None:
         self._taken += 1
-        if not isinstance(item, PendingStep):
+        if not isinstance(item, StepRecord):
             self._call("a function after the records before it", item)
         elif self._drops:
             self._steps.dropped += 1
@@ -311,7 +308,7 @@ class Publisher:
                 message=f"{lost} record{'' if lost == 1 else 's'} lost: {why}",
                 details=json.dumps({"records": lost, "reason": why}),
             )
-            self._publish_record(StepRecord(ts=now_microseconds(), monotonic=monotonic_microseconds(), events=(event,)))
+            self._publish_record(StepRecord.now(events=[event]))
 
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
@@ -322,43 +319,35 @@ class Publisher:
 
         self._boundary.call(where, call)
 
-    def _publish(self, pending_step: PendingStep) -> None:
-        statistics, verdict = self._boundary.call(
-            "computing the statistics of a step", self._statistics, pending_step
-        ) or (None, None)
-        read = (self._boundary.call("a logged number", pending.scalar) for pending in pending_step.pending)
+    def _publish(self, record: StepRecord) -> None:
+        where = "computing the statistics of a step"
+        record.statistics, verdict = self._boundary.call(where, self._statistics, record) or (None, None)
+        read = (self._boundary.call("a logged number", pending.scalar) for pending in record.pending)
         scalars = [scalar for scalar in read if scalar is not None]
-        events = list(pending_step.events)
-        found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in pending_step.found_inf]
+        found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in record.found_inf]
         if any(scalar is not None and scalar.value for scalar in found_inf):
-            events.append(skipped_event())
-        if pending_step.is_skipped is not None and self._is_reported(pending_step, statistics):
-            events.append(skipped_event())
+            record.events.append(skipped_event())
+        if record.is_skipped is not None and self._is_reported(record):
+            record.events.append(skipped_event())
         firing: set[tuple[str, str]] = set()
         if verdict is not None:
-            events += [self._anomaly(item, verdict) for item in verdict.firings]
+            record.events += [self._anomaly(item, verdict) for item in verdict.firings]
             firing |= verdict.firing
             self.events_left_out += verdict.left_out
         for event in self._scalar_anomalies(scalars):
-            events.append(event)
+            record.events.append(event)
             firing.add((str(event.rule), NO_KIND))
         scalars += self._running_totals(scalars)
-        for later in pending_step.later:  # no rule evaluates these: bytes and seconds of the monitor itself
+        for later in record.later:  # no rule evaluates these: bytes and seconds of the monitor itself
             scalars += self._boundary.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
-        rows = self._other_rows(pending_step)
-        if pending_step.expected:
+        record.scalars, record.firing = scalars, frozenset(firing)
+        rows = self._other_rows(record)
+        if record.expected:
             where = "looking for kinds without rows"
-            self._boundary.call(where, self._silent_kinds.judge, pending_step.expected, rows)
-        record = StepRecord(
-            ts=pending_step.ts,
-            monotonic=pending_step.monotonic,
-            step=pending_step.step,
-            statistics=statistics,
-            scalars=tuple(scalars),
-            events=tuple(events),
-            firing=frozenset(firing),
-            **rows,
-        )
+            self._boundary.call(where, self._silent_kinds.judge, record.expected, rows)
+        for dataset, items in rows.items():
+            setattr(record, dataset, items)
+        record.release()
         self._publish_record(record)
 
     def _publish_record(self, record: StepRecord) -> None:
@@ -374,45 +363,45 @@ class Publisher:
         """Publish the events of skipped steps that were held back, at the end of training."""
         self._skipped.finish()
 
-    def _is_reported(self, pending_step: PendingStep, statistics: Statistics | None) -> bool:
+    def _is_reported(self, record: StepRecord) -> bool:
         """Return whether a step has certainly skipped its update: the script ended it, or a gradient is not finite.
 
         Otherwise, add the step to the skipped steps that are held back, or add its update.
         """
-        if not pending_step.is_skipped:
+        if not record.is_skipped:
             self._skipped.updated()
             return False
-        if pending_step.skip_is_certain or (statistics is not None and _is_overflow(statistics)):
+        if record.skip_is_certain or (record.statistics is not None and _is_overflow(record.statistics)):
             return True
-        self._skipped.skipped(pending_step)
+        self._skipped.skipped(record)
         return False
 
-    def _statistics(self, pending_step: PendingStep) -> tuple[Statistics | None, StepVerdict | None]:
-        version = pending_step.plan
-        if pending_step.copy is None or version is None:
+    def _statistics(self, record: StepRecord) -> tuple[Statistics | None, StepVerdict | None]:
+        version = record.plan
+        if record.copy is None or version is None:
             return None, None
         plan, published = version.named, version.published
         try:
-            finished = finish(pending_step.copy, plan.plan.value_ops).of(version.rows)
+            finished = finish(record.copy, plan.plan.value_ops).of(version.rows)
         finally:
             self._backlog.published += 1
-        if pending_step.expected:
+        if record.expected:
             self._silent_kinds.see(plan.plan, finished.present)
         finished = published.only(finished) if published is not None else finished
         self._detector.follow(version.entries, version.owners)
-        verdict = self._detector.observe(finished, pending_step.call_order)
+        verdict = self._detector.observe(finished, record.call_order)
         values, counts = arrow_statistics(finished, verdict.baselines, published, plan.plan.value_ops)
         if published is None:
             return Statistics(plan, values, counts), verdict
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
         return Statistics(plan, values, counts, version.ops, measured), verdict
 
-    def _other_rows(self, pending_step: PendingStep) -> dict[str, Any]:
-        rows = {name: list(known) for name, known in pending_step.rows.items()}
-        for deferred in pending_step.deferred:
+    def _other_rows(self, record: StepRecord) -> dict[str, list[Row]]:
+        rows = {name: list(known) for name, known in record.rows.items()}
+        for deferred in record.deferred:
             read = self._boundary.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
             rows.setdefault(deferred.dataset, []).extend(read or ())
-        return {name: tuple(items) for name, items in rows.items()}
+        return rows
 
     def _rows_of(self, deferred: Deferred) -> Sequence[Row]:
         read = deferred.read()

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import PendingStep, StepObserver, Transfer
+from rankscope_exporter.records.pending_step import StepObserver, Transfer
+from rankscope_exporter.records.step_record import StepRecord
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024
@@ -118,13 +119,13 @@ class SampleIds(StepObserver):
             self._now += self._coming
             self._coming, self._evaluated = [], 0
 
-    def on_step_end(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, record: StepRecord) -> None:
         """Store the batches of the present step under the number of the step.
 
         This number is final only at the end of the step, because the script may set it during the step.
         """
         with self._lock:
-            self._ended.append((pending_step.step, self._now))
+            self._ended.append((record.step, self._now))
             self._now, self._has_forward = [], False
 
     def of(self, step: int | None) -> BatchesByStep:

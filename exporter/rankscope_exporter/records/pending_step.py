@@ -1,4 +1,4 @@
-"""Data of a step before its publication, and the scalars that the script logged for it.
+"""Data of a record that the publisher thread reads, and the scalars that the script logged for a step.
 
 A logged tensor is copied without waiting for the device. The publisher thread reads the copy.
 
@@ -19,7 +19,6 @@ called at sampled steps only. A method that may measure gets the table to which 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Final, Literal, ParamSpec
@@ -32,9 +31,7 @@ from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.tracing import untransformed
-from rankscope_exporter.records.plan_entries import PlanVersion
 from rankscope_exporter.records.step_record import Scalar, StepRecord
-from rankscope_exporter.statistics import HostCopy
 from rankscope_exporter.statistics.table import queued_event
 
 Row = Mapping[str, Any]
@@ -95,8 +92,6 @@ class Deferred:
         """
         return list(self.rows(self.transfer.wait().cpu().numpy()))
 
-
-_STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 UNITS: Final[dict[str, str]] = {
     "tokens": "tokens",
@@ -199,44 +194,6 @@ class ExpectedRows:
     """The likely reason if rows are absent, as text."""
     names_unmeasured: bool = False
     """True if the quantity itself names the tensors that it has never measured."""
-
-
-def now_microseconds() -> int:
-    """Return the current UTC time in microseconds since the epoch."""
-    return time.time_ns() // 1000
-
-
-def monotonic_microseconds() -> int:
-    """Return the current time in microseconds of a clock that is never set and that also runs while the host sleeps."""
-    return time.clock_gettime_ns(_STEADY_CLOCK) // 1000
-
-
-@dataclass(slots=True)
-class PendingStep:
-    """Data of one step, or of a point in time between steps, before its publication."""
-
-    step: int | None
-    ts: int  # UTC microseconds
-    ended_at: float | None = None  # monotonic clock; None if not known yet
-    sampled: bool = False
-    copy: HostCopy | None = None
-    plan: PlanVersion | None = None  # the plan of `copy`
-    pending: list[Pending] = field(default_factory=list)
-    learning_rates: list[Pending] = field(default_factory=list)
-    found_inf: list[Pending] = field(default_factory=list)
-    later: list[Callable[[], Iterable[Scalar]]] = field(
-        default_factory=list
-    )  # scalars computed on the publisher thread
-    is_skipped: bool | None = None  # whether the step has gradients and no update; None without the end of a step
-    skip_is_certain: bool = False  # the script has ended the step
-    events: list[Event] = field(default_factory=list)
-    deferred: list[Deferred] = field(default_factory=list)
-    rows: dict[str, list[Row]] = field(default_factory=dict)  # rows of other datasets, by name
-    expected: Sequence[ExpectedRows] = ()  # empty for a step without an update
-    call_order: list[int] = field(
-        default_factory=list
-    )  # by parameter: position of its gradient in the order of arrival, -1 if it did not arrive
-    monotonic: int = field(default_factory=monotonic_microseconds)  # at the time `ts`, microseconds
 
 
 def skipped_event() -> Event:
@@ -355,16 +312,16 @@ class StepObserver:
     def on_phase_end(self, name: str) -> None:
         """Called when the script has left the phase `name`, which was the innermost one."""
 
-    def on_step_end(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, record: StepRecord) -> None:
         """Called when the step has ended. This is the last opportunity to add data to the record of the step."""
 
-    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
-        """Called when the duration of the step is known and stored in `pending_step`.
+    def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
+        """Called when the duration of the step is known and stored in `record`.
 
         `cause` is the reason why the step ended.
 
-        `pending_step` is the record of the step. If the record of the step was published before its duration was known,
-        `pending_step` is a second record with the same step number.
+        `record` is the record of the step. If the record of the step was published before its duration was known,
+        `record` is a second record with the same step number.
         """
 
     def on_training_end(self) -> None:

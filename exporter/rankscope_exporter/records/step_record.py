@@ -1,16 +1,24 @@
-"""One completed step of one rank on the host: the interface between training and serving."""
+"""The record of one step of one rank: the interface between training and serving."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import Plan, canonical_labels, plan_hash
+
+if TYPE_CHECKING:  # serving imports this module without torch
+    from rankscope_exporter.records.pending_step import Deferred, ExpectedRows, Pending
+    from rankscope_exporter.records.plan_entries import PlanVersion
+    from rankscope_exporter.statistics import HostCopy
+
+_STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +87,64 @@ class Statistics:
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def now_microseconds() -> int:
+    """Return the current UTC time in microseconds since the epoch."""
+    return time.time_ns() // 1000
+
+
+def monotonic_microseconds() -> int:
+    """Return the current time in microseconds of a clock that is never set and that also runs while the host sleeps."""
+    return time.clock_gettime_ns(_STEADY_CLOCK) // 1000
+
+
+@dataclass(slots=True, kw_only=True)
 class StepRecord:
-    """All data of one step of one rank, or of a point in time between steps. The ring assigns the sequence number."""
+    """All data of one step of one rank, or of a point in time between steps. The ring assigns the sequence number.
+
+    Hooks and observers add data while the step is open. The publisher thread reads the data that were not known then,
+    such as copies of tensors, and releases them before it publishes the record.
+    """
 
     ts: int  # UTC microseconds
     step: int | None = None
     micro_step: int | None = None
     statistics: Statistics | None = None
-    scalars: tuple[Scalar, ...] = ()
-    events: tuple[Event, ...] = ()
-    features: tuple[Mapping[str, Any], ...] = ()
-    histograms: tuple[Mapping[str, Any], ...] = ()
-    hashes: tuple[Mapping[str, Any], ...] = ()
-    collectives: tuple[Mapping[str, Any], ...] = ()
-    modules: tuple[Mapping[str, Any], ...] = ()
+    scalars: Sequence[Scalar] = ()
+    events: list[Event] = field(default_factory=list)
+    features: Sequence[Mapping[str, Any]] = ()
+    histograms: Sequence[Mapping[str, Any]] = ()
+    hashes: Sequence[Mapping[str, Any]] = ()
+    collectives: Sequence[Mapping[str, Any]] = ()
+    modules: Sequence[Mapping[str, Any]] = ()
     firing: frozenset[tuple[str, str]] = frozenset()  # (rule, kind) pairs that fire at this step
     monotonic: int | None = None  # microseconds of a clock that is never set, at the time `ts`; None if not read
     clock_offset: int = 0  # microseconds by which the wall clock was set forward since the process began
+    sampled: bool = False
+    ended_at: float | None = None  # seconds of time.monotonic(); None if not known yet
+    is_skipped: bool | None = None  # whether the step has gradients and no update; None without the end of a step
+    skip_is_certain: bool = False  # the script has ended the step
+
+    # Read by the publisher thread, which then releases them.
+    copy: HostCopy | None = None
+    plan: PlanVersion | None = None  # the plan of `copy`
+    pending: list[Pending] = field(default_factory=list)
+    learning_rates: list[Pending] = field(default_factory=list)
+    found_inf: list[Pending] = field(default_factory=list)
+    later: list[Callable[[], Iterable[Scalar]]] = field(default_factory=list)  # scalars computed on that thread
+    deferred: list[Deferred] = field(default_factory=list)
+    rows: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # rows of other datasets, by name
+    expected: Sequence[ExpectedRows] = ()  # empty for a step without an update
+    call_order: list[int] = field(default_factory=list)
+    """By parameter: position of its gradient in the order of arrival, -1 if it did not arrive."""
+
+    @classmethod
+    def now(cls, step: int | None = None, **more: Any) -> Self:
+        """Return a record of the present time."""
+        return cls(ts=now_microseconds(), monotonic=monotonic_microseconds(), step=step, **more)
+
+    def release(self) -> None:
+        """Release the data that only the publisher thread reads: the ring keeps the record."""
+        nothing: list[Any] = []
+        self.pending = self.learning_rates = self.found_inf = self.later = self.deferred = self.call_order = nothing
+        self.copy = self.plan = None
+        self.rows, self.expected = {}, ()

@@ -16,7 +16,8 @@ from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity, Table
-from rankscope_exporter.records.pending_step import ExpectedRows, PendingStep
+from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
@@ -297,7 +298,7 @@ class ActiveQuantities:
         plan = self.plan.version()
         return plan.entries, self._buffers.table.look(plan.used, carried_ops(plan.ops)).of(plan.rows)
 
-    def end(self, pending_step: PendingStep) -> None:
+    def end(self, record: StepRecord) -> None:
         """End the sampled step, and start to copy its statistics to the host.
 
         Add this copy and the rows for other datasets to the record of the step.
@@ -308,12 +309,12 @@ class ActiveQuantities:
                 self._boundary.call(member.where, call)
         for member in opened:
             member.closes()
-        pending_step.deferred, pending_step.rows = self._buffers.take_rows()
-        pending_step.expected, self._expected = tuple(filter(None, self._expected.values())), {}
+        record.deferred, record.rows = self._buffers.take_rows()
+        record.expected, self._expected = tuple(filter(None, self._expected.values())), {}
         drop_absent([member.view for member in opened if member.view is not None], self.plan)
         plan = self.plan.version()
-        pending_step.plan = plan
-        pending_step.copy = HostCopy(self._buffers.table, plan.used)
+        record.plan = plan
+        record.copy = HostCopy(self._buffers.table, plan.used)
         self._is_clear = True
         self.backlog.measured += 1
 

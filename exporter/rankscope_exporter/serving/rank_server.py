@@ -32,8 +32,7 @@ from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.spool.reader import service_name
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.exposition import ExporterStats, Exposition
 from rankscope_exporter.serving.http_server import HttpServer, open_server
@@ -73,7 +72,7 @@ class ClockWatch:
         jump, self._apart, self._newest = apart - self._apart, apart, record.monotonic
         if abs(jump) > JUMP_MICROSECONDS:
             self._offset += jump
-            events = (*record.events, _jump_event(jump, self._offset))
+            events = [*record.events, _jump_event(jump, self._offset)]
             return dataclasses.replace(record, clock_offset=self._offset, events=events)
         return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
 

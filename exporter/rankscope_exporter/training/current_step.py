@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.records.pending_step import Pending, PendingStep, now_microseconds, take
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import Pending, take
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 
 
 class CurrentStep:
@@ -21,11 +21,11 @@ class CurrentStep:
     `close` or `log` must hold the lock.
     """
 
-    def __init__(self, hand_over: Callable[[PendingStep], None]) -> None:
+    def __init__(self, hand_over: Callable[[StepRecord], None]) -> None:
         self.lock = threading.RLock()
         self.hand_over = hand_over
         """Function that passes a record to the publisher; it never blocks."""
-        self.pending: PendingStep | None = None
+        self.pending: StepRecord | None = None
         """The record of the open step; None between two steps."""
         self.is_sampled = False
         """True if a step is open and sampled.
@@ -39,18 +39,20 @@ class CurrentStep:
         self._next_values: list[Pending] = []
         self._next_events: list[Event] = []
 
-    def open(self, step: int, *, sampled: bool) -> PendingStep:
+    def open(self, step: int, *, sampled: bool) -> StepRecord:
         """Open the record of step number `step` and return it.
 
         Values and events that were added while no step was open belong to this record.
         """
         self.is_sampled = sampled
-        self.pending = pending = PendingStep(step, ts=0, monotonic=0, sampled=sampled)  # times are set when it closes
+        self.pending = pending = StepRecord(
+            step=step, ts=0, monotonic=0, sampled=sampled
+        )  # times are set when it closes
         pending.pending, self._next_values = self._next_values, []
         pending.events, self._next_events = self._next_events, []
         return pending
 
-    def close(self) -> PendingStep:
+    def close(self) -> StepRecord:
         """Close the open step and return its record."""
         pending, self.pending = self.pending, None
         assert pending is not None
@@ -72,7 +74,7 @@ class CurrentStep:
             if step is not None:
                 self.pending.step = step
         elif step is None or step == self.last_step:
-            self.hand_over(PendingStep(self.last_step, now_microseconds(), pending=list(values)))
+            self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
             return False
         else:
             self._next_values += values
@@ -97,7 +99,7 @@ class CurrentStep:
         """
         with self.lock:
             if self.pending is None:
-                self.hand_over(PendingStep(self.last_step, now_microseconds(), later=[later]))
+                self.hand_over(StepRecord.now(self.last_step, later=[later]))
             elif later not in self.pending.later:
                 self.pending.later.append(later)
 
@@ -113,4 +115,4 @@ class CurrentStep:
         """
         with self.lock:
             step = self.pending.step if self.pending is not None else self.last_step
-            self.hand_over(PendingStep(step, now_microseconds(), events=[event]))
+            self.hand_over(StepRecord.now(step, events=[event]))

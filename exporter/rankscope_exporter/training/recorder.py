@@ -17,17 +17,8 @@ from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity, Table
-from rankscope_exporter.records.pending_step import (
-    Cause,
-    Pending,
-    PendingStep,
-    StepEvents,
-    amounts_of,
-    monotonic_microseconds,
-    now_microseconds,
-    take,
-    timing,
-)
+from rankscope_exporter.records.pending_step import Cause, Pending, StepEvents, amounts_of, take, timing
+from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
@@ -383,7 +374,7 @@ class Recorder:
         if self._late is not None:
             late, self._late = self._late, None
             pending = timing(now - late.began, late.amounts, cause)
-            timed = PendingStep(late.step, now_microseconds(), pending=pending, ended_at=now)
+            timed = StepRecord.now(late.step, pending=pending, ended_at=now)
             self._events.on_step_timed(timed, cause)
             self._current.hand_over(timed)
 

@@ -14,7 +14,6 @@ from rankscope_contract.model.events import Event, EventType, ExitReason, Severi
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
 from rankscope_exporter.publishing.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner, records_note
 from rankscope_exporter.publishing.publisher import MOST_PASSES, SkippedSteps
-from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
 
 PLAIN = ("parameters", "gradients", "optimizer_state")
@@ -226,7 +225,7 @@ def reported(steps: str, *, is_over: bool = True) -> tuple[list[int | None], lis
     skipped = SkippedSteps(lambda record: found.append(record.step), notices.append)
     for step, kind in enumerate(steps, 1):
         if kind == "s":
-            skipped.skipped(PendingStep(step, ts=step))
+            skipped.skipped(StepRecord(step=step, ts=step))
         else:
             skipped.updated()
     if is_over:

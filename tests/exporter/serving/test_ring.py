@@ -289,7 +289,7 @@ def test_jump_is_named_once_and_removed_from_all_later_records(jump):
     (event,) = first.events
 
     assert (0, jump, jump) == (before.clock_offset, first.clock_offset, second.clock_offset)
-    assert ((), ()) == (before.events, second.events)
+    assert ([], []) == (before.events, second.events)
     assert (EventType.CLOCK, jump / SECOND) == (event.type, event.value)
     assert ("forward" if jump > 0 else "back") in event.message
     assert jump == json.loads(str(event.details))["offset_us"]

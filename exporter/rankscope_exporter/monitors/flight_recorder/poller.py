@@ -39,8 +39,8 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_without_stacks,
 )
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import PendingStep, StepObserver, monotonic_microseconds, now_microseconds
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_record import StepRecord, now_microseconds
 
 MOST_STEPS: Final = 16_384
 """Number of recent steps with a stored start time. torch has overwritten the entries of older steps."""
@@ -300,14 +300,14 @@ class FlightRecorderPoller(StepObserver):
         """Store the time at which a training step begins."""
         self._began_us = now_microseconds()
 
-    def on_step_end(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, record: StepRecord) -> None:
         """Store the start and end of a step. If the flight record must be read now, wake the thread that reads it."""
         if self._share <= 0:
             return
-        self._ended.append((pending_step.step, self._began_us, now_microseconds()))
+        self._ended.append((record.step, self._began_us, now_microseconds()))
         if self._thread is None and not self._start():
             self._ended.clear()  # without a process group there are no collectives
-        elif self._schedule.is_due(pending_step.step, time.monotonic()):
+        elif self._schedule.is_due(record.step, time.monotonic()):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
@@ -361,11 +361,9 @@ class FlightRecorderPoller(StepObserver):
     def _publish_rows(self, assigned: AssignedEntries) -> None:
         self.totals.add(assigned.rows)
         self.overwritten += assigned.overwritten
-        events = (_overwritten(assigned.overwritten),) if assigned.overwritten else ()
+        events = [_overwritten(assigned.overwritten)] if assigned.overwritten else []
         if assigned.rows or events:
-            ts, monotonic = now_microseconds(), monotonic_microseconds()
-            rows = tuple(assigned.rows)
-            self._publish(StepRecord(ts=ts, monotonic=monotonic, collectives=rows, events=events))
+            self._publish(StepRecord.now(collectives=tuple(assigned.rows), events=events))
 
 
 def _overwritten(count: int) -> Event:

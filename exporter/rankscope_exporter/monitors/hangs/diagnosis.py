@@ -48,8 +48,7 @@ from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE, take_flight_record
 from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import monotonic_microseconds, now_microseconds
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.step_record import StepRecord, now_microseconds
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
 """Names of the signals that the setting `stacks_signal` accepts.
@@ -493,8 +492,7 @@ class Diagnosis:
         self._publish_event(_event(EventType.FLIGHT_RECORD, severity, message, flight.to_json()))
 
     def _publish_event(self, event: Event) -> None:
-        ts, monotonic = now_microseconds(), monotonic_microseconds()
-        self._publish(StepRecord(ts=ts, monotonic=monotonic, step=self._last_step(), events=(event,)))
+        self._publish(StepRecord.now(self._last_step(), events=[event]))
 
 
 def _event(kind: EventType, severity: Severity, message: str, details: str) -> Event:

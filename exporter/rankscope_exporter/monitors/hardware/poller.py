@@ -22,8 +22,7 @@ import torch
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import PendingStep, now_microseconds
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 
 _PROC: Final = Path("/proc")
 _KIB: Final = 1024
@@ -199,7 +198,7 @@ class HardwarePoller:
         self,
         device: torch.device,
         every_seconds: float,
-        hand_over: Callable[[PendingStep], None],
+        hand_over: Callable[[StepRecord], None],
         boundary: ErrorBoundary,
         *,
         nvml: Callable[[], Any] = load_nvml,
@@ -256,5 +255,5 @@ class HardwarePoller:
         of_host = [] if before is None or state is None else list(host_scalars(before, state))
         scalars = [*of_host, *of_gpu]
         if scalars or events:
-            self._hand_over(PendingStep(None, now_microseconds(), events=events, later=[lambda: scalars]))
+            self._hand_over(StepRecord.now(events=events, later=[lambda: scalars]))
         return state

@@ -37,8 +37,8 @@ from rankscope_contract.model.phases import (
 )
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.observers.step_timing.clock import HostClock, Time, clock_of
-from rankscope_exporter.records.pending_step import Cause, PendingStep, StepObserver, now_microseconds
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import Cause, StepObserver
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 
 Kind = Literal[
     "opens",  # start of a timeline
@@ -362,7 +362,7 @@ class StepTimingObserver(StepObserver):
         self,
         clock: HostClock,
         traits: LoopTraits,
-        hand_over: Callable[[PendingStep], None],
+        hand_over: Callable[[StepRecord], None],
         *,
         times_steps: bool = True,
     ) -> None:
@@ -393,7 +393,7 @@ class StepTimingObserver(StepObserver):
         cls,
         monitored: MonitoredModel,
         device: torch.device,
-        hand_over: Callable[[PendingStep], None],
+        hand_over: Callable[[StepRecord], None],
         *,
         times_steps: bool,
     ) -> StepTimingObserver:
@@ -470,29 +470,29 @@ class StepTimingObserver(StepObserver):
 
     # End of a step.
 
-    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
+    def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
         """Schedule the computation of the phases of a step on the publisher thread."""
         if cause == "backward":
             self._correct_evaluation()
         if self._times_steps:
-            self._close(pending_step, cause)
+            self._close(record, cause)
             self._is_first = False
 
     def on_training_end(self) -> None:
         """Publish the counters with the last step. Time after the last step belongs to no step."""
         self._is_last = True
         if self._times_steps and not self._has_step:
-            pending_step = PendingStep(None, now_microseconds())
-            self._close(pending_step, "end")
-            self._hand_over(pending_step)
+            record = StepRecord.now()
+            self._close(record, "end")
+            self._hand_over(record)
 
-    def _close(self, pending_step: PendingStep, cause: Cause) -> None:
-        now = self._now() if pending_step.ended_at is None else self._clock.at(pending_step.ended_at)
+    def _close(self, record: StepRecord, cause: Cause) -> None:
+        now = self._now() if record.ended_at is None else self._clock.at(record.ended_at)
         self._note(("closes", now, cause))
         marks = self._marks
         self._open(now)
         has_step, self._has_step = self._has_step and cause != "end", False
-        pending_step.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
+        record.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
 
     def _open(self, now: Time) -> None:
         """Start to store the times of the next step. Phases that the script has announced and not ended continue."""

@@ -27,8 +27,8 @@ from rankscope_exporter.observers.throughput.costs import (
     peak_tflops,
     six_n,
 )
-from rankscope_exporter.records.pending_step import Cause, Pending, PendingStep, StepObserver
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import Cause, Pending, StepObserver
+from rankscope_exporter.records.step_record import Scalar, StepRecord
 
 GIVEN: Final = "given"
 
@@ -83,16 +83,16 @@ class Throughput(StepObserver):
         if self._autocast is None and torch.is_autocast_enabled(self._device.type):
             self._autocast = torch.get_autocast_dtype(self._device.type)
 
-    def on_step_end(self, pending_step: PendingStep) -> None:
+    def on_step_end(self, record: StepRecord) -> None:
         """Store the logged scalars of the step. The step's duration may be unknown."""
-        self._logged = pending_step.pending
+        self._logged = record.pending
 
-    def on_step_timed(self, pending_step: PendingStep, cause: Cause) -> None:
+    def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
         """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
         if self._config.method != "off" and cause != "end":
-            seconds = next((item.value for item in pending_step.pending if item.name == "step_seconds"), 0.0)
+            seconds = next((item.value for item in record.pending if item.name == "step_seconds"), 0.0)
             if isinstance(seconds, float) and seconds > 0:
-                pending_step.later.append(functools.partial(self._scalars, self._logged, seconds))
+                record.later.append(functools.partial(self._scalars, self._logged, seconds))
 
     # On the publisher's thread.
 

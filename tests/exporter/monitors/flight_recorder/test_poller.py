@@ -27,7 +27,6 @@ from rankscope_exporter.monitors.flight_recorder.poller import (
     StepAssignment,
 )
 from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
-from rankscope_exporter.records.pending_step import PendingStep
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.decode import decode
@@ -214,7 +213,7 @@ def reading_of(
     boundary = ErrorBoundary()
     torch_.entries = list(entries)
     reading = FlightRecorderPoller(share, records.append, boundary)
-    reading.on_step_end(PendingStep(3, 0))
+    reading.on_step_end(StepRecord(step=3, ts=0))
     return reading, records, boundary
 
 

@@ -36,7 +36,7 @@ from rankscope_exporter.monitors.hardware.poller import (
     host_scalars,
 )
 from rankscope_exporter.observers.resources import MemoryObserver
-from rankscope_exporter.records.pending_step import PendingStep
+from rankscope_exporter.records.step_record import StepRecord
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
 OFTEN = {"every_seconds": 0.01}
@@ -128,8 +128,8 @@ def fail(*_args: object) -> None:
 
 
 @contextlib.contextmanager
-def polling() -> Iterator[tuple[list[PendingStep], ErrorBoundary]]:
-    readings: list[PendingStep] = []
+def polling() -> Iterator[tuple[list[StepRecord], ErrorBoundary]]:
+    readings: list[StepRecord] = []
     boundary = ErrorBoundary()
     watch = HardwarePoller(torch.device("cpu"), 0.01, readings.append, boundary)
     watch.start()
@@ -139,7 +139,7 @@ def polling() -> Iterator[tuple[list[PendingStep], ErrorBoundary]]:
         watch.stop()
 
 
-def names_of(readings: list[PendingStep]) -> set[str]:
+def names_of(readings: list[StepRecord]) -> set[str]:
     return {scalar.name for reading in readings for later in reading.later for scalar in later()}
 
 
@@ -233,10 +233,10 @@ def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: asked.append(device) or STATS)
     device = torch.device("xpu", 1)
-    pending_step = PendingStep(1, 0, sampled=True)
+    record = StepRecord(step=1, ts=0, sampled=True)
 
-    MemoryObserver(device).on_step_end(pending_step)
-    scalars = {scalar.name: scalar.value for later in pending_step.later for scalar in later()}
+    MemoryObserver(device).on_step_end(record)
+    scalars = {scalar.name: scalar.value for later in record.later for scalar in later()}
 
     assert [device] == asked
     assert scalars.pop("resident_memory_bytes") == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
