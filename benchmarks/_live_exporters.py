@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from _noise import six_statistics
 
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 

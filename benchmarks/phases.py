@@ -14,7 +14,7 @@ from _rows import Row
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.observers.step_timing.clock import HostClock
 from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
-from rankscope_exporter.records.pending_step import StepEvents
+from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 
 STEPS = 2_000

@@ -21,7 +21,9 @@ from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.plan_entries import NamedPlan
+from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.rank_server import RankServer
 
 PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))

@@ -30,7 +30,7 @@ from rankscope_exporter.base.tracing import (
     uncompiled,
 )
 from rankscope_exporter.process.threads import intra_op_threads
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -41,7 +41,7 @@ from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, Rea
 from rankscope_exporter.reconfiguration.agreement import agreement_of
 from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, SamplingChange, StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.records.pending_step import StepEvents
+from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
 from rankscope_exporter.serving.rank_server import RankServer

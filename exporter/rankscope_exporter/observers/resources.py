@@ -17,8 +17,9 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import StepObserver
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.step_record import StepRecord
 
 _STATM: Final = Path("/proc/self/statm")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")

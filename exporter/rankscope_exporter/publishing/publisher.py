@@ -33,12 +33,8 @@ from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
-from rankscope_exporter.records.pending_step import Deferred, Row, skipped_event
-from rankscope_exporter.records.step_record import (
-    Scalar,
-    Statistics,
-    StepRecord,
-)
+from rankscope_exporter.records.pending_step import Deferred, Row, Scalar, skipped_event
+from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.serving.latest_values import NO_KIND
 from rankscope_exporter.statistics import Finished, finish

@@ -30,7 +30,7 @@ from rankscope_exporter.reactions.overhead_window import OverheadWindow
 from rankscope_exporter.reactions.sample_ids import BatchesByStep, SampleIds, read
 from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities
 from rankscope_exporter.sampling.sampling_config import Part, selected_parts

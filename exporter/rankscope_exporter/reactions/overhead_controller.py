@@ -19,7 +19,7 @@ from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadW
 from rankscope_exporter.reconfiguration.agreement import Agreement
 from rankscope_exporter.reconfiguration.change_queue import PlannedChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"

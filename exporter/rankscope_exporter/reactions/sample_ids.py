@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import StepObserver, Transfer
+from rankscope_exporter.records.pending_step import Transfer
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 KEPT_STEPS: Final = 64

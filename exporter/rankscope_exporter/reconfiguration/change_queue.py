@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities
 from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
 

@@ -34,7 +34,7 @@ from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
 from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, SamplingChange, StepPace
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.sampling_config import (
     SWITCH,
     Part,

@@ -14,8 +14,7 @@ from typing import Any, overload
 
 import torch
 
-from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_exporter.records.step_record import NamedPlan
+from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_exporter.statistics.selection import Ops, Published, carried_ops, masks
 
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -108,6 +107,24 @@ def entries_at(rows: Sequence[int], items: Sequence[PlanItem]) -> tuple[PlanEntr
         else:
             found.append(item)
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPlan:
+    """A plan, the ordered list of entries to which the numbers of a record refer, with its hash and JSON text.
+
+    Hash and text are computed once per plan and not per step.
+    """
+
+    plan: Plan
+    hash: str
+    json: str
+
+    @classmethod
+    def of(cls, plan: Plan) -> NamedPlan:
+        """Create an object for `plan`, and compute the hash and the canonical JSON text of the plan."""
+        text = plan.to_json()
+        return cls(plan, plan_hash(text), text)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,61 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import pyarrow as pa
 
 from rankscope_contract.model.events import Event
-from rankscope_contract.model.schema import Plan, canonical_labels, plan_hash
-
-if TYPE_CHECKING:  # serving imports this module without torch
-    from rankscope_exporter.records.pending_step import Deferred, ExpectedRows, Pending
-    from rankscope_exporter.records.plan_entries import PlanVersion
-    from rankscope_exporter.statistics import HostCopy
+from rankscope_exporter.records.pending_step import Deferred, ExpectedRows, Pending, Scalar
+from rankscope_exporter.records.plan_entries import NamedPlan, PlanVersion
+from rankscope_exporter.statistics import HostCopy
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """One number that the script or the monitor has logged. `value` may be NaN or Inf.
-
-    A scalar that was not logged has no object.
-    """
-
-    name: str
-    value: float
-    unit: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def labels_text(self) -> str | None:
-        """Return the labels of this scalar as the text that the column `labels` of the dataset `scalars` contains."""
-        return _labels_text(tuple(self.labels.items()))
-
-
-@lru_cache(maxsize=1024)
-def _labels_text(labels: tuple[tuple[str, str], ...]) -> str | None:
-    return canonical_labels(dict(labels))  # a record has about ten labels, and the next record has the same ones
-
-
-@dataclass(frozen=True, slots=True)
-class NamedPlan:
-    """A plan, the ordered list of entries to which the numbers of a record refer, with its hash and JSON text.
-
-    Hash and text are computed once per plan and not per step.
-    """
-
-    plan: Plan
-    hash: str
-    json: str
-
-    @classmethod
-    def of(cls, plan: Plan) -> NamedPlan:
-        """Create an object for `plan`, and compute the hash and the canonical JSON text of the plan."""
-        text = plan.to_json()
-        return cls(plan, plan_hash(text), text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from rankscope_contract.spool.reader import (
     write_whole,
 )
 from rankscope_exporter.process.threads import no_fork
-from rankscope_exporter.records.step_record import NamedPlan
+from rankscope_exporter.records.plan_entries import NamedPlan
 from rankscope_exporter.serving.wire_encoder import OPTIONAL, EncodedRecord, schema_of, stream
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.records.pending_step import Pending, take
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Pending, Scalar, take
+from rankscope_exporter.records.step_record import StepRecord
 
 
 class CurrentStep:

@@ -25,7 +25,7 @@ from rankscope_exporter.base.tracing import (
 )
 from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.quantities.module_quantity import NO_PASS, current_pass, in_backward
-from rankscope_exporter.records.pending_step import StepEvents
+from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks, HookFactory

@@ -14,7 +14,7 @@ from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.model.parameter_names import entry
 from rankscope_exporter.quantities.base import REMEDY
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 
 
 class ModelChanges(StepObserver):

@@ -17,7 +17,8 @@ from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity, Table
-from rankscope_exporter.records.pending_step import Cause, Pending, StepEvents, amounts_of, take, timing
+from rankscope_exporter.records.pending_step import Pending, amounts_of, take
+from rankscope_exporter.records.step_events import Cause, StepEvents, timing
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep

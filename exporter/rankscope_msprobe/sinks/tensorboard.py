@@ -24,7 +24,8 @@ import pyarrow as pa
 from rankscope_contract.model.event_tags import buckets, event_tag, scalar_tag
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.base.validation import validate
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files
 from rankscope_exporter.sinks.base import Sink
 from rankscope_exporter.sinks.event_file import beginning, event, histogram_value, number_bytes, value_head

@@ -13,7 +13,7 @@ from tests.exporter.parts import QUIET, hooks_of
 from tests.programs import run_two_ranks
 
 from rankscope_exporter import Anomaly, AnomalyNan, Monitor
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import Scalar
 
 NAN = float("nan")
 CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}

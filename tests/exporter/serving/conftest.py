@@ -19,7 +19,8 @@ from rankscope_contract.protocol.channel import POKE_PATH, REGISTER_PATH, Regist
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.records.step_record import NamedPlan, Statistics, StepRecord
+from rankscope_exporter.records.plan_entries import NamedPlan
+from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.config import Address, ServeConfig
 from rankscope_exporter.serving.http_server import Answer, HttpServer
 from rankscope_exporter.serving.rank_server import RankServer

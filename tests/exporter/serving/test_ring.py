@@ -23,7 +23,8 @@ from rankscope_contract.model.schema import (
     PlanEntry,
     canonical_labels,
 )
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS
 from rankscope_exporter.serving.rank_server import ClockWatch
 from rankscope_exporter.serving.ring import CursorError, Ring

@@ -17,7 +17,8 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.spool import Orphan, SpoolReader
 from rankscope_contract.spool.reader import message_ends, segments
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
 from rankscope_exporter.serving.wire_encoder import OPTIONAL, EncodedRecord, encode, stream
 

@@ -16,7 +16,9 @@ from tests.programs import Started, start_module
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.plan_entries import NamedPlan
+from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_storage.connection import connect

@@ -15,7 +15,9 @@ from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.spool import FolderLock
-from rankscope_exporter.records.step_record import NamedPlan, Scalar, Statistics, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.plan_entries import NamedPlan
+from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.recovery import orphan_spools

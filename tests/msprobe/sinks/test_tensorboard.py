@@ -16,7 +16,7 @@ from torch import nn
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.records.step_record import Scalar
+from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.sinks import event_file
 from rankscope_exporter.sinks.memory import Api, ApiOptions
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock

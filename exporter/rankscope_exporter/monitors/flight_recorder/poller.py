@@ -39,7 +39,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_without_stacks,
 )
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import StepObserver
+from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord, now_microseconds
 
 MOST_STEPS: Final = 16_384

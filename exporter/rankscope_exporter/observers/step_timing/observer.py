@@ -37,8 +37,9 @@ from rankscope_contract.model.phases import (
 )
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.observers.step_timing.clock import HostClock, Time, clock_of
-from rankscope_exporter.records.pending_step import Cause, StepObserver
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.step_events import Cause, StepObserver
+from rankscope_exporter.records.step_record import StepRecord
 
 Kind = Literal[
     "opens",  # start of a timeline

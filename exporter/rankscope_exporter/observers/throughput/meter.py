@@ -27,8 +27,9 @@ from rankscope_exporter.observers.throughput.costs import (
     peak_tflops,
     six_n,
 )
-from rankscope_exporter.records.pending_step import Cause, Pending, StepObserver
-from rankscope_exporter.records.step_record import Scalar, StepRecord
+from rankscope_exporter.records.pending_step import Pending, Scalar
+from rankscope_exporter.records.step_events import Cause, StepObserver
+from rankscope_exporter.records.step_record import StepRecord
 
 GIVEN: Final = "given"
 
