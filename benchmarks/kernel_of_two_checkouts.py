@@ -4,7 +4,7 @@
 
 Each round overwrites 16 MB before each of five passes, and keeps the fastest one. "moved": the tensors have another
 address in each pass, as gradients do. Prints the smallest and the median time of 40 rounds in ms, and the memory of the
-process. With two threads and other work on the machine, only the smallest times say anything.
+process. With two threads and other work on the machine, only the smallest times are reliable.
 """
 
 import json
