@@ -41,8 +41,12 @@ def restored(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    tables = [module._buffers for module in model.modules()]  # noqa: SLF001 - includes None entries
+    # A scripted module has another table and replaces no tensors.
+    contents = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
     with contextlib.ExitStack() as undo:
-        for step in (*_random_states(model), *_buffers(model)):
+        for step in _random_states(model):
             undo.callback(step)
         undo.callback(torch.clear_autocast_cache)  # it contains casts of weights with a freed graph
         for parameter, _ in gradients:
@@ -55,6 +59,11 @@ def restored(model: nn.Module) -> Iterator[None]:
                     module.training = training
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for table, before in contents:
+                table.clear()
+                table.update(before)
+            for buffer, value in values:
+                _restore(buffer, value)
 
 
 def _random_states(model: nn.Module) -> Iterator[Undo]:
@@ -77,25 +86,12 @@ def _of_device(module: object) -> Undo:
     return lambda: None
 
 
-def _buffers(model: nn.Module) -> Iterator[Undo]:
-    tables = [(module, dict(module._buffers)) for module in model.modules()]  # noqa: SLF001 - includes None entries
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
-
-    def undo() -> None:
-        for module, table in tables:
-            now = module._buffers  # noqa: SLF001 - as above
-            is_table = isinstance(now, dict)  # a scripted module has another table and replaces no tensors
-            if is_table and (now.keys() != table.keys() or any(now[name] is not table[name] for name in table)):
-                now.clear()
-                now.update(table)
-        with torch.no_grad():
-            for buffer, values in kept:
-                if buffer.shape != values.shape:
-                    buffer.data = values
-                elif not _have_same_bits(buffer, values):  # an unchanged buffer may be read-only
-                    buffer.copy_(values)
-
-    yield undo
+@torch.no_grad()
+def _restore(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    if buffer.shape != value.shape:
+        buffer.data = value
+    elif not _have_same_bits(buffer, value):  # an unchanged buffer may be read-only
+        buffer.copy_(value)
 
 
 def _have_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -241,21 +237,16 @@ def _check(model: Any) -> None:
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         raise CountError(f"{plain_name(lazy)} has no shape yet: run a forward pass before count_flops()")
-    after_gradient = {name: _hooks_after_gradient(parameter) for name, parameter in model.named_parameters()}
     before_forward = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # noqa: SLF001 - torch has no list of hooks
-    if any(_is_ours(hook) for hooks in (before_forward, *after_gradient.values()) for hook in hooks):
+    tables = ((name, parameter._post_accumulate_grad_hooks) for name, parameter in model.named_parameters())  # noqa: SLF001 - as above
+    after_gradient = [(name, hook) for name, hooks in tables if hooks is not None for hook in hooks.values()]
+    if any(map(_is_ours, (*before_forward, *(hook for _, hook in after_gradient)))):
         raise CountError("the model is monitored, and its steps would be counted: call count_flops() before attach()")
-    hooked = next((name for name, hooks in after_gradient.items() if hooks), None)
-    if hooked is not None:
+    if after_gradient:
         raise CountError(
-            f"{plain_name(hooked)} has a hook that runs when its gradient is complete, for example of an optimizer in "
-            "the backward pass: call count_flops() before the hook is registered"
+            f"{plain_name(after_gradient[0][0])} has a hook that runs when its gradient is complete, for example of an "
+            "optimizer in the backward pass: call count_flops() before the hook is registered"
         )
-
-
-def _hooks_after_gradient(parameter: nn.Parameter) -> list[Any]:
-    hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - as above
-    return [] if hooks is None else list(hooks.values())
 
 
 def _is_ours(hook: Any) -> bool:
