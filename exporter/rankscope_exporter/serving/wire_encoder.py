@@ -8,6 +8,7 @@ The functions perform no I/O. pyarrow copies and compresses columns without the 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -34,6 +35,7 @@ _COLUMN_TYPES: Final = {
 OPTIONAL: Final = frozenset({*NESTED, "clock_offset"})
 """Columns that a record has only if it has a value for them."""
 
+_HEAD: Final = struct.Struct("<qiq")
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
 _RECORD_BYTES: Final = 256  # fixed columns and the Python objects around them
 _ROW_BYTES: Final = 200  # one scalar, event, feature, …: an upper estimate, so that the byte limit of the ring holds
@@ -48,7 +50,7 @@ other datasets are mappings.
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedRecord:
-    """A record as Arrow columns of one row, by name. Only the sequence number is missing.
+    """A record, and its lists and datasets as Arrow columns of one row, by name.
 
     A dataset without rows has no column, because reading sixty empty struct columns takes nearly as long as reading the
     statistics. The offset of the clock has a column only if the clock has jumped.
@@ -66,12 +68,12 @@ class EncodedRecord:
 def encode(record: StepRecord) -> EncodedRecord:
     """Return the columns of `record`. Raises ValueError if the number of statistics does not match the plan.
 
+    Columns of texts and integers that each record has are built for all records of a stream: an array takes 500 bytes.
     A nested row that does not fit its columns is left out and counted, so that it does not block other rows.
     """
-    statistics = record.statistics
-    columns = {name: pa.array([getattr(record, name)], _TYPES[name]) for name in ("step", "micro_step", "ts")}
+    _HEAD.pack(record.step or 0, record.micro_step or 0, record.ts)  # a number that does not fit is an error here
+    statistics, columns = record.statistics, {}
     if statistics is not None:
-        columns["plan"] = pa.array([statistics.plan.hash], pa.string())
         columns["values"] = _list("values", statistics.values)
         columns["counts"] = _list("counts", statistics.counts)
     if record.clock_offset:
@@ -91,12 +93,19 @@ def stream(first_seq: int, records: Sequence[EncodedRecord], columns: Iterable[s
 
     Their sequence numbers start at `first_seq`. The stream has the columns of the records, and the `columns`.
     """
-    schema = schema_of(OPTIONAL.intersection(set(columns).union(*(record.columns for record in records))))
-    arrays = [pa.array(range(first_seq, first_seq + len(records)), pa.int64())]
-    for name in schema.names[1:]:
-        absent = _absent(name)
-        parts = [record.columns.get(name, absent) for record in records]
-        arrays.append(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    schema = schema_of(OPTIONAL.intersection(set(columns).union(*(item.columns for item in records))))
+    made = [item.record for item in records]
+    plans = [None if record.statistics is None else record.statistics.plan.hash for record in made]
+    flat: dict[str, Sequence[Any]] = {"seq": range(first_seq, first_seq + len(records)), "plan": plans}
+    flat |= {name: [getattr(record, name) for record in made] for name in ("step", "micro_step", "ts")}
+    arrays = []
+    for name in schema.names:
+        if name in flat:
+            arrays.append(pa.array(flat[name], _TYPES[name]))
+        else:
+            absent = _absent(name)
+            parts = [item.columns.get(name, absent) for item in records]
+            arrays.append(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
         writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
@@ -138,8 +147,10 @@ def _nested(dataset: str, rows: Sequence[Any]) -> tuple[Any, int]:
 
 
 def _structs(dataset: str, rows: Sequence[Any]) -> Any:
+    # Most records have the scalars of the record before them, with other values.
+    array = _array if dataset == "scalars" else pa.array
     columns = [
-        pa.array(list(map(getter, rows)), type_)
+        array(tuple(map(getter, rows)), type_)
         for getter, type_ in zip(_getters(dataset), _COLUMN_TYPES[dataset].values(), strict=True)
     ]
     fields = _FIELDS[dataset]
@@ -147,6 +158,15 @@ def _structs(dataset: str, rows: Sequence[Any]) -> Any:
         if not field.nullable and column.null_count:
             raise ValueError(f"the field {field.name} of the dataset {dataset} must not be null")
     return pa.StructArray.from_arrays(columns, fields=fields)
+
+
+def _array(items: Sequence[Any], type_: Any) -> Any:
+    return _texts(items) if type_ == pa.string() else pa.array(items, type_)
+
+
+@lru_cache(maxsize=64)
+def _texts(items: Sequence[Any]) -> Any:
+    return pa.array(items, pa.string())
 
 
 def _fits(dataset: str, row: Any) -> bool:
