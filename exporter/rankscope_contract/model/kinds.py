@@ -130,7 +130,19 @@ _OPS: Final = (
     _count("numel", "Number of elements."),
 )
 OPS: Final[dict[str, Op]] = {op.name: op for op in _OPS}
-"""Every op by name. To add an op, add a value to `_OPS`."""
+"""Every op by name. To add an op, add a value to `_OPS`, and a sum that no other op needs to `SUMMANDS`."""
+
+
+def _fourth_power(x: float) -> float:  # Triton compiles it, and knows the annotation float only
+    return (x * x) * (x * x)
+
+
+SUMMANDS: Final[dict[str, Callable[[Any], Any]]] = {"sum_of_fourth_powers": _fourth_power}
+"""The sums that only some ops need. Each has a function of one finite element, with arithmetic operators only.
+
+Its value for 0 is 0. torch operations and Triton use this function. `kernel.c` has its own one, with the name of the
+sum.
+"""
 
 VALUE_OPS: Final = tuple(op.name for op in OPS.values() if op.dtype == "float32")
 """Names of the statistics that are float32, computed over *finite* elements; null if a tensor has no finite element."""

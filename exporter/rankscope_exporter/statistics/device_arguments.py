@@ -16,10 +16,8 @@ from rankscope_exporter.statistics.torch_backend import round_up
 
 CHUNK: Final = 16_384
 """Elements that one program of the kernel measures. Larger tensors have several chunks."""
-DEVICE_EXTRA_SUMS: Final = ((), ("sum_of_fourth_powers",))
-"""The combinations of optional sums that the kernel can compute. Torch operations compute the others."""
 JOB_FIELDS: Final = 5  # address, elements, entry, code, bits of the smallest magnitude that is no zero
-PARTIAL_FIELDS: Final = 8  # four sums, three counts, and the sum of fourth powers; all float64
+PARTIAL_FIELDS: Final = 8  # four sums, three counts, and an optional sum; all float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class DeviceArguments:
         if self.have_moved:
             self._plan(tensors, seen, table.device)
         if self._jobs is not None:
-            kernel(self._jobs, table.buffer, fourths=bool(table.extra_sums))
+            kernel(self._jobs, table.buffer, extra_sums=table.extra_sums)
         return self._others
 
     def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None], device: torch.device) -> None:

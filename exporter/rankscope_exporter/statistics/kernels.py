@@ -24,7 +24,7 @@ from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.c_kernel import CKernel, c_kernel
-from rankscope_exporter.statistics.device_arguments import DEVICE_EXTRA_SUMS, DeviceArguments, DeviceKernel
+from rankscope_exporter.statistics.device_arguments import DeviceArguments, DeviceKernel
 from rankscope_exporter.statistics.table import StatisticsTable
 
 log = logging.getLogger("rankscope_exporter.statistics")
@@ -98,17 +98,17 @@ class LazyKernel:
             self.seconds = time.thread_time()
 
 
-def _load_for_device(device: torch.device, *, fourths: bool) -> Kernel:
+def _load_for_device(device: torch.device, extra_sums: tuple[str, ...]) -> Kernel:
     kernels = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
     if not kernels.IS_COMPILED:
         raise RuntimeError("TRITON_INTERPRET is set")
     # A stream of its own: work of this thread must neither wait for the training nor become part of a captured graph.
     with torch.cuda.device(device), others_may_capture(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-        check_kernel(kernels.measure_jobs, device, fourths=fourths)
+        check_kernel(kernels.measure_jobs, device, extra_sums)
     return kernels.measure_jobs  # type: ignore[no-any-return]
 
 
-def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -> None:
+def check_kernel(kernel: DeviceKernel, device: torch.device, extra_sums: tuple[str, ...]) -> None:
     """Compile the kernel for `device` by a first call. Waits for the current stream.
 
     Raises RuntimeError if its results differ from those of torch operations.
@@ -120,7 +120,7 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -
         tensors += [tensor[1:101] for tensor in tensors]
         tables = [StatisticsTable(len(tensors), device) for _ in range(2)]
         for table in tables:
-            table.accumulate(["kurtosis"] if fourths else [])
+            table.add_sums(extra_sums)
         rows = range(len(tensors))
         DeviceArguments(rows, 0.5).run(kernel, tensors, tables[0])
         sizes = [tensor.numel() for tensor in tensors]
@@ -134,29 +134,28 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, *, fourths: bool) -
         raise RuntimeError("the compiled kernel has wrong results on this device")
 
 
-def kernel_of(device: torch.device, *, fourths: bool = False) -> LazyKernel:
-    """Return the kernel for tensors on the CUDA device `device`, with or without sums of fourth powers."""
+_OF_DEVICES: Final[dict[tuple[torch.device, tuple[str, ...]], LazyKernel]] = {}
+
+
+def kernel_of(device: torch.device, extra_sums: tuple[str, ...] = ()) -> LazyKernel:
+    """Return the kernel for tensors on the CUDA device `device` that also computes `extra_sums`."""
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    return _kernel_of_device(device, fourths=fourths)
-
-
-@functools.cache
-def _kernel_of_device(device: torch.device, *, fourths: bool) -> LazyKernel:
-    return LazyKernel("triton", functools.partial(_load_for_device, device, fourths=fourths))
+    load = functools.partial(_load_for_device, device, extra_sums)
+    return _OF_DEVICES.setdefault((device, extra_sums), LazyKernel("triton", load))
 
 
 def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> CKernel | Kernel | None:
     """Return the compiled kernel for tensors on `device` that computes `extra_sums`; None until it is ready.
 
-    On a CUDA device, a kernel with sums of fourth powers is requested by its first use, after the kernel without them.
+    On a CUDA device, a kernel with optional sums is requested by its first use, after the kernel without them.
     """
     if device.type == "cpu":
         kernel = c_kernel()
         return None if kernel is None or kernel.extra_sums(extra_sums) is None else kernel
-    if device.type != "cuda" or extra_sums not in DEVICE_EXTRA_SUMS:
+    if device.type != "cuda":
         return None
-    found = kernel_of(device, fourths=bool(extra_sums))
+    found = kernel_of(device, extra_sums)
     if found.kernel is None and not found.is_started and kernel_of(device).is_started:
         found.warm_up()
     return found.kernel
@@ -169,7 +168,10 @@ def warm_up(device: torch.device) -> threading.Thread | None:
 
 def warm_up_seconds(device: torch.device) -> float:
     """Return the CPU seconds that importing the compiler and compiling the kernel for `device` took."""
-    return sum(kernel_of(device, fourths=fourths).seconds for fourths in (False, True) if device.type == "cuda")
+    kernels = tuple(_OF_DEVICES.items())
+    return sum(
+        kernel.seconds for (own, _), kernel in kernels if own.type == device.type and device.index in {None, own.index}
+    )
 
 
 def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:

@@ -106,8 +106,11 @@ class StatisticsTable:
 
         In the current step, the added sums are NaN for entries that were measured before.
         """
-        needed = {name for op in ops if op in OPS for name in OPS[op].accumulators}
-        if missing := tuple(sorted(needed - MEASURED - set(self.extra_sums))):
+        self.add_sums({name for op in ops if op in OPS for name in OPS[op].accumulators} - MEASURED)
+
+    def add_sums(self, names: Iterable[str]) -> None:
+        """Add rows for the optional sums `names` that the table does not have yet."""
+        if missing := tuple(sorted({*names} - {*self.extra_sums})):
             old, kept = self.buffer, ROWS + len(self.extra_sums)
             self.extra_sums += missing
             self._kernel = _UNKNOWN  # it may not have these sums

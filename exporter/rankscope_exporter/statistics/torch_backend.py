@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
+from rankscope_contract.model.kinds import SUMMANDS
 from rankscope_exporter.statistics.table import SUMS, Rows, StatisticsTable, on_device
 
 Sums = tuple[torch.Tensor, ...]
@@ -61,29 +62,21 @@ def measure(
         counts[2] += left_out
     table.write(rows, sums, torch.cat([counts, numel.unsqueeze(0)]))
     if table.extra_sums:
-        extras = [torch.stack([EXTRA_SUMS[name](flat).to(table.device) for flat in flats]) for name in table.extra_sums]
+        extras = [torch.stack([_extra_sum(name, flat).to(table.device) for flat in flats]) for name in table.extra_sums]
         index = (
             torch.arange(rows.start, rows.stop, device=table.device) if isinstance(rows, range) else table.index(rows)
         )
         table.extras.index_copy_(1, index, torch.stack(extras))
 
 
-def _sum_of_fourth_powers(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of x⁴ over the finite elements of `flat`, in float64 on its device. No host synchronisation."""
+def _extra_sum(name: str, flat: torch.Tensor) -> torch.Tensor:
+    """Return an optional sum over the finite elements of `flat`, in float64 on its device. No host synchronisation."""
     chunks = torch.split(flat, _CPU_CHUNK if flat.is_cpu else _DEVICE_CHUNK)
     parts = []
     for chunk in chunks:
         values = chunk.to(torch.complex128).abs() if chunk.is_complex() else chunk.to(torch.float64)
-        squares = values.masked_fill(~values.isfinite(), 0.0).square()
-        parts.append(squares.square().sum())
+        parts.append(SUMMANDS[name](values.masked_fill(~values.isfinite(), 0.0)).sum())
     return torch.stack(parts).sum()
-
-
-EXTRA_SUMS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {"sum_of_fourth_powers": _sum_of_fourth_powers}
-"""Optional accumulators, which only some ops need.
-
-Each is a function from a flat tensor to a float64 scalar on its device.
-"""
 
 
 def _on_cpu(

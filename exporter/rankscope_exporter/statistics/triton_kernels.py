@@ -12,13 +12,17 @@ in the kernel for CPUs: if the bits of negative numbers are flipped, floats have
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
+from rankscope_contract.model.kinds import SUMMANDS
 from rankscope_exporter.statistics.device_arguments import CHUNK, JOB_FIELDS, PARTIAL_FIELDS, DeviceJobs
+from rankscope_exporter.statistics.table import ROWS
 
 _BLOCK: Final = 1024
 _WARPS: Final = 8
@@ -38,7 +42,7 @@ def _chunk32(
     first: tl.tensor,
     numel: tl.tensor,
     zero: tl.tensor,
-    FOURTHS: tl.constexpr,
+    TERM: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
@@ -46,7 +50,7 @@ def _chunk32(
     """Measure a chunk of float32, bfloat16 or float16 elements. If `ALIGNED`, it is whole and begins at 16 bytes."""
     squares = tl.zeros((BLOCK,), tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
-    fourths = tl.zeros((BLOCK,), tl.float64)
+    extra = tl.zeros((BLOCK,), tl.float64)
     least = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
     most = tl.full((BLOCK,), -0x80000000, tl.int32)
     nans = tl.zeros((BLOCK,), tl.int32)
@@ -70,11 +74,10 @@ def _chunk32(
         least = tl.minimum(least, tl.where(finite, ordered, 0x7FFFFFFF))
         most = tl.maximum(most, tl.where(finite, ordered, -0x80000000))
         wide = tl.where(finite, x, 0.0).to(tl.float64)
-        square = wide * wide
-        squares += square
+        squares += wide * wide
         total += wide
-        if FOURTHS:
-            fourths += square * square
+        if TERM is not None:
+            extra += TERM(wide)
     low = tl.min(least)
     high = tl.max(most)
     lowest = (low ^ ((low >> 31) & _MOST32)).to(tl.float32, bitcast=True).to(tl.float64)
@@ -91,7 +94,7 @@ def _chunk32(
         tl.sum(nans).to(tl.int64),
         tl.sum(infs).to(tl.int64),
         tl.sum(zeros).to(tl.int64),
-        tl.sum(fourths),
+        tl.sum(extra),
     )
 
 
@@ -102,16 +105,16 @@ def _typed_chunk(
     numel: tl.tensor,
     zero: tl.tensor,
     TYPE: tl.constexpr,
-    FOURTHS: tl.constexpr,
+    TERM: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Measure a chunk of elements of `TYPE`. A whole chunk that begins at 16 bytes is read in vectors."""
     pointer = address.to(tl.pointer_type(TYPE))
     if (address % 16 == 0) & (first + SIZE <= numel):
-        found = _chunk32(tl.multiple_of(pointer, 16), first, numel, zero, FOURTHS, True, BLOCK, SIZE)
+        found = _chunk32(tl.multiple_of(pointer, 16), first, numel, zero, TERM, True, BLOCK, SIZE)
     else:
-        found = _chunk32(pointer, first, numel, zero, FOURTHS, False, BLOCK, SIZE)
+        found = _chunk32(pointer, first, numel, zero, TERM, False, BLOCK, SIZE)
     return found
 
 
@@ -121,14 +124,14 @@ def _chunk64(
     first: tl.tensor,
     numel: tl.tensor,
     zero: tl.tensor,
-    FOURTHS: tl.constexpr,
+    TERM: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Measure a chunk of float64 elements."""
     squares = tl.zeros((BLOCK,), tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
-    fourths = tl.zeros((BLOCK,), tl.float64)
+    extra = tl.zeros((BLOCK,), tl.float64)
     least = tl.full((BLOCK,), float("inf"), tl.float64)
     most = tl.full((BLOCK,), float("-inf"), tl.float64)
     nans = tl.zeros((BLOCK,), tl.int32)
@@ -146,11 +149,10 @@ def _chunk64(
         least = tl.minimum(least, tl.where(finite, x, float("inf")))
         most = tl.maximum(most, tl.where(finite, x, float("-inf")))
         wide = tl.where(finite, x, 0.0)
-        square = wide * wide
-        squares += square
+        squares += wide * wide
         total += wide
-        if FOURTHS:
-            fourths += square * square
+        if TERM is not None:
+            extra += TERM(wide)
     return (
         tl.sum(squares),
         tl.min(least),
@@ -159,7 +161,7 @@ def _chunk64(
         tl.sum(nans).to(tl.int64),
         tl.sum(infs).to(tl.int64),
         tl.sum(zeros).to(tl.int64),
-        tl.sum(fourths),
+        tl.sum(extra),
     )
 
 
@@ -176,8 +178,8 @@ def _store(
     nans: tl.tensor,
     infs: tl.tensor,
     zeros: tl.tensor,
-    fourths: tl.tensor,
-    FOURTHS: tl.constexpr,
+    extra: tl.tensor,
+    ROW: tl.constexpr,
 ):
     """Write the statistics of a tensor to its entry of the table."""
     sums = table.to(tl.pointer_type(tl.float64), bitcast=True) + row
@@ -190,8 +192,8 @@ def _store(
     tl.store(counts + 5 * stride, infs)
     tl.store(counts + 6 * stride, zeros)
     tl.store(counts + 7 * stride, numel)
-    if FOURTHS:
-        tl.store(sums + 8 * stride, fourths)
+    if ROW:
+        tl.store(sums + ROW * stride, extra)
 
 
 _RUNTIME: Final = ("stride",)
@@ -204,7 +206,8 @@ def _measure_chunks(
     table: tl.tensor,
     partials: tl.tensor,
     stride: tl.tensor,
-    FOURTHS: tl.constexpr,
+    TERM: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):
@@ -219,16 +222,16 @@ def _measure_chunks(
     code = tl.load(job + 3)
     zero = tl.load(job + 4)
     if code == 0:
-        found = _typed_chunk(address, first, numel, zero.to(tl.int32), tl.float32, FOURTHS, BLOCK, SIZE)
+        found = _typed_chunk(address, first, numel, zero.to(tl.int32), tl.float32, TERM, BLOCK, SIZE)
     elif code == 1:
-        found = _typed_chunk(address, first, numel, zero.to(tl.int32), tl.bfloat16, FOURTHS, BLOCK, SIZE)
+        found = _typed_chunk(address, first, numel, zero.to(tl.int32), tl.bfloat16, TERM, BLOCK, SIZE)
     elif code == 2:
-        found = _typed_chunk(address, first, numel, zero.to(tl.int32), tl.float16, FOURTHS, BLOCK, SIZE)
+        found = _typed_chunk(address, first, numel, zero.to(tl.int32), tl.float16, TERM, BLOCK, SIZE)
     else:
-        found = _chunk64(address.to(tl.pointer_type(tl.float64)), first, numel, zero, FOURTHS, BLOCK, SIZE)
-    squares, least, most, total, nans, infs, zeros, fourths = found
+        found = _chunk64(address.to(tl.pointer_type(tl.float64)), first, numel, zero, TERM, BLOCK, SIZE)
+    squares, least, most, total, nans, infs, zeros, extra = found
     if partial < 0:
-        _store(table, stride, row, numel, squares, least, most, total, nans, infs, zeros, fourths, FOURTHS)
+        _store(table, stride, row, numel, squares, least, most, total, nans, infs, zeros, extra, ROW)
     else:
         to = partials + partial * _PARTIALS
         tl.store(to, squares)
@@ -238,7 +241,7 @@ def _measure_chunks(
         tl.store(to + 4, nans.to(tl.float64))
         tl.store(to + 5, infs.to(tl.float64))
         tl.store(to + 6, zeros.to(tl.float64))
-        tl.store(to + 7, fourths)
+        tl.store(to + 7, extra)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -248,7 +251,7 @@ def _combine_chunks(
     table: tl.tensor,
     partials: tl.tensor,
     stride: tl.tensor,
-    FOURTHS: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Combine the chunks of one tensor. `large` has the job, the first partial result and the number of these."""
@@ -258,7 +261,7 @@ def _combine_chunks(
     count = tl.load(large + 3 * tensor + 2)
     squares = tl.zeros((BLOCK,), tl.float64)
     total = tl.zeros((BLOCK,), tl.float64)
-    fourths = tl.zeros((BLOCK,), tl.float64)
+    extra = tl.zeros((BLOCK,), tl.float64)
     least = tl.full((BLOCK,), float("inf"), tl.float64)
     most = tl.full((BLOCK,), float("-inf"), tl.float64)
     nans = tl.zeros((BLOCK,), tl.float64)
@@ -275,8 +278,8 @@ def _combine_chunks(
         nans += tl.load(at + 4, mask=inside, other=0.0)
         infs += tl.load(at + 5, mask=inside, other=0.0)
         zeros += tl.load(at + 6, mask=inside, other=0.0)
-        if FOURTHS:
-            fourths += tl.load(at + 7, mask=inside, other=0.0)
+        if ROW:
+            extra += tl.load(at + 7, mask=inside, other=0.0)
     _store(
         table,
         stride,
@@ -289,8 +292,8 @@ def _combine_chunks(
         tl.sum(nans).to(tl.int64),
         tl.sum(infs).to(tl.int64),
         tl.sum(zeros).to(tl.int64),
-        tl.sum(fourths),
-        FOURTHS,
+        tl.sum(extra),
+        ROW,
     )
 
 
@@ -298,25 +301,36 @@ IS_COMPILED: Final = isinstance(_measure_chunks, triton.JITFunction)
 """False if TRITON_INTERPRET is set: the interpreter runs on the host, which cannot read the memory of a device."""
 
 
-def measure_jobs(jobs: DeviceJobs, table: torch.Tensor, *, fourths: bool) -> None:
-    """Measure the tensors of `jobs`, and write their statistics to `table`, int64 [rows, entries] on the device."""
+@functools.cache
+def _term(name: str) -> object:
+    return triton.jit(SUMMANDS[name]) if IS_COMPILED else SUMMANDS[name]
+
+
+def measure_jobs(jobs: DeviceJobs, table: torch.Tensor, *, extra_sums: Sequence[str]) -> None:
+    """Measure the tensors of `jobs`, and write their statistics to `table`, int64 [rows, entries] on the device.
+
+    The optional sums `extra_sums` are in the last rows. For each of them but the first, the tensors are read again.
+    """
+    terms = {ROWS + place: _term(name) for place, name in enumerate(extra_sums)} or {0: None}
     stride = table.shape[1]
     partials = table.new_empty((max(1, jobs.partials), PARTIAL_FIELDS), dtype=torch.float64)
     # Triton uses the current device of the thread, which a script with tensors on another device need not set.
     with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # untyped in torch
-        if jobs.chunk_count:
-            _measure_chunks[(jobs.chunk_count,)](
-                jobs.fields,
-                jobs.chunks,
-                table,
-                partials,
-                stride,
-                FOURTHS=fourths,
-                BLOCK=_BLOCK,
-                SIZE=CHUNK,
-                num_warps=_WARPS,
-            )
-        if jobs.large_count:
-            _combine_chunks[(jobs.large_count,)](
-                jobs.fields, jobs.large, table, partials, stride, FOURTHS=fourths, BLOCK=_COMBINED
-            )
+        for row, term in terms.items():
+            if jobs.chunk_count:
+                _measure_chunks[(jobs.chunk_count,)](
+                    jobs.fields,
+                    jobs.chunks,
+                    table,
+                    partials,
+                    stride,
+                    TERM=term,
+                    ROW=row,
+                    BLOCK=_BLOCK,
+                    SIZE=CHUNK,
+                    num_warps=_WARPS,
+                )
+            if jobs.large_count:
+                _combine_chunks[(jobs.large_count,)](
+                    jobs.fields, jobs.large, table, partials, stride, ROW=row, BLOCK=_COMBINED
+                )

@@ -98,7 +98,7 @@ def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
     used = []
     for stream in (7, 7, 8):
         monkeypatch.setattr(device_arguments, "stream_of", lambda _device, stream=stream: stream)
-        arguments.run(lambda jobs, _table, fourths: used.append(jobs), tensors, table)
+        arguments.run(lambda jobs, _table, extra_sums: used.append(jobs), tensors, table)
 
     assert used[0] is used[1]
     assert {id(used[0].fields), id(used[0].chunks)}.isdisjoint({id(used[2].fields), id(used[2].chunks)})
@@ -166,9 +166,9 @@ def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):
     for owner, name in ((kernels, "CHUNK"), (kernels, "_BLOCK"), (device_arguments, "CHUNK")):
         monkeypatch.setattr(owner, name, 16_384)
 
-    loading.check_kernel(kernels.measure_jobs, CPU, fourths=True)
+    loading.check_kernel(kernels.measure_jobs, CPU, ("sum_of_fourth_powers",))
     with pytest.raises(RuntimeError, match="wrong results on this device"):
-        loading.check_kernel(lambda jobs, table, *, fourths: table.zero_(), CPU, fourths=False)
+        loading.check_kernel(lambda jobs, table, *, extra_sums: table.zero_(), CPU, ())
 
 
 def test_group_uses_the_kernel_of_its_device(kernels, monkeypatch, check):
