@@ -28,7 +28,7 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 KERNEL = $(BIN)/python hatch_build.py || echo "the kernel for statistics was not compiled: torch operations are used"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-thorough test-all test-crashes soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
+.PHONY: help env demo budget test test-thorough test-all test-crashes soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -118,6 +118,9 @@ lint: $(VENV)/.installed-dev ## formatting, lint rules, plain English, commit su
 	@if $(GRAFANA_TYPES) tsc --version >/dev/null 2>&1; then \
 		$(GRAFANA_TYPES) $(abspath $(BIN))/python -m pytest -q tests/dashboards/boards/test_schema_and_rules.py; \
 		else echo "the types of the boards were NOT checked: npm cannot fetch @grafana/schema"; fi
+
+budget: $(VENV)/.installed-dev ## print code lines, and calls, functions and files of each action; lower their budget in tools/budget.json
+	$(BIN)/python tools/budget.py --lower
 
 bench: $(VENV)/.installed-dev ## print the table of costs, measured in one run
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py $(BENCH)
