@@ -25,7 +25,6 @@ class Plain(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - the fallback takes every model
-        """Return True: this adapter is used if no other adapter matches."""
         return True
 
 
@@ -56,30 +55,23 @@ class DistributedData(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is the DDP wrapper."""
         return isinstance(model, DistributedDataParallel)
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module, which DDP wraps."""
         module: nn.Module = self.root.module
         return module
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return True if DDP itself reduces the gradient of `parameter` over all `ranks`.
-
-        Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the user
-        reduces gradients.
-        """
+        # Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the
+        # user reduces gradients.
         # DDP would not reduce a parameter that is frozen now and trained later.
         return parameter.requires_grad and set(ranks) <= set(self.replicas(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks on which `parameter` is equal: all ranks of DDP's process group.
-
-        This includes frozen parameters: DDP has broadcast them, and nothing changes them. The result is empty for a
-        parameter that DDP ignores. It is empty for all parameters if the user registered a communication hook.
-        """
+        # The ranks on which `parameter` is equal: all ranks of DDP's process group. This includes frozen parameters:
+        # DDP has broadcast them, and nothing changes them. The result is empty for a parameter that DDP ignores. It
+        # is empty for all parameters if the user registered a communication hook.
         if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
             return ()
         return dist.get_process_group_ranks(self.root.process_group)
@@ -90,5 +82,5 @@ class DistributedData(Framework):
         return any(item is parameter for name, item in named if name in ignored)
 
     def reduces_in_backward(self) -> bool:
-        """Return False inside `no_sync()`, where DDP accumulates gradients without reducing them."""
+        # False inside `no_sync()`, where DDP accumulates gradients without reducing them.
         return bool(self.root.require_backward_grad_sync)

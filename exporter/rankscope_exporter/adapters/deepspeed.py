@@ -68,7 +68,6 @@ class FusedFp16(ZeroStage):
     """A DeepSpeed optimizer whose float32 copies of parameters are views of one flat tensor, for fused optimizers."""
 
     def parts(self) -> Parts:
-        """Return the part of each parameter that this rank updates, by id() of the parameter."""
         for group, models in enumerate(self.optimizer.fp16_groups):
             start = 0
             for parameter in models:
@@ -93,7 +92,6 @@ class MappedPartitions(ZeroStage):
     """
 
     def parts(self) -> Parts:
-        """Return the part of each parameter that this rank updates, by id() of the parameter."""
         groups, flats = (getattr(self.optimizer, name) for name in self.attributes)
         for group, (parameters, flat) in enumerate(zip(groups, flats, strict=True)):
             for parameter in parameters:
@@ -121,7 +119,6 @@ class Zero1And2(MappedPartitions):
         self._places: dict[int, dict[int, int]] = {}  # group -> start of a piece -> its position
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part of a parameter, which is one piece of the partition."""
         part = self._parts.get(id(parameter))
         if part is None:
             return None
@@ -141,10 +138,7 @@ class Zero1And2(MappedPartitions):
         return found.detach().view(-1)
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far.
-
-        A sum with a separate dtype is in the attribute `grad_accum` of the parameter instead of `grad`.
-        """
+        # A sum with a separate dtype is in the attribute `grad_accum` of the parameter instead of `grad`.
         is_separate = getattr(self.optimizer, "use_grad_accum_attribute", False)
         found: torch.Tensor | None = parameter.grad_accum if is_separate else parameter.grad  # type: ignore[attr-defined]
         return found
@@ -168,7 +162,6 @@ class Bf16Zero1(MappedPartitions):
         }
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the part of the all-reduced gradient of `parameter` that belongs to this rank."""
         whole = None if self._parts.get(id(parameter)) is None else self._sum(parameter)
         if whole is None:
             return None
@@ -176,7 +169,6 @@ class Bf16Zero1(MappedPartitions):
         return whole.detach().view(-1).narrow(0, int(here.start), int(here.numel))
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far."""
         whole = self._sum(parameter)
         return None if whole is None else whole.view(parameter.shape)
 
@@ -198,10 +190,7 @@ class Zero3(ZeroStage):
         self._places: dict[int, tuple[int, int]] = {}  # by id() of the parameter: sub-group and position in it
 
     def parts(self) -> Parts:
-        """Return this rank's part of each parameter, by id() of the parameter.
-
-        For a frozen parameter, this is the part that the rank stores.
-        """
+        # For a frozen parameter, this is the part that the rank stores.
         for number, parameters in enumerate(self.optimizer.fp16_groups):
             group = self.optimizer.sub_group_to_group_id[number]
             flat = self.optimizer.fp32_partitioned_groups_flat[number]
@@ -224,7 +213,6 @@ class Zero3(ZeroStage):
         self._parts[id(parameter)] = ParameterPartition(tensor, self.inner, group, start, count) if count else None
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part of `parameter`, without the padding of the part."""
         part, place = self._parts.get(id(parameter)), self._places.get(id(parameter))
         if part is None or part.count is None or place is None:
             return None
@@ -272,19 +260,14 @@ class _Engine(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module, which the engine wraps."""
         module: nn.Module = self._engine.module
         return module
 
     def copies(self, world_size: int) -> int:
-        """Return the number of ranks that train on different data."""
         return int(getattr(self._engine, "dp_world_size", world_size))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that have equal parameters after every update.
-
-        The result is empty for ZeRO stage 3 and for parameters of experts.
-        """
+        # The result is empty for ZeRO stage 3 and for parameters of experts.
         group = getattr(self._engine, "seq_data_parallel_group", None)
         is_expert = getattr(parameter, "allreduce", True) is False
         if group is None or is_expert or self._engine.zero_optimization_stage() > _LAST_WHOLE_STAGE:
@@ -309,28 +292,18 @@ class DeepSpeed(_Engine):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is a DeepSpeed engine whose optimizer directly steps the model's own parameters."""
         return _is_engine(model) and _stage(model) is None
 
     def reduces_in_backward(self) -> bool:
-        """Return True only while the beginning of an update is reported to the monitor.
-
-        Only then has DeepSpeed reduced all gradients of the step and clipped none.
-        """
+        # While the beginning of an update is reported, DeepSpeed has reduced all gradients and clipped none.
         return self._reduced
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers that the objects in `given` are or wrap.
-
-        If `given` is empty, return the optimizer of the DeepSpeed engine.
-        """
+        # If `given` is empty, return the optimizer of the DeepSpeed engine.
         return super().optimizers(given or _optimizers(self._engine))
 
     def install(self, hooking: HookContext) -> None:
-        """Report the beginning of each parameter update of the DeepSpeed engine to the monitor, until detach().
-
-        At the beginning of an update, all gradients are reduced, and none is clipped.
-        """
+        # At the beginning of an update, all gradients are reduced, and none is clipped.
 
         def reduced() -> None:
             self._reduced = True
@@ -370,63 +343,41 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `model` is a DeepSpeed engine with one of DeepSpeed's own optimizers."""
         return _is_engine(model) and _stage(model) is not None
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how ZeRO divides a parameter among ranks.
-
-        If ZeRO does not divide it, return the layout of a whole parameter.
-        """
+        # A parameter that ZeRO does not divide is whole.
         whole = super().layout(parameter)
         groups = self._stage.process_groups
         return sharded_over(groups[id(parameter)], whole) if id(parameter) in groups else whole
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
-
-        With data parallelism, the layout is "partial": each rank computes a gradient of every element from its own
-        data.
-        """
+        # With data parallelism, the layout is "partial": each rank computes a gradient of every element from its own
+        # data.
         return Layout("partial") if self.copies(world_size) > 1 else super().layout(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient of `parameter`.
-
-        They are the shape of the whole parameter and its dtype.
-        """
+        # Shape and dtype of this rank's own gradient of `parameter`. They are the shape of the whole parameter and
+        # its dtype.
         return TensorSpec(tuple(getattr(parameter, "ds_shape", parameter.shape)), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's part of the reduced gradient of `parameter`.
-
-        The dtype is the one in which DeepSpeed accumulates gradients.
-        """
+        # The dtype is the one in which DeepSpeed accumulates gradients.
         return TensorSpec(self.spec(parameter).shape, self._stage.accumulates_in or parameter.dtype)
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part of `parameter`; None if there is no gradient or no part."""
         return self._stage.reduced(parameter)
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of `parameter` over earlier micro-batches of the step.
-
-        Return None if the ZeRO stage keeps no such sum.
-        """
+        # Return None if the ZeRO stage keeps no such sum.
         return None if self._stage.scatters else self._stage.earlier(parameter)
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:  # noqa: ARG002 - all are the same
-        """Return the torch optimizer that the DeepSpeed engine uses.
-
-        `given` is ignored: all its objects wrap this optimizer.
-        """
+        # `given` is ignored: all its objects wrap this optimizer.
         return tuple(unwrapped(item) for item in _optimizers(self._engine))
 
     def install(self, hooking: HookContext) -> None:
-        """Report each parameter update of the DeepSpeed engine to the monitor, until detach().
-
-        The beginning and the end of an update are reported separately.
-        """
+        # The beginning and the end of an update are reported separately.
         self.watch(self._engine, _UPDATE, hooking)
 
 

@@ -60,24 +60,19 @@ class FullyShardedData(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether FSDP1 wraps `model` or any part of it."""
         return any(_is_unit(module) for module in model.modules())
 
     @property
     def module(self) -> nn.Module:
-        """Return the outermost module that is not a wrapper of FSDP."""
         module: nn.Module = self.root.module if _is_unit(self.root) else self.root
         return module
 
     def reduces_in_backward(self) -> bool:
-        """Return False inside `no_sync()`, where FSDP accumulates gathered gradients without reducing them."""
+        # False inside `no_sync()`, where FSDP accumulates gathered gradients without reducing them.
         return any(unit._sync_gradients for unit in self._units())  # noqa: SLF001 - see the top
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the layout of a parameter: its flat parameter is sharded among the ranks of its FSDP unit.
-
-        With the strategy NO_SHARD, it is the layout of a whole parameter.
-        """
+        # With the strategy NO_SHARD, a parameter is whole.
         whole = super().layout(parameter)
         unit = self._unit_of(parameter)
         if unit is None or unit.sharding_strategy.name == "NO_SHARD":
@@ -85,10 +80,8 @@ class FullyShardedData(Framework):
         return sharded_over(unit.process_group, whole)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks, including this rank, that have the same part of the flat parameter of `parameter`.
-
-        These are several ranks with hybrid sharding or no sharding. With full sharding, the result is empty.
-        """
+        # The ranks, including this rank, that have the same part of the flat parameter of `parameter`. These are
+        # several ranks with hybrid sharding or no sharding. With full sharding, the result is empty.
         unit = self._unit_of(parameter)
         if unit is None:
             return super().replicas(parameter)
@@ -97,19 +90,14 @@ class FullyShardedData(Framework):
         return () if group is None else dist.get_process_group_ranks(group)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
-
-        If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from its
-        own data.
-        """
+        # If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from
+        # its own data.
         is_managed = self._unit_of(parameter) is not None
         return Layout("partial") if is_managed else super().local_layout(parameter, world_size)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of the whole gathered `parameter`, and the dtype in which FSDP computes with it.
-
-        This rank's own gradient of the parameter has the same shape and dtype.
-        """
+        # The shape of the whole gathered `parameter`, and the dtype in which FSDP computes with it. This rank's own
+        # gradient of the parameter has the same shape and dtype.
         view = self._view(parameter)
         if view is None:
             return super().local_spec(parameter)
@@ -117,30 +105,22 @@ class FullyShardedData(Framework):
         return TensorSpec(tuple(view.shape), (mixed and mixed.param_dtype) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses the parameter that `named` described when the monitor was attached.
-
-        The model uses it if the module in `named` contains the parameter. While this module computes, it contains a
-        view of the parameter instead, which counts as well.
-        """
+        # The model uses it if the module in `named` contains the parameter. While this module computes, it contains a
+        # view of the parameter instead, which counts as well.
         current = named.current()
         if id(current) == named.identity:
             return True
         return self.parameter(named) is not None and is_temporarily_replaced(current)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that `named` described when the monitor was attached.
-
-        While the module of the parameter contains a view of it, the flat parameter of FSDP stores the parameter itself.
-        """
+        # While the module of the parameter contains a view of it, the flat parameter of FSDP stores the parameter
+        # itself.
         view = self._views.get(named.identity)
         found = None if view is None else view.parameter
         return found if id(found) == named.identity else super().parameter(named)
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether any parameter in the flat parameter that contains `parameter` has a gradient.
-
-        All are checked, because this rank's part of a single parameter may be empty.
-        """
+        # All are checked, because this rank's part of a single parameter may be empty.
         unit = self._unit_of(parameter)
         if unit is None:
             return super().holds_gradient(parameter)
@@ -148,10 +128,7 @@ class FullyShardedData(Framework):
         return any(item.grad is not None for item in (flat, *(flat._params or ())))  # noqa: SLF001 - see the top
 
     def install(self, hooking: HookContext) -> None:
-        """Install forward hooks that register the monitor's gradient hooks on views of gathered parameters.
-
-        The forward hooks run in every forward pass, after FSDP has made new views.
-        """
+        # The forward hooks run in every forward pass, after FSDP has made new views.
         for unit in self._units():
             views = [view for view in self._views.values() if view.unit() is unit]
             if views:
@@ -159,17 +136,13 @@ class FullyShardedData(Framework):
                 hooking.keep(unit.module.register_forward_pre_hook(hook))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register `hook` for the gradient of each view that FSDP makes of the gathered `parameter`.
-
-        The gradient of a view is complete before FSDP adds it to the gradient of the flat parameter.
-        """
+        # The gradient of a view is complete before FSDP adds it to the gradient of the flat parameter.
         view = self._view(parameter)
         if view is None:
             return super().on_accumulated(parameter, hook)
         return view.register(lambda gradient: hook(LazyGradient(functools.partial(view.sum_with, gradient))))
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register `hook` for the gradient of each view that FSDP makes of the gathered `parameter`."""
         view = self._view(parameter)
         return super().on_gradient(parameter, hook) if view is None else view.register(hook)
 

@@ -60,27 +60,21 @@ class FullyShard(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether `fully_shard` was applied to `model` or to any part of it."""
         return any(_is_sharded(module) for module in model.modules())
 
     def reduces_in_backward(self) -> bool:
-        """Return False while `set_requires_gradient_sync(False)` delays the reduction."""
+        # False while `set_requires_gradient_sync(False)` delays the reduction.
         return any(group.reduce_grads and group.all_reduce_grads for group in self._groups())
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
-
-        If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from its
-        own data.
-        """
+        # If FSDP manages the parameter, the layout is "partial": each rank computes a gradient of every element from
+        # its own data.
         is_managed = self._source(parameter) is not None
         return Layout("partial") if is_managed else super().local_layout(parameter, world_size)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return the shape of the whole gathered `parameter`, and the dtype in which FSDP computes with it.
-
-        This rank's own gradient of the parameter has the same shape and dtype.
-        """
+        # The shape of the whole gathered `parameter`, and the dtype in which FSDP computes with it. This rank's own
+        # gradient of the parameter has the same shape and dtype.
         source = self._source(parameter)
         if source is None:
             return super().local_spec(parameter)
@@ -89,41 +83,29 @@ class FullyShard(Framework):
         return TensorSpec(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses the parameter that `named` described when the monitor was attached.
-
-        The model uses it if the module in `named` contains the sharded parameter. While this module computes, it
-        contains the gathered parameter instead, which counts as well.
-        """
+        # The model uses it if the module in `named` contains the sharded parameter. While this module computes, it
+        # contains the gathered parameter instead, which counts as well.
         return self.parameter(named) is not None or super().is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the sharded parameter that `named` described when the monitor was attached.
-
-        While the module in `named` contains the gathered parameter, the sharded parameter is in FSDP's internal state,
-        and is returned from there.
-        """
+        # While the module in `named` contains the gathered parameter, the sharded parameter is in FSDP's internal
+        # state, and is returned from there.
         source = self._source_of(named.identity)
         return super().parameter(named) if source is None else source.sharded_param
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether `parameter`, which is sharded, or its gathered parameter has a gradient.
-
-        The gradient of the gathered parameter is not reduced yet.
-        """
+        # The gradient of the gathered parameter is not reduced yet.
         source = self._source(parameter)
         return parameter.grad is not None or (source is not None and _local_gradient(source) is not None)
 
     def install(self, hooking: HookContext) -> None:
-        """Install a forward hook on the model that registers the monitor's gradient hooks on gathered parameters.
-
-        It runs after each forward pass, because FSDP makes the gathered parameters in the first forward pass that uses
-        them.
-        """
+        # Install a forward hook on the model that registers the monitor's gradient hooks on gathered parameters. It
+        # runs after each forward pass, because FSDP makes the gathered parameters in the first forward pass that uses
+        # them.
         register = hooking.always("finding gathered parameters", self._register_waiting)
         hooking.keep(self.model.register_forward_hook(register))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register `hook` on the gathered parameter of `parameter`. Its gradient is this rank's own."""
         if self._source(parameter) is None:
             return super().on_accumulated(parameter, hook)
 
@@ -137,7 +119,6 @@ class FullyShard(Framework):
         return self._later(parameter, register)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register `hook` for the gradient of the gathered parameter of `parameter`."""
         if self._source(parameter) is None:
             return super().on_gradient(parameter, hook)
         base = super().on_gradient

@@ -67,33 +67,26 @@ class Megatron(PartitionedOptimizer):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether Megatron's own DDP wraps `model`, or each chunk if `model` is a list of chunks."""
         wrapper = loaded("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel")
         chunks = list(model) if type(model) is nn.ModuleList else [model]
         return bool(chunks) and all(isinstance(chunk, wrapper) for chunk in chunks)
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module, or a list of the modules of all chunks on this rank."""
         self._module.training = self._chunks[0].training  # train() and eval() of a chunk do not change the list
         return self._module
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
-        """Return all chunks of the model on this rank. The pipeline schedule decides in which order they are called."""
         return self._chunks
 
     # Distribution of tensors over the ranks.
 
     def copies(self, world_size: int) -> int:  # noqa: ARG002 - Megatron has groups
-        """Return the number of ranks that train on different data."""
         return _size(_DATA)
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return the layout of a parameter, with the ranks that have its parts.
-
-        Tensor parallelism and the distributed optimizer divide parameters among ranks.
-        """
+        # Tensor parallelism and the distributed optimizer divide parameters among ranks.
         whole = super().layout(parameter)
         divided = self._divided.get(id(parameter))
         alone = divided is None or dist.get_world_size(divided) == 1
@@ -102,21 +95,16 @@ class Megatron(PartitionedOptimizer):
         return self._tensor_layout(parameter) if alone else sharded_over(_group(_TENSOR_AND_DATA), whole)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
-
-        The layout is "partial" if several ranks compute gradients of the same elements from different data. Otherwise,
-        it is the layout that the parameter has with tensor parallelism.
-        """
+        # The layout is "partial" if several ranks compute gradients of the same elements from different data.
+        # Otherwise, it is the layout that the parameter has with tensor parallelism.
         layout = self._tensor_layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that have the same elements of a parameter.
-
-        These are the data-parallel ranks, and the tensor-parallel ranks if the parameter is not divided among them.
-        Empty for parameters of experts, and for a parameter that the distributed optimizer divides, because it may be
-        gathered as late as in the next forward pass.
-        """
+        # The ranks that have the same elements of a parameter. These are the data-parallel ranks, and the
+        # tensor-parallel ranks if the parameter is not divided among them. Empty for parameters of experts, and for a
+        # parameter that the distributed optimizer divides, because it may be gathered as late as in the next forward
+        # pass.
         if id(parameter) in self._divided or getattr(parameter, "allreduce", True) is False:
             return ()
         group = _group(_DATA if _is_tensor_parallel(parameter) else _TENSOR_AND_DATA)
@@ -127,26 +115,18 @@ class Megatron(PartitionedOptimizer):
         return sharded_over(_group(_TENSOR), whole) if _is_tensor_parallel(parameter) else whole
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient of `parameter`.
-
-        They are those of the parameter on this rank.
-        """
+        # Shape and dtype of this rank's own gradient of `parameter`. They are those of the parameter on this rank.
         return TensorSpec(tuple(parameter.shape), parameter.dtype)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's part of the reduced gradient of `parameter`.
-
-        The dtype is the one in which Megatron sums gradients.
-        """
+        # The dtype is the one in which Megatron sums gradients.
         return TensorSpec(self.spec(parameter).shape, getattr(parameter, "main_grad", parameter).dtype)
 
     # Location of gradients.
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part of `parameter`.
-
-        It is the range of `main_grad` that this rank updates.
-        """
+        # The reduced gradient of this rank's part of `parameter`. It is the range of `main_grad` that this rank
+        # updates.
         if self.parts.get(id(parameter)) is None:
             return None
         whole = self.earlier_gradient(parameter)
@@ -156,29 +136,21 @@ class Megatron(PartitionedOptimizer):
         return whole.detach().view(-1)[start:end]
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of the gradients of earlier micro-batches, which is in `main_grad`.
-
-        Megatron adds the gradient of the current micro-batch later.
-        """
+        # Megatron adds the gradient of the current micro-batch later.
         found: torch.Tensor | None = getattr(parameter, "main_grad", parameter.grad)
         return found
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far.
-
-        The sum includes `gradient`, the gradient of the latest micro-batch. If a fused kernel computes the gradient,
-        the kernel has already added it to `main_grad`.
-        """
+        # The sum includes `gradient`, the gradient of the latest micro-batch. If a fused kernel computes the
+        # gradient, the kernel has already added it to `main_grad`.
         if not _is_fused(parameter):
             return super().local_sum(parameter, gradient)
         summed: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's
         return summed
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register `hook` for the gradient of `parameter`.
-
-        `hook` is not called if a fused kernel adds the gradient to `main_grad` and leaves an empty tensor in its place.
-        """
+        # `hook` is not called if a fused kernel adds the gradient to `main_grad` and leaves an empty tensor in its
+        # place.
 
         def call(gradient: torch.Tensor) -> None:
             if not _is_fused(parameter):
@@ -189,10 +161,7 @@ class Megatron(PartitionedOptimizer):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers that the Megatron optimizers in `given` use.
-
-        A chained optimizer of Megatron contains several of them.
-        """
+        # A chained optimizer of Megatron contains several of them.
         self._outer = tuple(given)
         members = [member for item in given for member in getattr(item, "chained_optimizers", None) or (item,)]
         members = [member for member in members if not getattr(member, "is_stub_optimizer", False)]
@@ -216,10 +185,7 @@ class Megatron(PartitionedOptimizer):
                 self._ranges[id(parameter)] = here.start, here.end
 
     def install(self, hooking: HookContext) -> None:
-        """Report the beginning and the end of each parameter update to the monitor, until detach().
-
-        An update is a call of the method `step` of an optimizer that the script uses.
-        """
+        # An update is a call of the method `step` of an optimizer that the script uses.
         for optimizer in self._outer:
             self.watch(optimizer, "step", hooking)
 

@@ -140,18 +140,15 @@ class PartitionedOptimizer(Framework):
     # State of gradients.
 
     def reduces_in_backward(self) -> bool:
-        """Return whether an update has begun and no torch optimizer has stepped in it yet.
-
-        During this time, the gradients that the framework stores are reduced.
-        """
+        # From the beginning of an update to the first step of a torch optimizer, the gradients that the framework
+        # stores are reduced.
         return self._phase is _REDUCED
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002 - it is the same for all
-        """Return whether a backward pass ran since the last update, including an update that was skipped."""
+        # An update that was skipped counts too: since it, no backward pass has run.
         return bool(self._with_gradient)
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register `hook` for the gradient of `parameter`. It is called before the framework collects the gradient."""
         keeps_sum = self.traits.reduces_each_micro_batch is False
 
         @uncompiled
@@ -168,14 +165,12 @@ class PartitionedOptimizer(Framework):
     # The tensors that the optimizer updates.
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of the part of a parameter that this rank updates."""
         part = self.parts.get(id(parameter), _WHOLE)
         if part is _WHOLE:
             return super().spec(parameter)
         return part.spec if isinstance(part, ParameterPartition) else TensorSpec((0,), parameter.dtype)
 
     def updated_tensors(self, parameters: Sequence[nn.Parameter | None]) -> list[torch.Tensor | None]:
-        """Return the part of each parameter that the optimizer of this rank updates."""
         return [None if parameter is None else self._updated_part(parameter) for parameter in parameters]
 
     def _updated_part(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -185,10 +180,8 @@ class PartitionedOptimizer(Framework):
         return part.of(part.tensor) if isinstance(part, ParameterPartition) and self._is_updated_now(part) else None
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the gradient of this rank's part of `parameter`.
-
-        It is reduced when the update begins, and also clipped when the optimizer steps. Return None at any other time.
-        """
+        # The gradient of this rank's part of `parameter`. It is reduced when the update begins, and also clipped when
+        # the optimizer steps. Return None at any other time.
         part = self.parts.get(id(parameter))
         if self._phase is _REDUCED:
             return self.reduced_gradient(parameter)
@@ -201,18 +194,12 @@ class PartitionedOptimizer(Framework):
         parameters: Sequence[nn.Parameter | None],
         optimizers: Sequence[torch.optim.Optimizer],  # noqa: ARG002 - each part refers to its optimizer
     ) -> list[ParameterState | None]:
-        """Return the optimizer state of this rank's part of each parameter.
-
-        The state is None for a parameter of which this rank has no part.
-        """
+        # The state is None for a parameter of which this rank has no part.
         parts = (self.parts.get(id(parameter)) for parameter in parameters)
         return [None if part is None else part.optimizer_state(self.groups_of(part.optimizer)) for part in parts]
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
-        """Return the parameter groups of an optimizer as they were before the update.
-
-        During the update, some frameworks give the optimizer one group after the other.
-        """
+        # During the update, some frameworks give the optimizer one group after the other.
         return self._groups.get(id(optimizer), optimizer.param_groups)
 
     def _is_updated_now(self, part: ParameterPartition) -> bool:
@@ -223,10 +210,8 @@ class PartitionedOptimizer(Framework):
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
-        """Register hooks for updates on `optimizer`, a torch optimizer that the framework's optimizer uses.
-
-        `begins` is called before each step of this optimizer, and `updated` at the end of the framework's whole update.
-        """
+        # `begins` is called before each step of this optimizer, and `updated` at the end of the framework's whole
+        # update.
 
         @uncompiled
         def part_begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

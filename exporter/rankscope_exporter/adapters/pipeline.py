@@ -64,10 +64,7 @@ class Pipeline(Framework):
 
     @property
     def module(self) -> nn.Module:
-        """Return the user's own module, which the pipeline stage contains.
-
-        If this rank has several stages, return a list of their modules.
-        """
+        # If this rank has several stages, return a list of their modules.
         # Created for each use: a list that is kept would keep the modules alive.
         module = as_one([framework.module for framework in self._inner])
         if len(self._inner) > 1:
@@ -76,7 +73,6 @@ class Pipeline(Framework):
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
-        """Return the modules that the pipeline schedule calls for each micro-batch."""
         return [stage.submod for stage in self.stages]
 
     def _of(self, identity: int) -> Framework:
@@ -84,52 +80,35 @@ class Pipeline(Framework):
         return self._inner[self.chunk_numbers.get(identity, 0)]
 
     def copies(self, world_size: int) -> int:
-        """Return the number of pipelines that train on different data."""
         return self._inner[0].copies(max(1, world_size // self.stages[0].group_size))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how a parameter is distributed over the ranks, according to the adapter of its stage."""
         return self._of(id(parameter)).layout(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient of a parameter, according to the adapter of its stage."""
         return self._of(id(parameter)).local_spec(parameter)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether a parameter is equal on all `ranks` by construction, according to the adapter of its stage."""
         return self._of(id(parameter)).is_same_on(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that have the same elements of a parameter, according to the adapter of its stage."""
         return self._of(id(parameter)).replicas(parameter)
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses a parameter, according to the adapter of its stage."""
         return self._of(named.identity).is_in_place(named)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
-        """Return the parameter that `named` described at attach, according to the adapter of the parameter's stage."""
         return self._of(named.identity).parameter(named)
 
     def reduces_in_backward(self) -> bool:
-        """Return True only while the monitor is notified that all stages of this rank have divided their gradients.
-
-        Return False during backward passes.
-        """
+        # True only while the monitor is notified that all stages of this rank have divided their gradients.
         return self._finishing
 
     def holds_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter has a gradient of an earlier backward pass.
-
-        The adapter of the stage of the parameter determines this.
-        """
         return self._of(id(parameter)).holds_gradient(parameter)
 
     def install(self, hooking: HookContext) -> None:
-        """Replace the method with which each stage divides its gradients, and install the adapter of each stage.
-
-        While a stage infers the shapes of its tensors, the hooks of the monitor do nothing.
-        """
+        # While a stage infers the shapes of its tensors, the hooks of the monitor do nothing.
         for number, (stage, inner) in enumerate(zip(self.stages, self._inner, strict=True)):
             inner.install(hooking)
             self._watch(stage, number, hooking)
@@ -155,11 +134,9 @@ class Pipeline(Framework):
                 hooking.keep(PatchedMethod(stage, name, run_unseen))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register a gradient hook through the adapter of the stage that contains the parameter."""
         return self._of(id(parameter)).on_accumulated(parameter, hook)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register a gradient hook through the adapter of the stage that contains the parameter."""
         return self._of(id(parameter)).on_gradient(parameter, hook)
 
 

@@ -31,21 +31,15 @@ class TensorParallel(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        """Return whether any parameter of the model is a DTensor."""
         return bool(_sharded(model))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks that have the same elements of a parameter.
-
-        These are all ranks of the mesh for a plain tensor, and the ranks with the same shard for a DTensor.
-        """
+        # The ranks that have the same elements of a parameter. These are all ranks of the mesh for a plain tensor,
+        # and the ranks with the same shard for a DTensor.
         return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
 
     def copies(self, world_size: int) -> int:
-        """Return the number of ranks divided by the number of ranks in a device mesh, but at least 1.
-
-        A training loop may train each device mesh on different data.
-        """
+        # A training loop may train each device mesh on different data.
         return max(1, world_size // self._mesh_size)
 
 
