@@ -204,10 +204,8 @@ class Zero3(ZeroStage):
         return self._parts
 
     def _add(self, parameter: Any, tensor: torch.Tensor, group: int, start: int, padded: int) -> None:
-        """Store that this rank's part of `parameter` consists of the elements of `tensor` from `start` on.
-
-        `padded` is the number of elements of the part with its padding. The padding is left out.
-        """
+        """Store that this rank's part of `parameter` consists of the elements of `tensor` from `start` on."""
+        # `padded` is the number of elements of the part with its padding. The padding is left out.
         ranks = self.process_groups[id(parameter)] = parameter.ds_process_group
         count = max(0, min(padded, int(parameter.ds_numel) - padded * dist.get_rank(ranks)))
         self._parts[id(parameter)] = ParameterPartition(tensor, self.inner, group, start, count) if count else None

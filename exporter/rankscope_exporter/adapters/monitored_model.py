@@ -212,11 +212,9 @@ class MonitoredModel:
         return {i for i in gone if not self.parameters[i].follow(places)}
 
     def _from_optimizers(self, named: NamedParameter) -> nn.Parameter | None:
-        """Search the optimizers for a parameter that `torch.func.functional_call` replaces in the model at present.
-
-        `named` describes the parameter. Return the parameter. Return None if the parameter is not replaced at present,
-        or if no optimizer has it.
-        """
+        """Search the optimizers for a parameter that `torch.func.functional_call` replaces in the model at present."""
+        # `named` describes the parameter. Return the parameter. Return None if the parameter is not replaced at
+        # present, or if no optimizer has it.
         if not is_temporarily_replaced(named.current()):
             return None
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)

@@ -165,11 +165,10 @@ def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int
 
 
 def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:
-    """Return a value that differs after the tensor behind the Python object `tensor` was swapped.
-
-    It consists of the address of the tensor and the number of references to the table of hooks. The number of
-    references detects a new tensor at the address of a freed one, because the freed tensor also referred to the table.
-    """
+    """Return a value that differs after the tensor behind the Python object `tensor` was swapped."""
+    # It consists of the address of the tensor and the number of references to the table of hooks. The number of
+    # references detects a new tensor at the address of a freed one, because the freed tensor also referred to the
+    # table.
     return getattr(tensor, "_cdata", 0), sys.getrefcount(table)  # torch has no public name for it
 
 

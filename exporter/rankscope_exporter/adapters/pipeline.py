@@ -76,7 +76,6 @@ class Pipeline(Framework):
         return [stage.submod for stage in self.stages]
 
     def _of(self, identity: int) -> Framework:
-        """Return the adapter of the stage that contains the parameter with this id()."""
         return self._inner[self.chunk_numbers.get(identity, 0)]
 
     def copies(self, world_size: int) -> int:

@@ -98,10 +98,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _is_part(placement: Any) -> bool:
-    """Return whether a placement divides a tensor into shards.
-
-    torch's `is_shard` is False for strided shards, which combine two kinds of sharding.
-    """
+    # torch's `is_shard` is False for strided shards, which combine two kinds of sharding.
     return not placement.is_replicate() and not placement.is_partial()
 
 
