@@ -249,11 +249,9 @@ def redacted_json(text: str | None) -> str | None:
 
 
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object as a dict. Raises ValueError if a name is repeated.
-
-    Readers use only the last value of a repeated name, but the JSON text also contains the first value, which may be a
-    secret.
-    """
+    """Return the pairs of a JSON object as a dict. Raises ValueError if a name is repeated."""
+    # Readers use only the last value of a repeated name, but the JSON text also contains the first value, which may
+    # be a secret.
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a name occurs twice in a JSON object")

@@ -235,11 +235,9 @@ def _split_unit(name: str) -> tuple[str, str | None]:
 
 
 def _by_path(folded: str) -> Alias | None:
-    """Return the alias (stored name and unit) of a quantity with a path as its name in the log.
-
-    It is derived from the last element of the path: `train/…/x` has the alias of `x`, and `val/x` or `eval/x` has the
-    alias of `eval_x`. The result is None if `x` or `eval_x` is no known name.
-    """
+    """Return the alias (stored name and unit) of a quantity with a path as its name in the log."""
+    # The alias is derived from the last element of the path: `train/…/x` has the alias of `x`, and `val/x` or `eval/x`
+    # has the alias of `eval_x`. The result is None if `x` or `eval_x` is no known name.
     if found := _TRAIN.match(folded):
         return _TABLE.get(found["rest"])
     if found := _EVALUATION.match(folded):

@@ -263,10 +263,8 @@ TENSOR_DIMENSION_FIELDS: Final = (
 
 
 def _dataset(*fields: Field) -> tuple[Field, ...]:
-    """Return the fields of a dataset: the fields in COMMON_FIELDS, which all datasets have, then `fields`.
-
-    A field in `fields` replaces the field in COMMON_FIELDS with the same name.
-    """
+    """Return the fields of a dataset: the fields in COMMON_FIELDS, which all datasets have, then `fields`."""
+    # A field in `fields` replaces the field in COMMON_FIELDS with the same name.
     own = {field.name for field in fields}
     return (*(field for field in COMMON_FIELDS if field.name not in own), *fields)
 
