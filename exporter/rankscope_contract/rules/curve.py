@@ -84,15 +84,12 @@ class CurveRule(AnomalyRule):
         return self.above == "median" and self.in_a_row == 1
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether the series is one of scalars."""
         return kind is None and op == "value"
 
     def for_scalar(self, name: str) -> None:  # noqa: ARG002 - the signature of every rule
-        """Return None: the rule needs the history of a series, which is in a `Curve`."""
         return
 
     def limit(self) -> float | None:
-        """Return the ratio."""
         return self.ratio
 
     def message(self, name: str, value: float, before: float) -> str:

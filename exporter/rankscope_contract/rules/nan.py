@@ -32,11 +32,8 @@ class AnomalyNan(AnomalyRule):
             self.check_threshold(self.threshold)
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether the rule evaluates `op`.
-
-        The rule evaluates the counts of NaN and infinite elements, and scalars. With a threshold it also evaluates the
-        other statistics.
-        """
+        # The rule evaluates the counts of NaN and infinite elements, and scalars. With a threshold it also evaluates
+        # the other statistics.
         if not self.covers(kind):
             return False
         if op == "infs":
@@ -44,16 +41,14 @@ class AnomalyNan(AnomalyRule):
         return op in ("nans", "value") or (op in VALUE_OPS and self.threshold is not None)
 
     def for_scalar(self, name: str) -> Self | None:
-        """Return the rule for the scalar `name`: without the threshold, unless the scalar is a loss or a norm."""
+        # Only a loss and a norm have the threshold.
         if not self.judges(None, "value"):
             return None
         return self if self.threshold is None or is_limited(name) else replace(self, threshold=None)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        """Return whether the rule fires.
-
-        It fires for a count above 0, and for a float that is non-finite or whose magnitude is above the threshold.
-        """
+        # The rule fires for a count above 0, and for a float that is non-finite or whose magnitude
+        # is above the threshold.
         if op in ("nans", "infs"):
             return value > 0
         verdict = value != value  # noqa: PLR0124 - true only for NaN, for floats and for arrays
@@ -64,5 +59,4 @@ class AnomalyNan(AnomalyRule):
         return verdict
 
     def limit(self) -> float | None:
-        """Return the maximum allowed magnitude, or None if the rule has no threshold."""
         return self.threshold

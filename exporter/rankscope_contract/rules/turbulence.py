@@ -47,33 +47,24 @@ class AnomalyTurbulence(AnomalyRule):
         object.__setattr__(self, "ops", tuple(self.ops))
 
     def judges(self, kind: str | None, op: str) -> bool:
-        """Return whether the rule evaluates the op `op` of `kind`.
-
-        The op must have a baseline and be one of the rule's ops, and `kind` must be one of the rule's kinds. Of
-        scalars, the rule evaluates those in `scalars`.
-        """
+        # The op must have a baseline and be one of the rule's ops, and `kind` must be one of the rule's kinds. Of
+        # scalars, the rule evaluates those in `scalars`.
         if kind is None:
             return op == "value" and bool(self.scalars)
         return op in self.ops and self.covers(kind)
 
     def for_scalar(self, name: str) -> Self | None:
-        """Return the rule if it evaluates the scalar `name`, otherwise None."""
         return self if name in self.scalars else None
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        """Return whether the magnitude of `value` is outside of the allowed range around the baseline.
-
-        The result is False if the value or the baseline is NaN.
-        """
+        # The result is False if the value or the baseline is NaN.
         high = (abs(value) > baseline * (1 + self.threshold)) & (abs(value) > self.floor)
         if self.direction == "up":
             return high
         return high | (abs(value) < baseline / (1 + self.threshold))
 
     def needed_values(self) -> int:
-        """Return `after_values`."""
         return self.after_values
 
     def limit(self) -> float | None:
-        """Return the threshold, which is the allowed relative increase above the baseline."""
         return self.threshold
