@@ -40,10 +40,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
     def on_train_begin(
         self, args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
     ) -> None:
-        """Attach a monitor to the model. The arguments of Trainer are stored with the run.
-
-        The first step of a resumed training follows the last step of the checkpoint.
-        """
+        # The first step of a resumed training follows the last step of the checkpoint.
         if self._refuses("on_train_begin()"):
             return
         self._attended.safely("on_train_begin", self._begin, args, state, model, optimizer)
@@ -60,58 +57,44 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         )
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
-        """End the present phase when a step begins: an evaluation or a checkpoint has ended by then."""
+        # An evaluation or a checkpoint has ended by then.
         self._attended.leave_phase()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
-        """Set the number of the step that ends, and begin the phase of an evaluation or checkpoint that follows.
-
-        The phase begins here, because Trainer calls no callback directly before an evaluation or a checkpoint, only
-        after it.
-        """
+        # The phase begins here, because Trainer calls no callback directly before an evaluation or a checkpoint, only
+        # after it.
         # Trainer counts the tokens of all ranks together if `include_num_input_tokens_seen` is set.
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
         self._attended.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
         self._next_phase(control)
 
     def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        """Begin the phase of the evaluation or the checkpoint that follows the epoch, if there is one."""
         self._next_phase(control)
 
     def on_log(
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
-        """Log the numbers that Trainer logs, with the step number that Trainer has at present."""
         values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
         self._attended.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
-        """Begin the phase `evaluation` unless it is open.
-
-        It is already open if Trainer evaluates after a training step or an epoch. It is not open if the script called
-        `evaluate` or `predict`.
-        """
+        # Begin the phase `evaluation` unless it is open. It is already open if Trainer evaluates after a training
+        # step or an epoch. It is not open if the script called `evaluate` or `predict`.
         self._attended.enter_phase("evaluation")
 
     def on_evaluate(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        """End the phase `evaluation`, and begin the phase `checkpoint` if a checkpoint follows."""
         self._attended.leave_phase()
         if control.should_save:
             self._attended.enter_phase("checkpoint")
 
     def on_predict(self, *_args: Any, **_kwargs: Any) -> None:
-        """End the phase `evaluation` after a prediction."""
         self._attended.leave_phase()
 
     def on_save(self, *_args: Any, **_kwargs: Any) -> None:
-        """End the phase `checkpoint` after saving."""
         self._attended.leave_phase()
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
-        """Detach the monitor at the end of training.
-
-        After an exception, Trainer does not call this method. The error is then recorded when the process exits.
-        """
+        # After an exception, Trainer does not call this method. The error is then recorded when the process exits.
         self._attended.end()
 
     def _next_phase(self, control: Any) -> None:

@@ -39,10 +39,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         return {"_announced": None, "_before_evaluation": set(), "_of_evaluation": set()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Attach a monitor to the module as the strategy of Lightning has wrapped it.
-
-        The hyper-parameters of the module, of its data module and of the Lightning Trainer are stored with the run.
-        """
+        # The hyper-parameters of the module, of its data module and of the Lightning Trainer are stored with the run.
         if self._refuses("on_train_start()"):
             return
         self._attended.safely("on_train_start", self._begin, trainer, pl_module)
@@ -61,21 +58,16 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         )
 
     def on_train_batch_start(self, *_args: Any) -> None:
-        """End the present phase, such as an evaluation, and report that the training forward pass begins."""
         self._attended.leave_phase()
         if self._announced is not None:
             self._announced.begins()
 
     def on_before_backward(self, *_args: Any) -> None:
-        """Report the end of the training forward pass to the monitor."""
         if self._announced is not None:
             self._announced.ends()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_args: Any) -> None:
-        """Log the loss and the metrics of the module.
-
-        With automatic optimization, they are logged only at batches that end with an update.
-        """
+        # With automatic optimization, they are logged only at batches that end with an update.
         if self._announced is not None:
             self._announced.ends()  # a batch without a loss has no backward pass
         self._attended.safely("on_train_batch_end", self._end_batch, trainer, pl_module, outputs)
@@ -92,41 +84,30 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
             self._attended.log(self._updates, values)
 
     def on_validation_start(self, trainer: Any, _pl_module: Any) -> None:
-        """Begin the phase `evaluation`."""
         self._attended.enter_phase("evaluation")
         self._before_evaluation = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
-        """End the phase `evaluation`, and log the metrics of the evaluation for the last step before it.
-
-        The metrics are not logged again for later steps.
-        """
+        # The metrics are not logged again for later steps.
         self._attended.leave_phase()
         metrics = trainer.callback_metrics
         self._of_evaluation |= metrics.keys() - self._before_evaluation
         self._attended.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
 
     def on_save_checkpoint(self, *_args: Any) -> None:
-        """Begin the phase `checkpoint`.
-
-        Lightning does not report the end of saving: the phase ends with the next batch.
-        """
+        # Lightning does not report the end of saving: the phase ends with the next batch.
         self._attended.enter_phase("checkpoint")
 
     def on_train_end(self, *_args: Any) -> None:
-        """Detach the monitor."""
         self._attended.end()
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
-        """Detach the monitor, with `exception` as the reason for the end of training."""
         self._attended.end(exception)
 
     def _monitored(self, model: Any, pl_module: Any) -> Framework:
-        """Return the adapter of the model.
-
-        Lightning never calls an unwrapped module as a whole, so no hook of the monitor detects its forward pass. The
-        callback reports it to the adapter.
-        """
+        """Return the adapter of the model."""
+        # Lightning never calls an unwrapped module as a whole, so no hook of the monitor detects its forward pass.
+        # The callback reports it to the adapter.
         framework = framework_of(model)
         self._announced = Announced(pl_module) if model is pl_module else None
         framework.announced = self._announced
