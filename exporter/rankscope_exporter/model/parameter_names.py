@@ -356,7 +356,6 @@ def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
 
 
 def _can_be_called(module: nn.Module) -> bool:
-    """Return whether the module has a forward method. A ModuleList has none."""
     return defines_forward(type(module)) or "forward" in module.__dict__
 
 
