@@ -247,10 +247,8 @@ def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int,
 
 
 def _selected(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return at most KEPT entries of the flight record for the summary of a hang, oldest first.
-
-    Converting thousands of entries would hold the GIL for too long.
-    """
+    """Return at most KEPT entries of the flight record for the summary of a hang, oldest first."""
+    # Converting thousands of entries would hold the GIL for too long.
     entries = sorted(entries, key=_created_ns)
     pending = [entry for entry in entries if not is_over(entry)][:KEPT]
     others = [entry for entry in entries[-KEPT:] if is_over(entry)]

@@ -297,11 +297,9 @@ class FlightRecorderPoller(StepObserver):
         return 0.0 if self._thread is None else self._thread.cpu_seconds
 
     def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Store the time at which a training step begins."""
         self._began_us = now_microseconds()
 
     def on_step_end(self, record: StepRecord) -> None:
-        """Store the start and end of a step. If the flight record must be read now, wake the thread that reads it."""
         if self._share <= 0:
             return
         self._ended.append((record.step, self._began_us, now_microseconds()))

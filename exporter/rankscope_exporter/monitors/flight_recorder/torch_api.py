@@ -153,10 +153,8 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Prevent the destruction of `thing` when the interpreter exits.
-
-    Threads and tables of torch may still use the object at that time.
-    """
+    """Prevent the destruction of `thing` when the interpreter exits."""
+    # Threads and tables of torch may still use the object at that time.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -287,10 +285,7 @@ def read_without_stacks(
 
 
 def _recorders() -> list[Recorder]:
-    """Return the flight recorders that may have entries.
-
-    NCCL's flight recorder is left out if this process has not used a GPU: the recorder has no entries then.
-    """
+    # NCCL's flight recorder is left out if this process has not used a GPU: the recorder has no entries then.
     return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -314,10 +309,8 @@ def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report
 
 
 def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Raw]:
-    """Return those of the flight record's `entries` that have all fields this package reads, oldest first.
-
-    The number of entries that lack a field is reported through `report`.
-    """
+    """Return those of the flight record's `entries` that have all fields this package reads, oldest first."""
+    # The number of entries that lack a field is reported through `report`.
     complete = [entry for entry in entries if all(entry.get(name) is not None for name in _NEEDED)]
     if missing := len(entries) - len(complete):
         report(where, ValueError(f"{missing} of {len(entries)} entries lack one of the fields {_NEEDED}"))
@@ -404,21 +397,17 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
 
 
 def _relay(handler: str, request: Any, response: Any) -> None:
-    """Call the handler with torch's request and response objects.
-
-    During the call, this thread is in a mode in which it may query the device while other threads capture graphs.
-    """
+    """Call the handler with torch's request and response objects."""
+    # During the call, this thread is in a mode in which it may query the device while other threads capture graphs.
     with _while_others_capture(is_urgent=request.body() == _URGENT):
         _c10d()._get_handler(handler)(request, response)  # noqa: SLF001 - see above
 
 
 @contextlib.contextmanager
 def _while_others_capture(*, is_urgent: bool = False) -> Iterator[None]:
-    """Permit this thread to query events of the device without invalidating a graph capture of another thread.
-
-    Raises RuntimeError if the runtime of the device has no mode for this. With `is_urgent` it does not raise, because a
-    rank that hangs captures no graph.
-    """
+    """Permit this thread to query events of the device without invalidating a graph capture of another thread."""
+    # Raises RuntimeError if the runtime of the device has no mode for this. With `is_urgent` it does not raise,
+    # because a rank that hangs captures no graph.
     with others_may_capture() as is_relaxed:
         if not is_relaxed and not is_urgent:
             raise RuntimeError("the runtime of the device cannot read the flight record during graph captures")

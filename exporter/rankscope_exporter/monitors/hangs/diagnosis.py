@@ -315,10 +315,8 @@ def _threads(text: str) -> list[tuple[int, bool, tuple[Frame, ...]]]:
 
 
 def _without_our_calls(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Return `frames` without the innermost frames of this package.
-
-    A thread that has only frames of this package keeps all of them.
-    """
+    """Return `frames` without the innermost frames of this package."""
+    # A thread that has only frames of this package keeps all of them.
     own = next((i for i, frame in enumerate(frames) if not frame.file.startswith(OUR_CODE)), 0)
     return tuple(frames[own:])
 
@@ -450,10 +448,8 @@ class Diagnosis:
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:
-        """Return the stacks of all threads.
-
-        If they cannot be read, the result has no threads: the flight record is useful without stacks.
-        """
+        """Return the stacks of all threads."""
+        # If they cannot be read, the result has no threads: the flight record is useful without stacks.
         stacks: StackDump | None = self._boundary.call("taking stacks", take_stacks, reason, self._training_thread)
         return StackDump(reason=reason, threads=()) if stacks is None else stacks
 

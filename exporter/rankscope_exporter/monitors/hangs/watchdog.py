@@ -218,11 +218,9 @@ class Watchdog:
         self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
-        """Publish the event, the stacks and the flight record of a hang.
-
-        Return a text with the function or collective in which this rank waits. Return None if neither stacks nor flight
-        record were read.
-        """
+        """Publish the event, the stacks and the flight record of a hang."""
+        # Return a text with the function or collective in which this rank waits. Return None if neither stacks nor
+        # flight record were read.
         taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
         if not taken.stacks.threads and taken.flight is None:
             return None

@@ -137,10 +137,8 @@ def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
 
 
 def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
-    """Return functions that read a metric, one for each value of its label.
-
-    `constants` contains the name of NVML's constant for each label value.
-    """
+    """Return functions that read a metric, one for each value of its label."""
+    # `constants` contains the name of NVML's constant for each label value.
     return [
         Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
         for name, constant in constants.items()
@@ -148,10 +146,7 @@ def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constan
 
 
 def _scaled(name: str, scalar: str, unit: str, function: str, divisor: float) -> Reading:
-    """Return a function that reads one metric.
-
-    The metric is the result of the NVML function named `function`, divided by `divisor`.
-    """
+    # The metric is the result of the NVML function named `function`, divided by `divisor`.
     return Reading(name, lambda nvml, handle: [Scalar(scalar, float(getattr(nvml, function)(handle) / divisor), unit)])
 
 

@@ -178,10 +178,8 @@ def _table(name: str) -> dict[str, float]:
 
 
 def _processor_ticks() -> list[float]:
-    """Return the user, nice, system, idle, iowait, irq, softirq and steal time of all CPUs in clock ticks.
-
-    The result is empty if the times are unknown.
-    """
+    """Return the user, nice, system, idle, iowait, irq, softirq and steal time of all CPUs in clock ticks."""
+    # The result is empty if the times are unknown.
     try:
         return [float(word) for word in (_PROC / "stat").read_text().splitlines()[0].split()[1:9]]
     except (OSError, IndexError):
