@@ -181,10 +181,8 @@ def script_commit(script: str) -> str | None:
 
 
 def _git_folder(dot_git: Path) -> Path:
-    """Return the folder to which `.git` refers.
-
-    In worktrees and submodules, `.git` is a file that contains the path.
-    """
+    """Return the folder to which `.git` refers."""
+    # In worktrees and submodules, `.git` is a file that contains the path.
     if dot_git.is_dir():
         return dot_git
     return (dot_git.parent / dot_git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()).resolve()

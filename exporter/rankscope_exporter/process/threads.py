@@ -112,10 +112,8 @@ _running: weakref.WeakSet[OwnThread] = weakref.WeakSet()
 
 
 def _join_at_exit() -> None:
-    """Wait for the threads of the monitor, which were all asked to end.
-
-    A daemon thread that returns from native code while the interpreter ends aborts the process.
-    """
+    """Wait for the threads of the monitor, which were all asked to end."""
+    # A daemon thread that returns from native code while the interpreter ends aborts the process.
     deadline = time.monotonic() + EXIT_SECONDS
     for thread in tuple(_running):
         if thread.is_alive() and thread is not threading.current_thread():
