@@ -141,10 +141,8 @@ def crc32c(data: bytes) -> int:
 
 @functools.cache
 def _pair_tables() -> tuple[array[int], array[int]]:
-    """Return two tables of CRC-32C remainders, both indexed by a 16-bit value.
-
-    The first table has the remainder of the value after two bytes, the second table the one after four bytes.
-    """
+    """Return two tables of CRC-32C remainders, both indexed by a 16-bit value."""
+    # The first table has the remainder of the value after two bytes, the second table the one after four bytes.
     table = _table()
     two = [table[table[pair & 0xFF] & 0xFF ^ pair >> 8] ^ table[pair & 0xFF] >> 8 for pair in range(1 << 16)]
     four = (two[crc & 0xFFFF] ^ crc >> 16 for crc in two)

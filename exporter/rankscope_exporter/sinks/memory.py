@@ -57,7 +57,6 @@ class Api(Sink):
         self._lock = threading.Lock()
 
     def put(self, record: StepRecord) -> None:
-        """Store the record of a measured step, and remove the oldest record if the sink is full."""
         if record.step is not None and (record.statistics is not None or record.features):
             with self._lock:
                 self._records.append(record)
