@@ -228,7 +228,7 @@ def _openmp_team() -> set[int]:
     found: list[int] = []
     region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     report = region(lambda _: found.append(threading.get_native_id()))
-    if address := openmp_parallel():
+    if address := _gomp_parallel():
         parallel = ctypes.CFUNCTYPE(None, region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
         parallel(report, None, 0, 0)  # 0: as many threads as torch uses
     return set(found)
