@@ -182,19 +182,21 @@ def test_texts_of_this_test_are_texts_of_panels():
     assert set() == set().union(*SHOWN.values(), *NOT_GREEN.values()) - titles
 
 
-def stored(store: Path, run: str) -> dict[str, int]:
-    """Return the numbers of incidents, checkpoints and restarts of a run in the store, and its last steps."""
+def stored(store: Path, run: str, end: int) -> dict[str, int]:
+    """Return the numbers of incidents and checkpoints of a run until `end`, and its restarts and last steps."""
     counted = """SELECT
         (SELECT count(DISTINCT (rank, rule, kind, tensor, step)) FROM events
-            WHERE run = $run AND type = 'incident' AND details->>'$.state' = 'opened') AS "Incidents",
+            WHERE run = $run AND type = 'incident' AND details->>'$.state' = 'opened'
+                AND epoch(ts) <= $until) AS "Incidents",
         (SELECT count(DISTINCT (attempt, step)) FROM events
-            WHERE run = $run AND type = 'phase' AND details->>'$.phase' = 'checkpoint') AS "Checkpoints",
+            WHERE run = $run AND type = 'phase' AND details->>'$.phase' = 'checkpoint'
+                AND epoch(ts) <= $until) AS "Checkpoints",
         (SELECT max(attempt) FROM attempts WHERE run = $run) AS "Restarts",
         (SELECT max(last_step) FROM attempts WHERE run = $run) AS "Step",
         (SELECT coalesce(max(step), -1) FROM events WHERE run = $run AND type = 'exit') AS "Step of the end"
     """
     with connect(store) as connection:
-        (found,) = connection.query(counted, {"run": run}).to_pylist()
+        (found,) = connection.query(counted, {"run": run, "until": end}).to_pylist()
     return dict(found)
 
 
@@ -258,7 +260,7 @@ def test_board_is_drawn(training, chromium: Requests, ready: int, times: list[An
     panels, queries = chromium.run(PANELS), chromium.queries()
     if folder := os.environ.get("RANKSCOPE_GRAFANA_PICTURES"):
         Path(folder, f"{name}-{theme}.png").write_bytes(chromium.picture())
-    expected = stored(training.programs.folder / "history", RUNS[kind])
+    expected = stored(training.programs.folder / "history", RUNS[kind], end)
     asked = {query: query.ask(training.programs.urls["prometheus"]) for query in queries}
     slowest = max(asked, key=lambda query: asked[query][0])
     times.append((name, *(f"{one:.2f}" for one in (*chromium.seconds(), asked[slowest][0])), slowest.expression))
