@@ -28,7 +28,7 @@ READERS = {  # The arguments of each command that reads a store, and a part of i
     "compare": (["first", "alone", "--no-figure"], "alone"),
     "diff": (["first", "alone"], "first"),
     "events": ([], "completed"),
-    "export": (["alone"], "12 "),
+    "export": (["alone"], "rows: 144 tensor_stats"),  # 12 steps
     "plot": (["alone", "-o", "figure.svg"], ""),
     "report": ([], "report of alone"),
     "runs": ([], "alone"),
