@@ -47,8 +47,8 @@ class AnomalyNan(AnomalyRule):
         return self if self.threshold is None or is_limited(name) else replace(self, threshold=None)
 
     def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
-        # The rule fires for a count above 0, and for a float that is non-finite or whose magnitude
-        # is above the threshold.
+        # The rule fires for a count above 0. It also fires for a float that is non-finite, or has a magnitude above the
+        # threshold.
         if op in ("nans", "infs"):
             return value > 0
         verdict = value != value  # noqa: PLR0124 - true only for NaN, for floats and for arrays

@@ -267,7 +267,7 @@ class Hook(NotCopied):
             call = self._read
         if not context.active:
             return None
-        # The hook of an adapter may call further hooks: their time is part of its own.
+        # The hook of an adapter may call further hooks. Their time is in that of the outer hook.
         began, before = time.thread_time(), context.cpu_seconds
         try:
             return call(*args) if is_plain() else self._call_beside_modes(call, args)
