@@ -77,7 +77,7 @@ def test_slow_disk_delays_the_end_until_every_step_is_published(end, status, rea
     [
         pytest.param("pass", 0, "completed", marks=pytest.mark.thorough),
         ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, "signal"),
-        pytest.param("os.kill(os.getpid(), signal.SIGINT)", 1, "signal", marks=pytest.mark.thorough),
+        pytest.param("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "signal", marks=pytest.mark.thorough),
     ],
 )
 def test_steps_that_are_not_published_in_time_count_as_lost(end, status, reason, tmp_path):

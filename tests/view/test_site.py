@@ -15,7 +15,7 @@ from tests.view.training import HOSTILE, MAIN, START, Size, event, events, rank_
 
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.assets import ASSETS, UPLOT
-from rankscope_view.data.incidents import incidents, own_anomalies
+from rankscope_view.data.incidents import incidents, shared_anomalies
 from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
 from rankscope_view.pages.format import count, measure, percent, short
@@ -237,8 +237,10 @@ def test_incident_lists_no_anomalies_of_an_incident_that_is_over(connection):
     rows = [replace(row, step=step, tensor=tensor) for step in (186, 188) for tensor in ("1.bias", "2.bias")]
     rows += [replace(row, step=step, tensor="5.bias") for step in (216, 217, 240)]
 
-    assert [216, 217, 240] == [each.step for each in own_anomalies(rows, later, (over, later))]
-    assert [186, 186, 188, 188] == [each.step for each in own_anomalies(rows, over, (over, later))]
+    shares = shared_anomalies(rows, (over, later))
+
+    assert [216, 217, 240] == [each.step for each in shares[later.key]]
+    assert [186, 186, 188, 188] == [each.step for each in shares[over.key]]
 
 
 def test_incident_page_has_the_anomalies_after_its_last_report(stored):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import math
-import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -408,7 +407,7 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
     steps = window(one)
     listed = anomalies(connection, one.run, top=1_000_000, steps=(steps[0], _NEWEST))
     growth = tuple(each for each in listed if one.rule not in RULES_OF_RUNS and _grows(each, one))
-    own = own_anomalies(listed, one, found) if one.rule not in RULES_OF_RUNS else []
+    own = shared_anomalies(listed, found)[one.key]
     keys = [each.key for each in sorted(found, key=in_order)]
     at = keys.index(one.key)
     own_steps = (own[0].step or 0, own[-1].step or 0) if own else steps
@@ -431,35 +430,45 @@ def counted(connection: Connection, found: Sequence[Incident]) -> list[Incident]
     """Return the incidents `found` of a run, of which those not resolved have all their anomalies up to now."""
     lasting = [one for one in found if not one.is_resolved and one.rule not in RULES_OF_RUNS]
     listed = anomalies(connection, found[0].run, top=1_000_000) if lasting else []
-    totals = {one.key: len(own_anomalies(listed, one, found)) for one in lasting}
-    return [replace(one, events=max(one.events, totals.get(one.key, 0))) for one in found]
+    shares = shared_anomalies(listed, found) if lasting else {}
+    return [replace(one, events=max(one.events, len(shares.get(one.key, ())))) for one in found]
 
 
-def own_anomalies(listed: Sequence[AnomalyRow], one: Incident, found: Sequence[Incident]) -> list[AnomalyRow]:
-    """Return the anomalies in `listed`, in the order of steps, that belong to `one` and to no other one in `found`.
+def shared_anomalies(listed: Sequence[AnomalyRow], found: Sequence[Incident]) -> dict[str, list[AnomalyRow]]:
+    """Return the anomalies in `listed`, in the order of steps, of each incident in `found`, by its key.
 
-    The anomalies of a step belong to the incident that began there, else to the latest one with the same rule and
+    The anomalies of a step belong to the incidents that began there, else to the latest one with the same rule and
     tensor, else to the latest one. A resolved incident has no anomalies after its last step. Of another one, the last
     step is that of its newest report, because a service reports a change of the state only.
     """
-    peers = [each for each in found if (each.attempt or 0) == (one.attempt or 0) and each.rule not in RULES_OF_RUNS]
-    subjects: dict[str, set[tuple[str | None, str | None]]] = {
-        each.key: {(each.rule, subject_name(each.tensor, each.op))} for each in peers
-    }
-    own: list[AnomalyRow] = []
-    near = [each for each in listed if (each.attempt or 0) == (one.attempt or 0) and (each.step or 0) >= window(one)[0]]
-    for step, rows in itertools.groupby(near, key=lambda row: row.step):
+    own: dict[str, list[AnomalyRow]] = {one.key: [] for one in found}
+    peers: dict[int, list[Incident]] = {}
+    same_tensor: dict[tuple[str | None, int | None, int], list[Incident]] = {}
+    for one in sorted((one for one in found if one.rule not in RULES_OF_RUNS), key=in_order):
+        attempt = one.attempt or 0
+        peers.setdefault(attempt, []).append(one)
+        same_tensor.setdefault((one.tensor, one.rank, attempt), []).append(one)
+    subjects = {one.key: {(one.rule, subject_name(one.tensor, one.op))} for one in found}
+
+    def place(row: AnomalyRow) -> tuple[int, int]:
+        return row.attempt or 0, -1 if row.step is None else row.step
+
+    for (attempt, at), rows in itertools.groupby(sorted(listed, key=place), key=place):
         anomalies_of_step = list(rows)
-        named = {(row.rule, subject_name(row.tensor, row.op)) for row in anomalies_of_step}
-        active = [each for each in peers if _covers(each, step)]
-        ranked = [(each.step == step, bool(named & subjects[each.key]), in_order(each), each) for each in active]
-        holder = max(ranked, key=operator.itemgetter(0, 1, 2))[-1] if ranked else None
-        if holder is None:  # an earlier sign of the tensor, too weak to have an incident
-            own += [row for row in anomalies_of_step if _grows(row, one)]
-            continue
-        subjects[holder.key] |= named
-        if holder.key == one.key or (holder.step, one.step) == (step, step):
-            own += anomalies_of_step
+        step = None if at < 0 else at
+        active = [one for one in peers.get(attempt, ()) if _covers(one, step)]
+        began = [one for one in active if one.step == step]
+        holder = None
+        if candidates := began or active:
+            named = {(row.rule, subject_name(row.tensor, row.op)) for row in anomalies_of_step}
+            holder = next((one for one in reversed(candidates) if named & subjects[one.key]), candidates[-1])
+            subjects[holder.key] |= named
+        for one in began or filter(None, [holder]):
+            own[one.key] += anomalies_of_step
+        for row in () if holder else anomalies_of_step:  # earlier signs of tensors, too weak to have an incident
+            for one in same_tensor.get((row.tensor, row.rank, attempt), ()):
+                if _grows(row, one) and (row.step or 0) >= window(one)[0]:
+                    own[one.key].append(row)
     return own
 
 

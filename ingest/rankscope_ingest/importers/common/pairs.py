@@ -27,7 +27,7 @@ def _of(group: str) -> str:
 
 _COUNTER: Final = re.compile(
     rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|{COUNTER_NAME})(?:\((?P<split>[a-z]{{1,10}})\))?"
-    rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?\s*[\])]?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
+    rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?(?:\s*[\])])?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
     rf"(?:[:,\s]*\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
     rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
     rf"|\bbatch\s*[:=]?\s*(?P<after>{_COUNT})(?=[,\]|]|\s\|)",
@@ -90,7 +90,9 @@ _NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples
 _OPENS: Final = re.compile(r"(?:^|[|,;:\[\]({\t]|\s-|\s\s|\.)\s*$")
 _CLOSES: Final = re.compile(r"\s*(?:$|[|,;\[\])}\t]|-\s|\.(?:\s|$))|\s\s")
 _SEPARATORS: Final = "|,;- \t"
-_REST: Final = re.compile(r"(?<![\w.])[-+]?(?:\d[\w.,]*|\.\d\w*|(?:nan|inf(?:inity)?)\b)", re.IGNORECASE)
+_REST: Final = re.compile(
+    r"(?<![\w.])[-+]?(?:\d[\w.,]*(?:(?<=e)[-+]\d+)?|\.\d\w*|(?:nan|inf(?:inity)?)\b)", re.IGNORECASE
+)
 _NAME_BEFORE: Final = re.compile(r"[A-Za-z][\w/@+-]{0,60}(?= ?[\s:=(\[]*$)")
 _BEFORE_CHARACTERS: Final = 80
 _GROUP: Final = re.compile(r"([A-Za-z]\w{0,60})\[[^\[\]]*$")
