@@ -69,11 +69,7 @@ def dtype_text(names: Iterable[str]) -> str | None:
 
 
 def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, output_types: Sequence[str]) -> int | None:
-    """Return the message size of a collective on this rank in bytes: the larger of its input and its output.
-
-    For all-gather this is the gathered tensor; for reduce-scatter it is the tensor before scattering. The size is equal
-    on all ranks. Return None if the collective has no tensors (barrier) or a dtype is unknown.
-    """
+    """Return the bytes of the input or output, the larger, equal on all ranks; None without tensors or known dtype."""
     sent, received = _bytes(inputs, input_types), _bytes(outputs, output_types)
     if (sent is None and inputs) or (received is None and outputs):
         return None
@@ -81,10 +77,7 @@ def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, out
 
 
 def is_even(op: str) -> bool:
-    """Return whether all ranks transfer equal numbers of bytes in a collective `op`.
-
-    `op` may be the name that any backend uses.
-    """
+    """Return whether all ranks transfer equal numbers of bytes in `op`, which may be the name that any backend uses."""
     return any(op.strip("_").startswith(name) for name in EVEN)
 
 

@@ -77,13 +77,12 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that are at the same place in the code."""
+    """Ranks that are at the same place in the code, in ascending order."""
 
     standings: tuple[Standing, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that are at this place in the code, in ascending order."""
         return tuple(standing.rank for standing in self.standings)
 
     def __str__(self) -> str:
@@ -99,10 +98,7 @@ def grouped(standings: Iterable[Standing]) -> list[Group]:
 
 
 def own_frame(frames: Sequence[Frame]) -> Frame | None:
-    """Return the innermost frame that is outside of libraries and Python.
-
-    If all frames are in libraries, return the innermost frame; None without frames.
-    """
+    """Return the innermost frame outside of libraries and Python, else the innermost frame; None without frames."""
     return next((frame for frame in frames if not is_library(frame.file)), frames[0] if frames else None)
 
 

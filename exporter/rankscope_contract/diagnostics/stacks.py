@@ -33,10 +33,7 @@ class Frame:
 
     @property
     def short(self) -> tuple[str, int, str]:
-        """Return a key of the frame that is equal on all ranks.
-
-        It does not contain the path of the installation folder.
-        """
+        """Return a key that is equal on all ranks: it is without the path of the installation folder."""
         return PurePath(self.file).name, self.line, self.function
 
 
@@ -69,7 +66,6 @@ class StackDump:
 
     @property
     def training_thread(self) -> ThreadStack | None:
-        """Return the stack of the training thread, or None if the stacks of the process do not contain it."""
         return next((thread for thread in self.threads if thread.is_training), None)
 
     @property
@@ -92,7 +88,6 @@ class StackDump:
         return {"reason": self.reason, "threads": threads, "left_out": self.left_out}
 
     def to_json(self) -> str:
-        """Return the stacks as JSON text for the details of an event."""
         return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
@@ -136,7 +131,6 @@ class Collective:
 
     @property
     def group_key(self) -> str:
-        """Return a key that identifies the process group within the job."""
         return self.group if self.group_id is None else self.group_id
 
     def __str__(self) -> str:
@@ -170,15 +164,12 @@ class FlightRecord:
 
     @property
     def latest(self) -> Collective | None:
-        """Return the last collective that the rank entered, or None without collectives."""
         return self.collectives[-1] if self.collectives else None
 
     def document(self) -> dict[str, Any]:
-        """Return the flight record as a JSON document."""
         return asdict(self)
 
     def to_json(self) -> str:
-        """Return the flight record as JSON text for the details of an event."""
         return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
 
     @classmethod

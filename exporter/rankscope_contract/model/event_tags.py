@@ -18,11 +18,7 @@ _SCHEME: Final = re.compile(r"linear:(?P<low>[^:]+):(?P<high>[^:]+):(?P<bins>\d{
 
 
 def event_tag(name: str, task: str, *, rank: int, vpp_stage: int = 0, micro_step: int | None = None) -> str:
-    """Return the tag of a value of a tensor or module.
-
-    `name` includes the slot of a module, such as `layers.0.input_1`. A `:` or `%` in it is percent-encoded. `task`
-    includes the statistic, such as `actv_norm`.
-    """
+    """Return the tag of a value. `name` has a module's slot (`layers.0.input_1`), `task` a statistic (`actv_norm`)."""
     encoded = name.replace("%", "%25").replace(":", "%3A")
     micro = "" if micro_step is None else f":{micro_step}"
     return f"{vpp_stage}:{encoded}{micro}/rank{rank}/{task}"

@@ -161,11 +161,9 @@ EVALUATION_NAME: Final = r"(^|[/._])(eval|evaluation|val|valid|validation|dev|te
 
 
 def causal_stage(kind: str | None, op: str | None = None) -> float:
-    """Return the position of `kind` in the causal order of a step.
+    """Return the position of `kind` in the causal order of a step; without a kind, that of the scalar or summary `op`.
 
-    An event without a kind summarises the tensors of the step, like a scalar, and has the position `SCALAR_STAGE`. Of
-    the scalars `op` of a step, the loss has the position `LOSS_STAGE`: the forward pass computes it before the
-    gradients, which are not finite if it is not. The results of an evaluation come after all tensors.
+    The loss precedes the gradients, which are not finite if it is not. The results of an evaluation come last.
     """
     if kind is not None:
         return CAUSAL_STAGE.get(kind, SCALAR_STAGE)
@@ -184,9 +182,7 @@ It is after all known positions.
 def causal_micro_step(micro_step: int | None, stage: float) -> int:
     """Return the sort position of an event among the micro-batches of a step.
 
-    An event without a micro-batch sorts before all micro-batches if it is about parameters before the update (the stage
-    is below that of act_in). The loss sorts into the first micro-batch, so that it comes before all gradients. All
-    other events without a micro-batch sort after them.
+    Without a micro-batch, the loss sorts into the first one, parameters before the update precede all, others follow.
     """
     if micro_step is not None:
         return micro_step

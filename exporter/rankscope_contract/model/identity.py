@@ -87,10 +87,9 @@ def new_incarnation() -> str:
 
 
 def new_launch_id(environment: Mapping[str, str]) -> str:
-    """Return a new unique launch id, which rank 0 shares with all ranks.
+    """Return a new unique launch id, which rank 0 shares with all ranks. It starts with the launcher's job id, if any.
 
-    The launch id starts with the job id of the launcher, if there is one. Job id and restart count alone are not
-    unique: a requeued job keeps its job id, and torchrun then counts restarts from 0.
+    The job id and the restart count are not unique: a requeued job keeps its id, and torchrun then counts from 0.
     """
     job = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", _UNSET_ELASTIC_ID)
     requeued = environment.get("SLURM_RESTART_COUNT", "")

@@ -52,10 +52,7 @@ PRE_COLLECTIVE_TOTAL: Final = "pre_collective_seconds_total"
 
 
 def shares_text(seconds: Mapping[str, float]) -> str:
-    """Return the share of each phase in the sum of `seconds`, the largest first: `data wait 33.6 %, forward 30.1 %`.
-
-    Shares below 0.05 % are left out. The text is empty if the sum is 0.
-    """
+    """Return the share of each phase of at least 0.05 %, the largest first: `data wait 33.6 %, forward 30.1 %`."""
     whole = sum(seconds.values())
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     shares = [(phase.replace("_", " "), 100 * part / whole) for phase, part in ordered if whole > 0]

@@ -70,10 +70,7 @@ class Alias:
     """
 
     def converted(self, value: float) -> float:
-        """Return the logged `value` in the stored unit.
-
-        A factor below 1 is applied as a division by its reciprocal, because the result is then rounded only once.
-        """
+        # A factor below 1 is applied as a division by its reciprocal: the result is then rounded only once.
         return value * self.factor if self.factor >= 1.0 else value / round(1.0 / self.factor)
 
     def labels(self, source_name: str, extra: Mapping[str, str] | None = None) -> str | None:
@@ -195,10 +192,7 @@ LOSSES: Final = ("loss", "eval_loss")
 
 @functools.lru_cache(maxsize=4096)
 def logged_name(name: str) -> tuple[str, Mapping[str, str]]:
-    """Return the stored name and the labels of a number that a training script logs as `name`.
-
-    Only names of losses are replaced. `source_name` is then the name in the script, as in imported logs.
-    """
+    """Return the stored name and labels of a number logged as `name`; only losses change: see `source_name`."""
     name = redacted_name(name)
     known = canonical(name)
     is_other = known.name in LOSSES and known.name != name and known.source_unit is None
@@ -211,10 +205,7 @@ def names_of(stored: str) -> list[str]:
 
 
 def in_unit(alias: Alias, unit: str) -> Alias:
-    """Return a copy of `alias` (name and unit of a quantity) that converts logged values in `unit` to the stored unit.
-
-    Values in an unknown unit are not converted; the unit is only stored as the unit in the log.
-    """
+    """Return an `alias` that converts values in `unit`. An unknown unit is only stored as the unit in the log."""
     found = UNITS.get(unit.lower())
     if found is None or alias.unit not in {None, found.name}:
         return replace(alias, source_unit=unit)
@@ -222,10 +213,7 @@ def in_unit(alias: Alias, unit: str) -> Alias:
 
 
 def under_own_name(name: str) -> Alias:
-    """Return `name` as the stored name, with the unit and factor of the known quantity that `name` usually means.
-
-    Use this function if a log uses `name` for another quantity, for which the usual stored name would be wrong.
-    """
+    """Return `name` as the stored name with the unit of its usual quantity, for logs that use it for another."""
     return replace(canonical(name), name=redacted_name(name))
 
 

@@ -372,7 +372,6 @@ class PlanEntry:
 
     @property
     def label(self) -> str:
-        """Return the name of the tensor for users. For a head, expert or tuple slot, its number follows in brackets."""
         return self.tensor if self.index is None else f"{self.tensor}[{self.index}]"
 
 
@@ -395,7 +394,6 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """Return the hash of the plan: the first 32 hex digits of the SHA-256 of its canonical JSON."""
         return plan_hash(self.to_json())
 
     @staticmethod
@@ -469,10 +467,7 @@ IMPORT_PREFIX: Final = "import-"
 
 
 def canonical_labels(labels: dict[str, str] | None) -> str | None:
-    """Return `labels` as canonical text for a column of labels: JSON with sorted keys, or None without labels.
-
-    Secrets are masked, and long texts cut.
-    """
+    """Return `labels` as JSON with sorted keys, secrets masked and long texts cut; None without labels."""
     if not labels:
         return None
     clean = {redacted_name(name): redacted_name(text, MAX_LABEL) for name, text in labels.items()}

@@ -64,7 +64,9 @@ NOTHING: Final = -1
 class Registration:
     """Identity and state of a rank.
 
-    The rank sends it to the service when it starts, and then repeatedly as its heartbeat.
+    The rank sends it to the service when it starts, and then repeatedly as its heartbeat. Both messages of the channel
+    are JSON; `from_json` ignores keys of a newer release, and raises ValueError for an invalid text and RecursionError
+    for one that is nested too deeply.
     """
 
     run: str
@@ -96,15 +98,10 @@ class Registration:
                 object.__setattr__(self, name, redacted_name(text, LONGEST_NAME) or getattr(self, name))
 
     def to_json(self) -> str:
-        """Return the registration as the JSON body of a POST request."""
         return json.dumps(asdict(self), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the registration in the JSON `text`. Keys of a newer release are ignored.
-
-        Raises ValueError if the text is invalid, and RecursionError if it is nested too deeply.
-        """
         return _from_json(cls, text)
 
 
@@ -123,12 +120,10 @@ class RegistrationReply:
     notice: str | None = None
 
     def to_json(self) -> str:
-        """Return the reply to a registration as the JSON body of the response."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return the reply to a registration in the JSON `text`. Raises ValueError, or RecursionError if it is deep."""
         return _from_json(cls, text)
 
 

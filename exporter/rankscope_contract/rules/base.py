@@ -45,10 +45,7 @@ class AnomalyRule:
         raise NotImplementedError
 
     def limit(self) -> float | None:
-        """Return the configured threshold, or None if the rule has no threshold.
-
-        The metric `rankscope_rule_threshold` exports this value.
-        """
+        """Return the threshold, which the metric `rankscope_rule_threshold` exports; None if the rule has none."""
         raise NotImplementedError
 
     def needed_values(self) -> int | None:
@@ -66,5 +63,4 @@ class AnomalyRule:
             raise ValueError(f"{self.name}: threshold must be a number, not {shown}")
 
     def covers(self, kind: str | None) -> bool:
-        """Return whether `kind` is one of the rule's kinds."""
         return self.kinds is None or kind in self.kinds

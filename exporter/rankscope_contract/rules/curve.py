@@ -299,10 +299,7 @@ class SeriesEvaluator:
 
     @property
     def baseline(self) -> float:
-        """Return the baseline with which the next value is compared.
-
-        It is NaN before the first finite value, and until the rules have enough values.
-        """
+        """Return the baseline of the next value; NaN before a finite value, and until the rules have enough values."""
         return math.nan if self._missing_values > 0 else self._baseline
 
     def observe(self, raw: float) -> Firing | None:

@@ -16,11 +16,9 @@ LONGEST_FILE_NAME: Final = 160
 
 
 def path_segment(name: str) -> str:
-    """Return `name` as one safe path segment (percent-encoded UTF-8). `from_path_segment` is the inverse function.
+    """Return `name` as one safe path segment in percent-encoded UTF-8; `from_path_segment` is the inverse.
 
-    Only ASCII letters, digits, `_`, `-` and inner `.` are not encoded. Therefore no name can point outside of its
-    folder, become two segments or look like `key=value`. The empty name becomes `%`, which is not the encoding of any
-    other name.
+    No name can leave its folder, become two segments or look like `key=value`. The empty name becomes `%`.
     """
     if not name:
         return "%"

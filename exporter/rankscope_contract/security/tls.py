@@ -75,10 +75,7 @@ def _new_client_context() -> ssl.SSLContext:
 
 
 def reloading_client(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> Reloading:
-    """Return a TLS context for clients that is created again when one of its files changes.
-
-    Raises WebConfigError if a file cannot be used.
-    """
+    """Return a TLS context, created again when one of its files changes. Raises WebConfigError for an unusable file."""
     files = tuple(path for path in (ca_file, cert_file, key_file) if path is not None)
     return Reloading(lambda: (client_context(ca_file, cert_file, key_file), files))
 
@@ -117,11 +114,7 @@ class Reloading:
     """
 
     def __init__(self, make: MakeFromFiles) -> None:
-        """Create the first TLS context.
-
-        `make` is the function that creates a context and returns it with the files from which it was created. Raises
-        WebConfigError if a file of the context cannot be used.
-        """
+        """Create the first context; `make` returns it and its files. Raises WebConfigError if a file cannot be used."""
         self._make = make
         self._lock = threading.Lock()
         self._context, self._files = make()

@@ -56,12 +56,10 @@ class TlsServer:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Return the files from which the TLS context is created. If one of them changes, a new context is required."""
         return (self.cert_file, self.key_file, *(() if self.client_ca_file is None else (self.client_ca_file,)))
 
     @property
     def demands_client_certificates(self) -> bool:
-        """Return whether every client must present a certificate signed by `client_ca_file`."""
         return self.client_auth_type == "RequireAndVerifyClientCert"
 
 
@@ -74,7 +72,6 @@ class WebConfig:
 
     @property
     def demands_identity(self) -> bool:
-        """Return whether the web configuration file requires every client to authenticate."""
         return bool(self.users) or (self.tls is not None and self.tls.demands_client_certificates)
 
 

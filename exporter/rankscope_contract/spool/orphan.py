@@ -147,12 +147,10 @@ class Orphan:
 
     @property
     def folder(self) -> Path:
-        """Return the path of the spool folder."""
         return self.reader.folder
 
     @property
     def incarnation(self) -> str:
-        """Return the incarnation id of the dead process."""
         return self.registration.incarnation
 
     @property

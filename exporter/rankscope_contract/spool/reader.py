@@ -50,10 +50,7 @@ class SpoolError(Exception):
 
 
 def segment_name(first: int) -> str:
-    """Return the name of the record file in which the first record has sequence number `first`.
-
-    The names sort in the order of the sequence numbers.
-    """
+    """Return the name of the record file that begins with sequence number `first`; names sort as the numbers do."""
     return f"{first:012d}.arrows"
 
 
@@ -63,10 +60,7 @@ def plan_name(plan_hash: str) -> str:
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """Return (first sequence number, path) of each record file in `folder`, in ascending order.
-
-    Other files are ignored.
-    """
+    """Return (first sequence number, path) of each record file in `folder`, in ascending order; ignore other files."""
     named = ((_SEGMENT.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in named if match is not None)
 
@@ -83,10 +77,7 @@ def folders(root: Path) -> list[Path]:
 
 
 def _began(folder: Path) -> float:
-    """Return the creation time of a spool, by the clock of the file system.
-
-    It is the modification time of the identity file, which is written only once.
-    """
+    """Return the creation time by the file system's clock: the identity file is written only once."""
     try:
         return (folder / IDENTITY_NAME).stat().st_mtime
     except OSError:
@@ -153,10 +144,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def service_name(url: str) -> str:
-    """Return the normal form of the service address `url` for spool folders: scheme, host, port and path.
-
-    Credentials are removed. Host names are not resolved: localhost and 127.0.0.1 are considered different services.
-    """
+    """Return the address `url` without credentials and with its port. Host names are not resolved."""
     parts = urlsplit(url)
     host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
@@ -164,10 +152,7 @@ def service_name(url: str) -> str:
 
 
 def write_identity(folder: Path, registration: Registration, *, service: str | None = None, sync: bool = False) -> None:
-    """Write the identity of the process, and the service that is to receive the records, to the spool folder.
-
-    The service is given in the form that `service_name` returns.
-    """
+    """Write the identity of the process and the service (from `service_name`) that is to receive the records."""
     text = json.dumps({"format": FORMAT, "service": service, "registration": asdict(registration)})
     write_whole(folder / IDENTITY_NAME, text, sync=sync)
 
@@ -238,7 +223,6 @@ class Stretch:
 
     @property
     def rows(self) -> int:
-        """Return the number of records in the stream."""
         return self.last - self.first + 1
 
 
@@ -364,10 +348,7 @@ class SpoolReader:
         return None
 
     def _report(self, path: Path, at: int, size: int, problem: str) -> None:
-        """Log `problem` once for each file and position `at`.
-
-        Do not log it if `at` is the size of the file, because the writer may still append to the file.
-        """
+        """Log `problem` once for each file and position, but not at the file's end: the writer may still append."""
         if at != size and (path.name, at) not in self._reported:
             self._reported.add((path.name, at))
             log.warning("%s %s", path, problem)
