@@ -82,12 +82,7 @@ class StepVerdict:
     """
 
     def call_order(self, entry: int) -> int | None:
-        """Return the number by which firings with equal micro-batch and kind are sorted, for plan entry number `entry`.
-
-        For an entry with a parameter, it is the place of the parameter's gradient in the order in which gradients
-        arrived; None if this is unknown. For an entry without a parameter, the number is the position of the entry in
-        the plan.
-        """
+        """Return the sort number of an entry's firings among those with equal micro-batch and kind; None if unknown."""
         order = self.calls.get(entry, -1)
         return None if order < 0 else order
 
@@ -258,8 +253,7 @@ class AnomalyDetector:
     def _calls(self, call_order: Sequence[int]) -> Integers:
         """Return, for each plan entry, the number by which firings with equal micro-batch and kind are sorted.
 
-        For an entry with a parameter, it is the element of `call_order` for this parameter, or -1 if `call_order` is
-        empty. For an entry without a parameter, the number is the position of the entry in the plan.
+        With a parameter, it is the place of its gradient in the order of arrival (-1: unknown), else that in the plan.
         """
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
         if not call_order:
@@ -290,10 +284,7 @@ class AnomalyDetector:
 
 
 def _carried(old: npt.NDArray[Any], before: Integers, fresh: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return `old` with the columns of the new plan.
-
-    `before` has the column of each entry in `old`, -1 for a new entry, which gets its column of `fresh`.
-    """
+    """Return `old` in the columns of the new plan: `before` has each entry's old column, or -1 to take `fresh`."""
     if not old.shape[1]:
         return fresh
     return np.where(before >= 0, old[:, before.clip(min=0)], fresh)

@@ -138,10 +138,7 @@ class StepQueue:
         self.dropped = 0  # records that found the queue full
 
     def put(self, record: StepRecord) -> None:
-        """Add a record to the queue, or count it as dropped if the queue is full.
-
-        Never blocks. Can be called on any thread.
-        """
+        """Add a record, or count it as dropped if the queue is full. Never blocks; any thread may call it."""
         if self.items.qsize() >= MAX_QUEUE:
             self.dropped += 1
         else:
@@ -194,7 +191,6 @@ class Publisher:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of the publisher thread so far."""
         return self._thread.cpu_seconds
 
     @property
@@ -204,7 +200,6 @@ class Publisher:
         return self._steps.items.qsize() + self._is_publishing + dropped
 
     def start(self) -> None:
-        """Start the publisher thread."""
         self._thread.start()
 
     def catch_up(self, timeout_seconds: float) -> bool:
@@ -250,7 +245,6 @@ class Publisher:
 
     @property
     def is_current_thread(self) -> bool:
-        """True if the publisher thread calls this property."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:

@@ -64,7 +64,6 @@ class Address:
 
     @property
     def ports(self) -> range:
-        """Return the ports of the range; a range of one port if the address has a single port."""
         return range(self.port, (self.port if self.last_port is None else self.last_port) + 1)
 
     def each(self) -> Iterator[Address]:
@@ -139,10 +138,7 @@ def resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
 
 
 def refuse(connection: socket.socket) -> None:
-    """Answer an accepted connection with status 429, because too many connections are open.
-
-    Does not block. Sends nothing on a TLS socket.
-    """
+    """Answer an accepted connection with status 429 (too many connections); does not block, sends nothing on TLS."""
     connection.settimeout(0)  # the accepting thread must not wait for a client
     if isinstance(connection, ssl.SSLSocket):
         return  # the answer would need a TLS handshake
@@ -195,10 +191,7 @@ T = TypeVar("T")
 
 
 def read_rank_web_config(path: Path) -> WebConfig:
-    """Return the parsed `web_config` file of a rank.
-
-    Raises ServeError if the file is invalid or has options that the server of a rank does not support.
-    """
+    """Return the parsed `web_config` file. Raises ServeError if it is invalid or a rank does not support an option."""
     return _as_serve_error(lambda: _read(path))
 
 
@@ -214,10 +207,7 @@ def server_tls(path: Path) -> Reloading:
 
 
 def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None) -> Reloading:
-    """Return the TLS contexts for requests to the service, reloaded when a file changes. Raises ServeError.
-
-    Without `ca_file` the certificate authorities of the system are trusted.
-    """
+    """Return reloaded TLS contexts for requests to the service; without `ca_file`, of the system. Raises ServeError."""
     ca, cert, key = (None if name is None else Path(name) for name in (ca_file, cert_file, key_file))
     return _as_serve_error(lambda: reloading_client(ca, cert, key))
 
@@ -350,7 +340,6 @@ class ServeConfig:
 
     @property
     def address(self) -> Address:
-        """Return the address on which the server listens."""
         return Address.parse(self.listen, what="listen")
 
     @property
@@ -368,10 +357,7 @@ class ServeConfig:
 
     @property
     def web(self) -> WebConfig | None:
-        """Return the contents of the `web_config` file; None if the setting is not set.
-
-        Raises ServeError if the file is invalid.
-        """
+        """Return the contents of the `web_config` file; None if it is not set. Raises ServeError if it is invalid."""
         return None if self.web_config is None else read_rank_web_config(Path(self.web_config))
 
     @property
@@ -382,7 +368,6 @@ class ServeConfig:
 
     @property
     def scheme(self) -> str:
-        """Return "https" if the server of this rank uses TLS, otherwise "http"."""
         return "http" if self.web_config is None else "https"
 
     def advertised(self, bound_port: int, host_name: str) -> Address:

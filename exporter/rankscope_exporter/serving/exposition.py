@@ -55,10 +55,7 @@ class MicroSteps:
         self._positions = [(micro, pa.array(found[micro], pa.int32())) for micro in sorted(found, reverse=True)]
 
     def last(self, present: Any) -> int | None:
-        """Return the number of the last micro-batch that has a value; None if no micro-batch has one.
-
-        `present` is a boolean array with one element per plan entry.
-        """
+        """Return the last micro-batch with a value; `present` is a boolean array with an element per plan entry."""
         for micro_step, positions in self._positions:
             if pc.any(present.take(positions), min_count=0).as_py():
                 return micro_step
@@ -237,10 +234,7 @@ def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
 
 
 def _present(statistics: Statistics) -> Any:
-    """Return the numbers of elements (`numel`), one per plan entry.
-
-    A number is null if the tensor was absent. `numel` is always measured, whereas the settings may exclude other ops.
-    """
+    """Return `numel` of each plan entry, null if absent: always measured, although settings may exclude other ops."""
     plan = statistics.plan.plan
     return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))
 

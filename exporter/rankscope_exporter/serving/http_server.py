@@ -145,7 +145,6 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     @property
     def port(self) -> int:
-        """Return the port of the listening socket."""
         return int(self.server_address[1])
 
     def server_bind(self) -> None:
@@ -205,10 +204,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
                 os.close(descriptor)
 
     def touch(self, connection: socket.socket, seconds: float | None = None) -> None:
-        """Restart the time limit of a client connection, for example when a new request begins.
-
-        The limit is `seconds`, or `client_seconds` if it is None.
-        """
+        """Restart the time limit of a connection, such as for a new request; it is `seconds` or `client_seconds`."""
         with self._lock:
             if connection in self._deadlines:
                 limit = self.client_seconds if seconds is None else seconds

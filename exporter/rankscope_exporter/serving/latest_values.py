@@ -149,10 +149,7 @@ class LatestValues:
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Add anomaly counters with value 0 for each kind in `kinds` and each rule that evaluates this kind.
-
-        The page then shows the counters before the first record with these kinds.
-        """
+        """Add anomaly counters with value 0 of each kind and its rules, before the first record with these kinds."""
         with self._lock:
             for kind in kinds:
                 self._announce(kind)

@@ -82,7 +82,6 @@ class OrphanRecovery:
         self._thread = OwnThread(target=self._run, name="rankscope-spool", on_fault=on_fault)
 
     def start(self) -> None:
-        """Start the thread that searches the spool folder and registers the spools of dead processes."""
         self._thread.start()
 
     def wait_searched(self) -> None:
@@ -100,10 +99,7 @@ class OrphanRecovery:
             orphan.release()
 
     def abandon(self) -> None:
-        """Close the inherited files in a forked child.
-
-        Takes no lock, because the thread that holds the lock may not exist in the child.
-        """
+        """Close the inherited files in a forked child. Takes no lock: the child may lack the thread that holds it."""
         for orphan in list(self._orphans.values()):
             orphan.release()
         self._orphans = {}
@@ -114,10 +110,7 @@ class OrphanRecovery:
             return self._orphans.get(incarnation)
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the JSON text of the plan with the hash `plan_hash`, if a record in one of the spools uses this plan.
-
-        Return None otherwise.
-        """
+        """Return the JSON text of a plan if a record in one of the spools uses it."""
         with self._changed:
             served = list(self._orphans.values())
         return next((text for orphan in served if (text := orphan.reader.plan(plan_hash)) is not None), None)

@@ -205,7 +205,6 @@ class RankServer:
         return self.url
 
     def announce(self, kinds: Iterable[str]) -> None:
-        """Show anomaly counters with value 0 on the metrics page before the first record with one of `kinds`."""
         self._latest.announce(kinds)
 
     def publish(self, record: StepRecord) -> int:
@@ -293,7 +292,6 @@ class RankServer:
         return self.state.step, self.state.phase
 
     def overhead_seconds(self) -> Mapping[str, float]:
-        """Return the CPU seconds of the serving threads so far, by thread."""
         return self._meter.totals()
 
     def _optional(self, part: str, start: Callable[[], object]) -> None:

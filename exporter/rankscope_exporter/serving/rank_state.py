@@ -43,7 +43,6 @@ class RankState:
 
     @property
     def name(self) -> str:
-        """Return the state of the rank in the record channel: `running` or `draining`."""
         return STATE_DRAINING if self.is_draining else STATE_RUNNING
 
 

@@ -71,10 +71,7 @@ class ServiceClient:
             raise UnreachableError(f"{self._url} sent an invalid registration reply: {error}") from error
 
     def poke(self, incarnation: str) -> None:
-        """Request an immediate poll of this rank.
-
-        Raises RefusedError for an error status, UnreachableError without a valid answer.
-        """
+        """Request an immediate poll. Raises RefusedError (error status) or UnreachableError (no valid answer)."""
         self._post(POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
 
     def _post(self, path: str, body: str, timeout_seconds: float) -> bytes:
@@ -233,7 +230,6 @@ class RegistrationLoop:
         self._thread = OwnThread(target=self._run, name="rankscope-registration", on_fault=on_fault)
 
     def start(self) -> None:
-        """Start the registration thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -245,10 +241,7 @@ class RegistrationLoop:
             self._thread.join(timeout=1.0)
 
     def poke(self) -> None:
-        """Ask the registration thread to request an early poll from the service.
-
-        Returns immediately; the request may fail.
-        """
+        """Ask the registration thread to request an early poll from the service; the request may fail."""
         with self._wake:
             self._poke_wanted = True
             self._wake.notify()
@@ -260,10 +253,7 @@ class RegistrationLoop:
             self._wake.notify()
 
     def wait_attempted(self, timeout_seconds: float) -> None:
-        """Wait until the first registration has succeeded or failed.
-
-        Without this wait, a short run could end before its first registration.
-        """
+        """Wait until the first registration has succeeded or failed: a short run could end before it."""
         self._attempted.wait(timeout_seconds)
 
     def send_now(self) -> None:
@@ -343,21 +333,14 @@ class RegistrationLoop:
 
 
 def next_heartbeat(due: float, *, sent_at: float, polled_at: float, interval_seconds: float) -> float:
-    """Return the time of the next heartbeat, which is planned for the time `due`.
+    """Return when the next heartbeat, planned at `due`, is sent. All times are monotonic seconds.
 
-    A poll by the service postpones the heartbeat, but not beyond MAX_HEARTBEAT_SECONDS after the last heartbeat.
-
-    All times are monotonic seconds: `sent_at` is the time of the last heartbeat, `polled_at` the time of the last poll.
+    A poll by the service postpones it, but not beyond MAX_HEARTBEAT_SECONDS after the last heartbeat at `sent_at`.
     """
     return max(due, min(polled_at + _SILENT_INTERVALS * interval_seconds, sent_at + MAX_HEARTBEAT_SECONDS))
 
 
 def retry_seconds(failures: int, jitter: Callable[[], float] = _JITTER.random) -> float:
-    """Return the seconds to wait after `failures` consecutive failures.
-
-    The wait doubles up to a maximum, and a random part of up to a half is subtracted.
-
-    Without the random part, all ranks of a large job would reconnect to a restarted service at the same time.
-    """
+    """Return the seconds to wait, partly random: the ranks of a large job do not reconnect at the same time."""
     longest = min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** min(failures - 1, 16))
     return longest * (0.5 + 0.5 * jitter())

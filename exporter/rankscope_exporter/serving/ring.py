@@ -41,7 +41,6 @@ class Window:
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
-        """The records before they were encoded."""
         return tuple(item.record for item in self.encoded)
 
     @property
@@ -138,10 +137,7 @@ class Ring:
             return self._uncommitted
 
     def plan(self, plan_hash: str) -> NamedPlan | None:
-        """Return the plan with the hash `plan_hash` if a record of the ring uses it or recently used it.
-
-        Return None otherwise.
-        """
+        """Return the plan if a record of the ring uses it or recently used it."""
         with self._changed:
             return self._plans.get(plan_hash)
 
@@ -150,7 +146,6 @@ class Ring:
 
     @property
     def head(self) -> int:
-        """Return the sequence number of the newest record; NOTHING (-1) if there is no record yet."""
         return self._head
 
     @property
@@ -161,7 +156,6 @@ class Ring:
 
     @property
     def committed(self) -> int:
-        """Return the sequence number of the newest record that a store has committed."""
         return self._committed
 
     @property
@@ -177,10 +171,7 @@ class Ring:
 
     @property
     def fill(self) -> float:
-        """Return the share of the ring, from 0 to 1, that uncommitted records occupy.
-
-        At 1, the next record overwrites an uncommitted one.
-        """
+        """Return the share of the ring that uncommitted records occupy; at 1, the next record overwrites one."""
         with self._changed:
             waiting = self._uncommitted
             by_bytes = min(self._uncommitted_bytes / self._max_bytes, waiting / MIN_RING_RECORDS)

@@ -250,10 +250,7 @@ def orphan_answer(
 
 
 def stretch_answer(stretch: Stretch, state_headers: Mapping[str, str], after: int) -> Answer:
-    """Return records that were read from disk.
-
-    Missing records between the cursor `after` and the first returned record are reported as lost.
-    """
+    """Return records read from disk; those missing between the cursor `after` and the first are reported as lost."""
     lost = (after + 1, stretch.first - 1) if stretch.first > after + 1 else None
     headers = {**state_headers, **_range_headers(stretch.first, stretch.last, stretch.rows, lost)}
     return Answer(HTTPStatus.OK, (stretch.data,), ARROW_STREAM, headers)

@@ -170,7 +170,6 @@ class Spool:
         return self._reader.after(cursor, max_bytes)
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the JSON text of the plan with the hash `plan_hash`; None if no record on disk uses this plan."""
         return self._reader.plan(plan_hash)
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ class SpoolWriter:
 
     @property
     def records(self) -> int:
-        """The number of records on disk."""
         return self._spool.records
 
     @property
@@ -139,21 +138,16 @@ class SpoolWriter:
         return self._behind + len(self._waiting) + sum(self._spool.dropped.values())
 
     def holds(self, seq: int) -> bool:
-        """Return whether the record with the sequence number `seq` is on disk."""
         return self._spool.holds(seq)
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:
-        """Return the records above `cursor` that are on disk and no longer in the ring.
-
-        Return None if there are none or the disk fails.
-        """
+        """Return records above `cursor` on disk and no longer in the ring; None if there are none or the disk fails."""
         if cursor + 1 >= first_in_ring:
             return None
         stretch = self._do(self._spool.after, cursor, max_bytes)
         return stretch if stretch is not None and stretch.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:
-        """Return the JSON text of the plan with the hash `plan_hash`; None if no record on disk uses this plan."""
         return self._spool.plan(plan_hash)
 
     def flush(self, timeout_seconds: float) -> None:
@@ -187,7 +181,6 @@ class SpoolWriter:
         self._thread.join(CLOSE_SECONDS)
 
     def abandon(self) -> None:
-        """Close the inherited files in a forked child. Changes nothing on disk."""
         self._spool.abandon()
 
     def _start(self) -> None:

@@ -54,10 +54,7 @@ class Sink(CopiesDoNothing, abc.ABC):
 
     @abc.abstractmethod
     def put(self, record: StepRecord) -> None:
-        """Process a published record.
-
-        The sink may keep a reference to it, because records do not change after publication.
-        """
+        """Process a published record. The sink may keep it: records do not change after publication."""
 
     def close(self) -> None:
         """Close the output. No record is passed to the sink afterwards."""
@@ -87,10 +84,7 @@ class Sinks:
 
     @property
     def missed(self) -> dict[str, int]:
-        """Number of records that each sink has missed, under the key `sink_<name>`.
-
-        Sinks that have missed no record are omitted.
-        """
+        """Return the number of missed records under the key `sink_<name>`, without sinks that missed none."""
         return {f"sink_{feed.sink.name}": feed.missed for feed in self._feeds if feed.missed}
 
     def put(self, record: StepRecord) -> None:

@@ -38,10 +38,7 @@ _LARGEST: Final = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
 
 
 def beginning(seconds: float, step: int) -> bytes:
-    """Return the bytes with which a TensorBoard event file begins.
-
-    `step` is the step of the first value in the file.
-    """
+    """Return the bytes with which a TensorBoard event file begins; `step` is that of the first value."""
     version = WALL_TIME + _DOUBLE.pack(seconds) + _with_length(FILE_VERSION, b"brain.Event:2")
     return _record(version) + _record(_head(seconds, step) + _with_length(SESSION_LOG, _START))
 
@@ -77,10 +74,7 @@ def _head(seconds: float, step: int) -> bytes:
 
 
 def number_bytes(number: float) -> bytes:
-    """Return `number` as four bytes.
-
-    In an event file, they follow the bytes that `value_head` returned for the tag of the number.
-    """
+    """Return `number` as four bytes, which follow those of `value_head` for its tag."""
     try:
         return _NUMBER.pack(number)
     except OverflowError:  # a count or a double out of the range of float32

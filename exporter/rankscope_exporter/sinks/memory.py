@@ -66,17 +66,13 @@ class Api(Sink):
         return tuple(record.step for record in self._kept() if record.step is not None)
 
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
-        """Return the statistics of `kinds` at step number `step`.
-
-        By default, return all kinds, at the last step with statistics of these kinds.
-        """
+        """Return the statistics of `kinds` (default: all) at `step` (default: the last step with such statistics)."""
         return self._latest(step, lambda record: rows_of(record, kinds))
 
     def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
         """Return the features with these kinds, each with its `kind`, `module`, `index` and `value`.
 
-        A feature is a number that is not a tensor statistic, such as the entropy of attention. `kinds` and `step`
-        select as in `rows`: by default all kinds, at the last step with features of these kinds.
+        A feature is a number that is no tensor statistic, such as the entropy of attention. `rows` has the defaults.
         """
         return self._latest(
             step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)
