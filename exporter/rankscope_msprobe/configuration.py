@@ -219,10 +219,7 @@ _TAIL: Final = re.compile(r"(?:layers?|embeddings?)\.|final|output|norm")
 
 
 def module_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return Rankscope's name pattern for the module that msprobe calls `target`.
-
-    With `squashed`, `target` may be only the last parts of the name.
-    """
+    """Return our name pattern for msprobe's module `target`; if `squashed`, it may be the last parts of a name."""
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not wrapped and not cut:
         return name
@@ -230,10 +227,7 @@ def module_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def parameter_pattern(target: str, *, squashed: bool = False) -> str:
-    """Return Rankscope's name pattern for the parameters that msprobe calls `target`.
-
-    The pattern selects the parameter with this name, or all parameters in the module with this name.
-    """
+    """Return our name pattern for msprobe's parameter `target`, or for all parameters in the module of this name."""
     name, wrapped, cut = _parts(target, squashed=squashed)
     if not name:
         return "*"
@@ -241,10 +235,7 @@ def parameter_pattern(target: str, *, squashed: bool = False) -> str:
 
 
 def _parts(target: str, *, squashed: bool) -> tuple[str, bool, bool]:
-    """Parse the name of a module or parameter in msprobe's settings.
-
-    Return the name, whether it had the prefix of a wrapper, and whether it may lack the first parts of the full name.
-    """
+    """Return a name of msprobe, whether it had the prefix of a wrapper, and whether it may lack its first parts."""
     name = plain_name(_CHUNK.sub("", target, count=1) if _CHUNK.match(target) else target)
     inner = _WRAPPER.sub("", name, count=1) if _WRAPPER.match(name) else name
     return inner, inner != name, squashed and _TAIL.match(inner) is not None

@@ -117,10 +117,7 @@ class Attachment:
 
     @property
     def chunks(self) -> Sequence[Any]:
-        """Return the model chunks as a sequence.
-
-        It has one element unless the pipeline has virtual stages on this rank.
-        """
+        """Return the model chunks: one unless the pipeline has virtual stages on this rank."""
         return self.model if isinstance(self.model, list | tuple) else [self.model]
 
     @property
@@ -200,10 +197,7 @@ def wrong_hints(hints: Construction, given: Attachment) -> Iterator[str]:
 
 
 def first_step(given: Attachment) -> int:
-    """Return the number of the first step in Rankscope.
-
-    It is one more than in msprobe, because msprobe counts from 0.
-    """
+    """Return the first step in Rankscope: one more than in msprobe, which counts from 0."""
     started = _whole(given.start_iteration)
     return 1 + started if started is not None and _is_iteration(started) else 1
 
@@ -242,10 +236,7 @@ def _is_iteration(number: int | None) -> bool:
 
 
 def _whole(value: Any) -> int | None:
-    """Return `value` as an int if it is a whole number, for example of Python, numpy or torch.
-
-    Return None for any other value.
-    """
+    """Return `value` as an int if it is a whole number, such as one of Python, numpy or torch."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers, or without any
@@ -299,10 +290,13 @@ class _Monitor(Monitor):
 class TrainerMon(CopiesDoNothing):
     """The monitor of one model, with the interface of msprobe.
 
-    Create it with `TrainerMon("monitor_config.json")`, then call `set_monitor`.
+    Create it with `TrainerMon("monitor_config.json")`, then call `set_monitor`, for example `set_monitor(model,
+    optimizer=optimizer)`. The attribute `monitor` is the Rankscope `Monitor`, with further methods such as `log`,
+    `phase`, `switch` and `detach`. A copy does nothing, like a copy of a Monitor.
 
-    For example, `set_monitor(model, optimizer=optimizer)`. The attribute `monitor` is the Rankscope `Monitor`, with
-    further methods such as `log`, `phase`, `switch` and `detach`. A copy does nothing, like a copy of a Monitor.
+    `generate_…_metrics` return mappings from msprobe's tag of a tensor to its statistics by name. A tag names the model
+    chunk, the tensor, the rank and the kind of the tensor. Statistics of the current step are returned if they are
+    measured, otherwise those of the last measured step. These calls wait for the device.
     """
 
     def __init__(self, config_file_path: str | os.PathLike[str], *positional: Any, **named: Any) -> None:
@@ -338,10 +332,7 @@ class TrainerMon(CopiesDoNothing):
 
     @property
     def faults(self) -> int:
-        """The number of errors that this object caught during training.
-
-        The Monitor counts its own errors separately.
-        """
+        """The number of errors that this object caught in training; the Monitor counts its own."""
         return self._boundary.count
 
     # Attaching.
@@ -405,21 +396,11 @@ class TrainerMon(CopiesDoNothing):
     # Numbers.
 
     def generate_wgrad_metrics(self, *_: Any) -> tuple[Metrics, Metrics]:
-        """Return the statistics of reduced and of unreduced gradients.
-
-        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name. A tag names the model
-        chunk, the tensor, the rank and the kind of the tensor. If the gradients of the current step are already
-        measured, their statistics are returned, otherwise those of the last measured step. The call waits for the
-        device.
-        """
+        """Return the statistics of reduced and of unreduced gradients."""
         return self._numbers((Kind.GRAD_REDUCED,), (Kind.GRAD_UNREDUCED,))
 
     def generate_xy_metrics(self) -> tuple[Metrics, Metrics]:
-        """Return the statistics of activations and of activation gradients.
-
-        Each of the two is a mapping from msprobe's tag of a tensor to its statistics by name. A tag names the model
-        chunk, the tensor, the rank and the kind of the tensor.
-        """
+        """Return the statistics of activations and of activation gradients."""
         return self._numbers((Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
 
     def _numbers(self, first: Sequence[str], second: Sequence[str]) -> tuple[Metrics, Metrics]:
@@ -504,10 +485,7 @@ def _place_in_pipeline(monitor: Monitor, process_group: Any) -> None:
 
 
 def _measured_now(monitor: Monitor | None) -> Mapping[str, Any] | None:
-    """Return the sampling settings of `monitor` that apply after all changes that were requested so far.
-
-    None while no model is attached.
-    """
+    """Return the settings of `monitor` after all changes requested so far; None while no model is attached."""
     state = {} if monitor is None else monitor.measuring
     return (state["to_come"] or [state])[-1] if state else None
 
@@ -520,10 +498,7 @@ def _config_of(document: Mapping[str, Any], path: Path) -> MonitorConfig:
 
 
 def _names(ops: Sequence[str]) -> list[str]:
-    """Return the names in `ops` that are statistics, in the same order and without duplicates.
-
-    If there are none, return the default statistic.
-    """
+    """Return the statistics in `ops` without duplicates, or the default one if there are none."""
     chosen = chosen_ops(ops)
     return [op for op in dict.fromkeys("mean" if op == "id" else op for op in ops) if op in ALL_OPS] or [
         op for op in (FALLBACK,) if op in chosen

@@ -68,10 +68,7 @@ The first of them that occurs in the name after a dot is used, at its last posit
 
 
 def squashed(name: str) -> str:
-    """Return `name` in the short form of msprobe's function `squash_name`: without the modules that wrap the model.
-
-    Example: `layers.0.weight` for `module.decoder.layers.0.weight`.
-    """
+    """Return `name` as msprobe's `squash_name`: `layers.0.weight` for `module.decoder.layers.0.weight`."""
     return next((match[1] for tail in _TAILS if (match := tail.fullmatch(name))), name)
 
 
@@ -238,10 +235,7 @@ def parse_folder(name: str) -> RankFolder | None:
 
 
 def parse_time(text: str) -> dt.datetime | None:
-    """Return the time in a text such as `Dec03_21-34-40`, in an arbitrary leap year and in UTC+8.
-
-    Return None if `text` has another form.
-    """
+    """Return the UTC+8 time in a text such as `Dec03_21-34-40`, in some leap year; None for another form."""
     try:
         return dt.datetime.strptime(f"{_LEAP_YEAR}{text}", _TIME_FORMAT).replace(tzinfo=SHANGHAI)
     except ValueError:
@@ -249,10 +243,7 @@ def parse_time(text: str) -> dt.datetime | None:
 
 
 def check_time_zone(name: str) -> None:
-    """Raise ValueError if `name` is not a time zone.
-
-    A time zone is `local`, an offset such as `UTC+8` or `UTC-03:30`, or a name such as `Europe/Berlin`.
-    """
+    """Raise ValueError unless `name` is `local`, an offset (`UTC+8`, `UTC-03:30`) or a name (`Europe/Berlin`)."""
     _zone(name)
 
 
@@ -279,10 +270,7 @@ def in_time_zone(moment: dt.datetime, time_zone: str) -> dt.datetime:
 
 
 def time_text(moment: dt.datetime, time_zone: str = DEFAULT_TIME_ZONE) -> str:
-    """Return the time `moment` as the beginning of a folder name, such as `Dec03_21-34-40`.
-
-    The text does not depend on the locale.
-    """
+    """Return `moment` as the beginning of a folder name, such as `Dec03_21-34-40`, in every locale."""
     local = moment.astimezone(_zone(time_zone))
     return f"{_MONTHS[local.month - 1]}{local:%d_%H-%M-%S}"
 
@@ -307,22 +295,14 @@ def file_name(family: str, block: int, steps: int, part: int = 0) -> str:
 
 
 def row_name(kind: str, tensor: str, index: int | None, call_seq: int | None = None) -> str:
-    """Return the row name of a tensor.
-
-    The name ends in the slot of the module (activations) or in the call number (collectives). The first call of a step
-    has no number. msprobe has only one call per activation.
-    """
+    """Return the row name: the tensor, then the slot of the module, or the number of a collective after the first."""
     if kind in CALLS and call_seq:
         tensor = f"{tensor}.call_{call_seq}"
     return numbered(f"{tensor}.{_SLOT_OF[kind]}" if kind in _SLOT_OF else tensor, index)
 
 
 def parse_call(name: str) -> tuple[str, int | None, int | None]:
-    """Return (tensor, call number, tuple slot) from `name`, the row name of an input or output of a collective.
-
-    The call number and the tuple slot are None if `name` does not contain them. Return (name, None, None) if `name` has
-    another form.
-    """
+    """Return (tensor, call number, tuple slot) from a collective's row name, with None for parts that it lacks."""
     match = _CALL.fullmatch(name)
     if not match:
         return name, None, None
@@ -331,11 +311,7 @@ def parse_call(name: str) -> tuple[str, int | None, int | None]:
 
 
 def feature_name(family: str, module: str, index: int | None) -> str:
-    """Return the row name of a number that is not a tensor statistic, such as the attention entropy.
-
-    It consists of the module, the end of the row names of the family (such as `.attention`), and the number `index` of
-    the head or expert, if `index` is not None.
-    """
+    """Return a feature's row name: module, suffix of its family (`.attention`), number of the head or expert."""
     return numbered(module + (FEATURES[family].suffix if family in FEATURES else ""), index)
 
 
@@ -350,23 +326,17 @@ def dtype_text(dtype: str) -> str:
 
 
 def their_step(kind: str | None, step: int, first: int) -> int:
-    """Return the msprobe step number of Rankscope's step `step`, in a run whose first step is `first`.
-
-    The result may be negative.
-    """
+    """Return msprobe's number of our step `step` in a run that begins with `first`. It may be negative."""
     return step - first + 1 if kind in MOMENTS else step - first
 
 
 def our_step(kind: str | None, step: int) -> int:
-    """Return the Rankscope step number of msprobe's step `step`."""
+    """Return the Rankscope step number of msprobe's step `step`; `their_step` is the inverse."""
     return step if kind in MOMENTS else step + 1
 
 
 def neutral(text: str) -> str:
-    """Return `text` as a CSV cell on one line that a spreadsheet does not interpret as a formula.
-
-    `plain` is the inverse function.
-    """
+    """Return `text` as a CSV cell on one line that no spreadsheet takes for a formula; `plain` is the inverse."""
     clean = _CONTROL.sub("�", text)
     return f"'{clean}" if _FORMULA.match(clean) else clean
 
@@ -380,10 +350,7 @@ Window = tuple[dt.datetime, dt.datetime]
 
 
 def window(times: Sequence[str]) -> Window:
-    """Return the two times in msprobe's option `append_output`. In the option, a time has the form `Dec03_21-34-40`.
-
-    Raises ValueError if the option has another form.
-    """
+    """Return the two times (`Dec03_21-34-40`) in msprobe's `append_output`. Raises ValueError for another form."""
     if len(times) != 2:
         raise ValueError(f"append_output must be two folder times, such as Dec03_21-34-40, not {list(times)!r}")
     return _moment(times[0]), _moment(times[1])
@@ -458,10 +425,7 @@ def anomaly_tag(
     micro_step: int | None = None,
     vpp_stage: int | None = None,
 ) -> str:
-    """Return the tag that identifies a tensor in an msprobe anomaly record.
-
-    Example: `0:layers.0.input_1:0/rank3/actv`.
-    """
+    """Return a tensor's tag in an msprobe anomaly record, such as `0:layers.0.input_1:0/rank3/actv`."""
     micro = "" if micro_step is None else f":{micro_step}"
     return f"{vpp_stage or 0}:{row_name(kind, tensor, index)}{micro}/rank{rank}/{ANOMALY_TASKS.get(kind, kind)}"
 

@@ -126,10 +126,7 @@ class Anomalies(Sink):
         self._bytes = 0
 
     def place(self, pp_stage: int, group_mates: Sequence[int]) -> None:
-        """Set the pipeline stage of this rank and the ranks of its pipeline group. The file contains both.
-
-        By default, the stage is the number of the rank, and the group contains all ranks.
-        """
+        """Set the pipeline stage (by default the rank) and the ranks of its group (by default all) for the file."""
         self._stage, self._mates = pp_stage, tuple(group_mates)
 
     def put(self, record: StepRecord) -> None:
@@ -222,7 +219,6 @@ class CsvOptions:
 
     @property
     def begun(self) -> layout.Window | None:
-        """Return the two times of the setting `append_to`; None if it is not set."""
         return None if self.append_to is None else layout.window(self.append_to)
 
 
@@ -402,10 +398,7 @@ def _scalar_lines(scalars: Sequence[Scalar], step: int, micro_step: int | None, 
 
 
 def _feature_header(family: str, ops: Sequence[str]) -> str:
-    """Return the header line of the CSV files of `family`, a group of features in msprobe's layout.
-
-    A feature is a number that is not a tensor statistic, such as the entropy of attention.
-    """
+    """Return the header line of the CSV files of `family`: features, which are not tensor statistics."""
     columns = (
         (*ops, *layout.TENSOR_COLUMNS[len(layout.OPS) :]) if family == layout.OTHER else tuple(FEATURE_COLUMNS[family])
     )
@@ -459,7 +452,6 @@ def _texts(numbers: pa.Array, digits: int | None) -> pa.StringArray:
 
 
 def _quoted(cell: str) -> str:
-    """Return the text `cell` as a CSV cell, in quotes if CSV needs them."""
     return '"' + cell.replace('"', '""') + '"' if any(sign in cell for sign in ',"\n') else cell
 
 

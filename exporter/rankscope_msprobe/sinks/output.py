@@ -45,10 +45,9 @@ class Numbering:
 
 
 def naming(*, squash: bool) -> Callable[[str, bool], str]:
-    """Return a function that converts names of parameters and modules to names in the output.
+    """Return a function from a name, and whether it is a module's, to the output's name.
 
-    The second argument of the function is True for the name of a module. A shortened name is unique among the
-    parameters or among the modules, not among both.
+    A shortened name is unique among parameters or among modules, not among both.
     """
     if not squash:
         return lambda name, _is_module: name
