@@ -77,10 +77,7 @@ class OpenPhases(CopiesDoNothing):
         self._begins(name)
 
     def end(self, name: str, seconds: float) -> None:
-        """Close the innermost open phase with this name. The phase lasted `seconds`.
-
-        Phases with other names remain open, because other threads may have opened them.
-        """
+        """Close the innermost open phase `name` after `seconds`. Other threads may have opened the others."""
         if name in self.names:
             del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
             self._ended(name, seconds)
@@ -405,11 +402,7 @@ class Monitor(CopiesDoNothing):
             session.hooks.call("switch()", session.switch, document)
 
     def dump_stacks(self) -> str | None:
-        """Record the stacks of all threads of this process, and return them as text; None if not attached.
-
-        Call this method in error handlers of the script. The recorded event also contains the collectives that are in
-        progress.
-        """
+        """Record the stacks of all threads and the pending collectives; call it in error handlers. Return the text."""
         session = self._session
         if session is None:
             return None
@@ -425,7 +418,6 @@ class Monitor(CopiesDoNothing):
 
     @property
     def run(self) -> str | None:
-        """The name of the run; None if not attached."""
         return self._session.identity.run if self._session is not None else None
 
     @property
@@ -439,10 +431,7 @@ class Monitor(CopiesDoNothing):
         return self._session.channel.url if self._session is not None else None
 
     def structure(self) -> str:
-        """Return one line of text per module: class, inputs, outputs.
-
-        Empty until the quantity `structure` was measured.
-        """
+        """Return one line of text per module (class, inputs, outputs); empty until `structure` was measured."""
         quantity = None if self._session is None else self._session.active_quantities.quantity(Structure.name)
         return quantity.text if isinstance(quantity, Structure) else ""
 
@@ -460,10 +449,7 @@ class Monitor(CopiesDoNothing):
 
     @property
     def measuring(self) -> dict[str, Any]:
-        """The sampling configuration, the first step to which it applies, and pending changes (`to_come`).
-
-        Empty if not attached.
-        """
+        """The sampling configuration, its first step and pending changes (`to_come`); empty if not attached."""
         session = self._session
         return {} if session is None else session.sampling_state()
 
@@ -475,10 +461,7 @@ class Monitor(CopiesDoNothing):
             session.hooks.call("remark()", session.hooks.tell, sentence)
 
     def sink(self, name: str) -> Sink | None:
-        """Return the Sink object with this `name`, also after detach.
-
-        Return None if no sink with this name is configured.
-        """
+        """Return the Sink object with this `name`, also after detach; None if none is configured."""
         return self._sinks.get(name)
 
     def overhead_seconds(self) -> dict[str, float]:

@@ -387,10 +387,7 @@ class Session:
     # Sampling.
 
     def switch(self, document: Mapping[str, Any]) -> None:
-        """Change the sampling to the settings in `document`, because the script has called `Monitor.switch`.
-
-        Raises ConfigError if a setting in `document` is invalid.
-        """
+        """Change the sampling as `Monitor.switch` requests. Raises ConfigError if a setting is invalid."""
         self.change_sources.call(document)
         with self.current_step.lock:
             self.events.on_update_applied()  # registers the hooks of the change before the next forward pass
@@ -455,7 +452,6 @@ class Session:
         }
 
     def overhead(self) -> dict[str, float]:
-        """Return the CPU seconds of the monitor by part, including the threads of the server."""
         return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
 
     def _recurring_overhead(self) -> float:

@@ -133,7 +133,6 @@ class SessionEnd:
             self._boundary.call("fork", session.channel.abandon_after_fork)
 
     def stop_asked(self, name: str) -> None:
-        """Store that the signal `name` requested the end of training, and that the script handles this signal."""
         self._stop_signal = name
 
     def last_records(self, name: str, *, is_stuck: bool = False) -> Callable[[], None]:
@@ -189,11 +188,7 @@ class SessionEnd:
     # The end of a session after its monitor and model were freed.
 
     def _dropped(self, on_anomaly: OnAnomaly | None) -> None:
-        """Request the end of the session.
-
-        Any thread may call this method at any point, because the garbage collector does. It therefore only queues a
-        function, which takes no lock.
-        """
+        """Queue the end of the session without a lock: the garbage collector calls this on any thread at any point."""
         session = self.session
         if session is not None:
             self._callback.last = on_anomaly

@@ -58,10 +58,7 @@ _FROZEN: Final = threading.Event()
 
 
 def _is_frozen() -> bool:
-    """Return whether the script has called gc.freeze(). After the first such call, its objects are not counted again.
-
-    gc.get_freeze_count() visits them all: 0.02 s for the 215,000 objects of torch and transformers.
-    """
+    """Return whether the script has called gc.freeze(); kept, as the count visits all objects (0.02 s for 215,000)."""
     if not _FROZEN.is_set() and gc.get_freeze_count():
         _FROZEN.set()
     return _FROZEN.is_set()

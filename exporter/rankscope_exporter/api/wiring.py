@@ -70,7 +70,6 @@ class Notices:
         self._published: set[str] = set()
 
     def say(self, message: str) -> None:
-        """Print a line on the console."""
         self._console.line(f"rank {self._identity.rank}: {message}")
 
     def tell(self, message: str) -> None:
@@ -109,10 +108,7 @@ class Notices:
             self._console.line(f"step time of rank 0: {shares}")
 
     def fault(self, where: str, error: BaseException) -> None:
-        """Publish an error inside the monitor as an event. `where` names the operation that failed.
-
-        The caller calls this once for each operation and type of error.
-        """
+        """Publish an error inside the monitor as an event; called once for each operation `where` and type of error."""
         text = encodable(fault_text(where, error))
         self._current.publish_event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
 
@@ -203,15 +199,12 @@ class StepObservers:
 
     @property
     def all(self) -> tuple[StepObserver, ...]:
-        """The observers that are called at every step, in the order in which they are called."""
         return self.memory, self.throughput, self.phases, self.collectives
 
     def start(self) -> None:
-        """Start the hardware thread. An error is reported."""
         self._boundary.call("starting the hardware thread", self.hardware.start)
 
     def overhead_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds of the background threads for hardware and collectives, by name of the thread."""
         return {"hardware": self.hardware.cpu_seconds, "collectives": self.collectives.cpu_seconds}
 
     def left_out(self) -> dict[str, int]:
@@ -256,9 +249,6 @@ def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds
 
 
 def published_rows(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return the rows of statistics in the newest record in `ring` that has rows of the kinds `kinds`.
-
-    `kinds` are the kinds of tensors to return; all kinds if empty.
-    """
+    """Return the statistics in the newest record in `ring` that has some of `kinds` (empty: of any kind)."""
     records = reversed(ring.after(-1, 1 << 62).records)
     return next((rows for record in records if (rows := tuple(rows_of(record, kinds)))), ())

@@ -62,7 +62,6 @@ class NotCopied:
         self._call = call
 
     def __call__(self, *args: Any) -> Any:
-        """Call the wrapped function with `args` and return the result."""
         return self._call(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

@@ -36,11 +36,9 @@ class Inert:
     def __exit__(self, *_: object) -> None: ...
 
     def attach(self, *_: Any, **__: Any) -> Self:
-        """Return the object itself, as a Monitor does."""
         return self
 
     def phase(self, *_: Any) -> _NoPhase:
-        """Return a phase that is not recorded."""
         return _NoPhase()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

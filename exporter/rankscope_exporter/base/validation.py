@@ -185,10 +185,7 @@ def _of_type(hint: Any) -> Allowed | None:
 
 
 def did_you_mean(word: object, known: Iterable[str], form: str = "'{}'") -> str:
-    """Return a sentence that suggests the name in `known` that is most similar to `word`, in place of {} in `form`.
-
-    Return an empty text if no name is similar.
-    """
+    """Return a sentence that suggests the most similar name, in place of {} in `form`; empty if none is similar."""
     near = difflib.get_close_matches(str(word), known, n=1)
     return f" Did you mean {form.replace('{}', near[0])}?" if near else ""
 

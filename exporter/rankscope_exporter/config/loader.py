@@ -21,10 +21,7 @@ _VISIBLE: Final = re.compile(r"[^\r\n]")
 
 
 def without_comments(text: str) -> str:
-    """Return `text` with comments replaced by blanks.
-
-    A comment without an end is not replaced, so that the parser rejects it.
-    """
+    """Return `text` with blanks for comments. One without an end remains, so that the parser rejects it."""
     return _STRING_OR_COMMENT.sub(_kept, text)
 
 
@@ -89,9 +86,7 @@ def other_keys() -> frozenset[str]:
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
 
-    `names` contains the names of all settings of a MonitorConfig. If `settings` contains a key that exists only in the
-    other format, it is translated from that format. Keys are compared exactly. Raises ConfigError if a setting in that
-    format is invalid.
+    The other format is recognised by a key that is not in `names`. Raises ConfigError for an invalid setting in it.
     """
     unknown = [key for key in settings if key not in names]
     if unknown and not other_keys().isdisjoint(unknown):

@@ -186,7 +186,6 @@ _RULES: Final = Allowed("a list of AnomalyRule values such as AnomalyNan()", is_
 
 
 def _rules(given: Sequence[Any]) -> tuple[AnomalyRule, ...]:
-    """Return the rules in the setting `rules`: rules, tables of a file, and "default" for all default rules."""
     return tuple(rule for entry in given for rule in (RANK_RULES if entry == DEFAULT else (_rule(entry),)))
 
 
@@ -337,10 +336,7 @@ class MonitorConfig:
         object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
 
     def without_secrets(self) -> MonitorConfig:
-        """Return a copy of the configuration without the token of the rank's server.
-
-        The copy may be written to a file or sent to another process.
-        """
+        """Return a copy without the token of the rank's server, to be written to a file or sent to a process."""
         found = copy.copy(self)  # not validated again: without a token the serve settings may be invalid
         object.__setattr__(found, "serve", self.serve.without_secrets())
         return found
@@ -396,11 +392,7 @@ class MonitorConfig:
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
-        """Return the configuration in a parsed JSON or TOML document.
-
-        Raises ConfigError if the configuration is invalid. For an unknown key, the text of the error suggests a similar
-        key.
-        """
+        """Return the configuration in a parsed document. Raises ConfigError; it suggests keys for unknown ones."""
         values = own_settings(settings)
         names = setting_names()
         check_keys(values, names, also_near=() if names.issuperset(values) else other_keys())
@@ -408,10 +400,7 @@ class MonitorConfig:
 
     @classmethod
     def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:
-        """Return the configuration in a parsed document in msprobe's format. Raises ConfigError if it is invalid.
-
-        `from_mapping` accepts a document in this format too, if at least one of its keys exists only in msprobe.
-        """
+        """Return the configuration in msprobe's format, which `from_mapping` recognises too. Raises ConfigError."""
         return cls.from_mapping(translated_from_other(settings, setting_names()))
 
     @classmethod
@@ -506,8 +495,5 @@ def setting_names() -> set[str]:
 
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
-
-    Raises ConfigError if a setting in that format is invalid.
-    """
+    """Return `settings`, perhaps in the format of another monitor, as our settings. Raises ConfigError if invalid."""
     return translated_settings(settings, setting_names())

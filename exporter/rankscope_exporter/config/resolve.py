@@ -40,10 +40,7 @@ def config_of(given: Given) -> MonitorConfig:
 
 
 def public_settings(config: MonitorConfig) -> dict[str, Any]:
-    """Return the configuration as GET /config returns it and as the service stores it with the run.
-
-    Secrets are masked.
-    """
+    """Return the configuration, secrets masked, as GET /config returns it and the service stores it."""
     settings = asdict(config)
     settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
     shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})
@@ -51,10 +48,7 @@ def public_settings(config: MonitorConfig) -> dict[str, Any]:
 
 
 def steps_from(name: str, value: Any, *, at_least: int) -> int:
-    """Return `value` if it is a number of steps of at least `at_least`.
-
-    Otherwise raise ConfigError, which names the argument `name`.
-    """
+    """Return `value` if it is a number of steps of at least `at_least`; else raise ConfigError, which names `name`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(f"{name} must be a whole number of steps of at least {at_least}, not {value!r}")
     return value

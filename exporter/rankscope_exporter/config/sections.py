@@ -38,10 +38,7 @@ TABLES: Final[Mapping[str, type[Any]]] = {
 
 
 def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections in the settings of a parsed document as dataclass objects, by name of the section.
-
-    Raises ConfigError if a section is invalid.
-    """
+    """Return the sections of a parsed document as objects, by name. Raises ConfigError if one is invalid."""
     return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
 
 
@@ -106,14 +103,10 @@ class CaptureConfig:
         return cls(**given)
 
     def chooses(self, rule: str | None) -> bool:
-        """Return whether a firing of the rule `rule` starts a capture."""
         return ALL in self.rules or rule in self.rules
 
     def settings(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the sampling settings that apply during a capture.
-
-        `options` are the options of quantities outside of captures.
-        """
+        """Return the sampling settings during a capture; `options` are those of quantities outside of captures."""
         own = {name: options[name] for name in self.quantities if name in options}
         return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
 

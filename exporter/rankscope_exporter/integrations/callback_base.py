@@ -93,10 +93,7 @@ class CallbackBase(CopiesDoNothing):
         return {**super().__getstate__(), "_config": self._config.without_secrets()}
 
     def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`. An error in the function is logged once, and not raised.
-
-        In a copy of the callback, the function is not called.
-        """
+        """Call `function(*args)`, but not in a copy of the callback. An error is logged once and not raised."""
         if not self.is_copy:
             self._boundary.call(where, function, *args)
 
@@ -110,13 +107,10 @@ class CallbackBase(CopiesDoNothing):
         config: MonitorConfig | None = None,
         hyperparameters: Callable[[], Mapping[str, Any]] = dict,
     ) -> Monitor:
-        """Create a monitor for a new training, attach it, and return it.
+        """Create a monitor for a new training, attach and return it; an open training ends with the reason `unknown`.
 
-        The function `hyperparameters` returns the hyper-parameters of the trainer. They are stored with the run,
-        together with the hyper-parameters in the configuration of the monitor, which have precedence. If the function
-        raises an error, only the hyper-parameters in the configuration are stored.
-
-        If the previous training has not ended, it ends now, with the exit reason `unknown`.
+        `hyperparameters` returns those of the trainer, stored with the run. Those in the configuration have precedence,
+        and are stored alone if the function raises an error.
         """
         self.leave_phase()
         if self.monitor is not None:
@@ -129,7 +123,6 @@ class CallbackBase(CopiesDoNothing):
 
     @property
     def config(self) -> MonitorConfig:
-        """The checked configuration, including the settings from environment variables."""
         return self._config
 
     def end(self, error: BaseException | None = None) -> None:

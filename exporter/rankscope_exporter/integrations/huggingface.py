@@ -116,8 +116,7 @@ def _hyperparameters(args: Any, model: nn.Module) -> dict[str, Any]:
 def outermost(model: nn.Module) -> nn.Module:
     """Return the outermost wrapper of `model`, such as that of DDP; `model` itself if it has no wrapper.
 
-    Trainer passes the bare model to callbacks, but calls the wrapper, and has no interface that returns the wrapper.
-    The wrapper is therefore searched among all live objects, once per training.
+    Trainer passes the bare model to callbacks and calls the wrapper, which is searched among all live objects.
     """
     wrappers = [found for found in gc.get_objects() if _is_wrapper_of(found, model)]
     return outermost(wrappers[-1]) if wrappers else model

@@ -99,10 +99,7 @@ def rank_here(environment: Mapping[str, str]) -> int:
 
 
 def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Return the position of this rank in a process group, and the global ranks of the group.
-
-    Return None if this rank is not a member.
-    """
+    """Return the position of this rank in a process group and the group's global ranks; None outside of the group."""
     if group is None or not (dist.is_available() and dist.is_initialized()):
         return None
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -173,10 +170,7 @@ def git_commit(place: Path) -> str | None:
 
 
 def script_commit(script: str) -> str | None:
-    """Return the git commit at the path `script`.
-
-    If no commit is found there, as for an installed launcher, return the commit of the working directory.
-    """
+    """Return the git commit at the path `script`, else (an installed launcher) that of the working directory."""
     return git_commit(Path(script)) or git_commit(Path())
 
 

@@ -76,7 +76,6 @@ class ReportJob:
 
     @property
     def path(self) -> Path:
-        """Return the absolute path of the report."""
         return (self.output or Path(FOLDER) / f"{file_name(self.run or 'report')}.html").absolute()
 
     @property
@@ -92,7 +91,6 @@ class ReportJob:
 
     @property
     def command(self) -> str:
-        """Return the command that makes the report, for people."""
         return command_line(*self.arguments)
 
 

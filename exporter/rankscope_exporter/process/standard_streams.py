@@ -14,10 +14,7 @@ _LAST_STANDARD: Final = 2
 
 
 def occupy_standard_descriptors() -> None:
-    """Open the null device for each descriptor from 0 to 2 that is closed. It remains open until the process exits.
-
-    Programs that the training starts do not inherit the null device: for them, the streams remain closed.
-    """
+    """Open the null device for closed descriptors from 0 to 2, until the process exits; children do not inherit it."""
     with contextlib.suppress(OSError):  # no null device, or the limit of open files: nothing else depends on it
         while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STANDARD:
             pass

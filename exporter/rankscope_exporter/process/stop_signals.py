@@ -120,11 +120,7 @@ def _refusal(numbers: Iterable[signal.Signals]) -> str | None:
 
 
 def uninstall(monitor: Stoppable) -> None:
-    """Stop notifying `monitor` of signals, and restore the previous handlers.
-
-    Only the main thread can restore a handler. On another thread the handler remains, but calls only the previous
-    handler.
-    """
+    """Stop notifying `monitor` and restore the handlers; off the main thread, ours only call the previous ones."""
     for number, taken in list(_taken.items()):
         taken.monitors.discard(monitor)
         if not taken.monitors:

@@ -178,10 +178,7 @@ class OwnThread(threading.Thread):
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of the thread so far.
-
-        On systems without thread clocks (macOS), the value is 0 until the thread ends.
-        """
+        """Return the CPU seconds so far; without thread clocks (macOS), 0 until the thread ends."""
         if self._spent is None and self._clock is not None:
             with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 return time.clock_gettime(self._clock)
@@ -212,10 +209,9 @@ def limit_this_thread() -> bool:
 
 
 def intra_op_threads() -> tuple[int, ...]:
-    """Return the native ids of torch's threads that compute parts of CPU operations which the calling thread starts.
+    """Return the native ids of torch's threads that compute for the calling thread, which is not included.
 
-    The calling thread is not included. Threads that do not exist yet are started, as the first operation would do.
-    The result is empty on systems without /proc/self/task.
+    Missing threads are started, as by a first operation. Empty on systems without /proc/self/task.
     """
     if torch.get_num_threads() == 1 or not _TASKS.is_dir():
         return ()
@@ -235,11 +231,8 @@ def _openmp_team() -> set[int]:
 
 
 def openmp_parallel() -> int:
-    """Return the address of `GOMP_parallel`, which runs a function on torch's OpenMP team of the calling thread.
-
-    Return 0 if torch uses no OpenMP, and in a forked child: the threads of a team are not forked, and a call would wait
-    for them.
-    """
+    """Return the address of `GOMP_parallel`, which runs a function on torch's OpenMP team; 0 without a team."""
+    # The threads of a team are not forked, and a call in a child would wait for them.
     return 0 if _is_child else _gomp_parallel()
 
 

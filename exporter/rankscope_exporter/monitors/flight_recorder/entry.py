@@ -76,10 +76,7 @@ class Entry:
         )
 
     def updated(self, raw: Raw) -> Self:
-        """Return a copy of this entry with the state and duration in `raw`.
-
-        `raw` is the same entry in a later reading of the flight record.
-        """
+        """Return a copy with the state and duration in `raw`, the same entry in a later reading."""
         return replace(self, is_over=is_over(raw), seconds=_seconds(raw))
 
     def row(self, step: int | None, call_seq: int | None, *, is_kept: bool = True) -> dict[str, Any]:
@@ -109,10 +106,7 @@ class Entry:
 
 
 def is_over(raw: Raw) -> bool:
-    """Return whether the collective is finished on this rank.
-
-    Gloo entries have no start and end state, only the flag `retired`.
-    """
+    """Return whether the collective is finished here. Entries of Gloo have no states, only the flag `retired`."""
     return bool(raw.get("retired", False)) or raw.get("state") == _DONE
 
 
@@ -146,11 +140,7 @@ def _created_ns(raw: Raw) -> int:
 
 
 def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the innermost frame of the training script, as `model/loss.py[23]`.
-
-    Return None if no frame belongs to the script. Threads of torch, such as the threads of the backward pass, have no
-    Python frames.
-    """
+    """Return the innermost frame of the script, as `model/loss.py[23]`; None without one, as on threads of torch."""
     for frame in frames:
         file = str(frame["filename"])
         if not file.startswith(NOT_SCRIPT_CODE):
@@ -160,21 +150,14 @@ def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
 
 @lru_cache(maxsize=_MOST_FILES)
 def short_file(file: str) -> str:
-    """Return the path `file` without the folders above its package.
-
-    The result is the same on all machines, even if the package is installed in different folders.
-    """
+    """Return the path `file` without the folders above its package: equal on all machines."""
     modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
     package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
     return short_path(file, package)
 
 
 def short_path(file: str, package: str) -> str:
-    """Return the last part of the path `file`: the file name and the folders of its package.
-
-    There is one folder for each element of the dotted name `package`. With an empty `package`, return only the file
-    name.
-    """
+    """Return the file name of `file` after a folder for each element of the dotted name `package`."""
     levels = package.count(".") + 1 if package else 0
     return "/".join(PurePath(file).parts[-levels - 1 :])
 
@@ -190,11 +173,7 @@ MOST_GROUPS: Final = 64
 
 
 def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
-    """Return a summary of the latest collectives of this process.
-
-    Return None if torch has no flight record or the record is empty. A recorder that cannot be read is reported and
-    skipped.
-    """
+    """Return the latest collectives of this process, if any. Recorders that cannot be read are reported and skipped."""
     if not has_groups():
         return None
     entries = [entry for recorded in read_without_stacks(report, is_urgent=True).values() for entry in recorded]

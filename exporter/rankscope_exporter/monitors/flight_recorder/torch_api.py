@@ -111,11 +111,7 @@ def worker_server() -> WorkerServer:
 
 
 def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
-    """Register the handler `function(request, response)` under `name` in torch's table of worker server handlers.
-
-    The arguments of the handler are C++ objects of torch. An existing name is not changed, because torch can neither
-    remove nor replace a handler.
-    """
+    """Register `function(request, response)`, which gets C++ objects; torch can neither remove nor replace handlers."""
     c10d: Any = torch._C._distributed_c10d  # noqa: SLF001 - torch has no public name for it
     if name not in c10d._get_handler_names():  # noqa: SLF001 - see above
         _keep_for_ever(function)
@@ -153,7 +149,7 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Prevent the destruction of `thing` when the interpreter exits."""
+    """Prevent the destruction of `thing` at exit: threads and tables of torch may still use it then."""
     # Threads and tables of torch may still use the object at that time.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
@@ -259,12 +255,7 @@ def prepare_stacks() -> bool:
 
 
 def read_with_stacks(report: Report, recorders: Sequence[Recorder] | None = None) -> dict[str, Sequence[Raw]]:
-    """Return the entries of each recorder that has entries, oldest first.
-
-    Each entry has a field `frames` with the Python stack.
-
-    torch holds the GIL for about 25 µs per entry. `recorders` defaults to the recorders of this process.
-    """
+    """Return the entries of each recorder, oldest first, with Python stacks in `frames`: 25 µs of the GIL per entry."""
     return _read(_recorders() if recorders is None else recorders, _pickled, report)
 
 

@@ -107,10 +107,7 @@ class StackSignal:
         self.path.unlink(missing_ok=True)
 
     def abandon_after_fork(self) -> None:
-        """Unregister the signal handler in a forked child.
-
-        The file with the stacks belongs to the parent and is not deleted.
-        """
+        """Unregister the handler in a forked child; the file with the stacks belongs to the parent and remains."""
         faulthandler.unregister(self._number)
         os.close(self._descriptor)
 
@@ -405,10 +402,7 @@ class Diagnosis:
             self._lock.release()
 
     def take_written(self, text: str, reason: str) -> None:
-        """Publish the stacks in `text`.
-
-        The handler of the signal in the setting `stacks_signal` wrote them when the signal arrived.
-        """
+        """Publish the stacks that the handler of the setting `stacks_signal` wrote when the signal arrived."""
         with self._lock:
             self._publish_stacks(read_stacks(text, reason, self._training_thread), Severity.INFO)
 
@@ -425,10 +419,7 @@ class Diagnosis:
             self._publish_event(event)
 
     def publish_exit(self, name: str) -> None:
-        """Publish the exit event of a process that the signal `name` ends while its training thread is stuck.
-
-        The method does not wait for a thread that reads stacks or the device.
-        """
+        """Publish the exit event while the training thread is stuck; never waits for a thread or the device."""
         self._publish_event(exit_event(ExitReason.SIGNAL, name, self._last_step()))
 
     def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:

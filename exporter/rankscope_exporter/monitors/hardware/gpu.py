@@ -46,11 +46,7 @@ The key is the value of the label `reason`, and the value is the suffix of NVML'
 
 
 def utilization(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the GPU utilization and the memory utilization.
-
-    These are the shares of the last sample period (1/6 to 1 s) in which a kernel ran, and in which memory was read or
-    written.
-    """
+    """Yield the shares of the last sample period (1/6 to 1 s) in which a kernel ran, and with memory traffic."""
     rates = nvml.nvmlDeviceGetUtilizationRates(handle)
     yield Scalar("gpu_utilization", rates.gpu / 100, "ratio")
     yield Scalar("gpu_memory_utilization", rates.memory / 100, "ratio")
@@ -254,10 +250,7 @@ class Gpu:
         return None
 
     def read(self, report: Report) -> list[Scalar]:
-        """Return the current values of all metrics that the GPU supports.
-
-        Each metric is read independently. An error other than NVMLError is reported.
-        """
+        """Return all metrics that the GPU supports, each read independently; report errors other than NVMLError."""
         found = [scalar for reading in list(self._readings) for scalar in self._read(reading, report)]
         if self._events is not None:
             found.append(Scalar("gpu_xid_errors_total", float(self._xids), "errors"))
@@ -281,10 +274,7 @@ class Gpu:
         return found
 
     def close(self) -> None:
-        """Release NVML.
-
-        Other code of the process can still use NVML, which remains initialized until its last user releases it.
-        """
+        """Release NVML, which other users in the process keep initialized until the last one releases it."""
         if self._events is not None:
             _quietly(self._nvml, self._nvml.nvmlEventSetFree, self._events)
         _quietly(self._nvml, self._nvml.nvmlShutdown)

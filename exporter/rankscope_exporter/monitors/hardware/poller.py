@@ -84,7 +84,6 @@ class Host:
         self._process = None if self._psutil is None else self._call("Process", self._psutil.Process)
 
     def state(self) -> HostState:
-        """Return the current state of the process and the machine."""
         return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._call)
 
     def _call(self, name: str, function: Callable[[], Any]) -> Any:
@@ -212,7 +211,6 @@ class HardwarePoller:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU seconds of the hardware thread so far."""
         return self._thread.cpu_seconds
 
     def start(self) -> None:

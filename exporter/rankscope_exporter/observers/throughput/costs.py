@@ -268,12 +268,7 @@ TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
 
 
 def peak_tflops(name: str, dtype: torch.dtype, *, tf32: bool) -> float | None:
-    """Return the peak TFLOP/s of the device `name` for matrices of `dtype`; None if it is unknown.
-
-    `name` is torch's name.
-
-    `tf32` is true if torch multiplies float32 matrices in TF32.
-    """
+    """Return the peak TFLOP/s of torch's device `name` for matrices of `dtype`, in TF32 if float32 is so set."""
     peaks = next((peaks for pattern, peaks in TABLE if re.search(pattern, name)), None)
     whole = None if peaks is None else _of_dtype(peaks, dtype, tf32=tf32)
     slices = re.search(r"\bMIG (\d)g\.", name)

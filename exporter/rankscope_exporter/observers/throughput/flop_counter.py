@@ -268,10 +268,7 @@ def _without_compilation() -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a tensor, without its autograd graph and with the same `requires_grad`.
-
-    Other values are returned unchanged.
-    """
+    """Return a copy of a tensor with its `requires_grad` and without its graph; any other value unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)

@@ -37,10 +37,7 @@ SIX_N: Final = "6n"
 
 
 def _amount(logged: Sequence[Pending], name: str) -> float | None:
-    """Return the sum of the scalars that the script logged as `name` in a step; None if it logged none.
-
-    Waits until a logged tensor was copied to the host.
-    """
+    """Return the sum that the script logged as `name` in a step, if any. Waits for copies of tensors to the host."""
     parts = [item.scalar().value for item in logged if item.name == name]
     return sum(parts) if parts else None
 
@@ -85,7 +82,6 @@ class Throughput(StepObserver):
             self._autocast = torch.get_autocast_dtype(self._device.type)
 
     def on_step_end(self, record: StepRecord) -> None:
-        """Store the logged scalars of the step. The step's duration may be unknown."""
         self._logged = record.pending
 
     def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
