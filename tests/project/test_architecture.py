@@ -45,7 +45,7 @@ IMPORT_AND_EXPORT = (
 )
 NAMES_MSPROBE = {
     "exporter/rankscope_exporter/base/extension.py": 1,  # the lazy import
-    "exporter/rankscope_exporter/config/monitor_config.py": 3,  # MonitorConfig.from_msprobe
+    "exporter/rankscope_exporter/config/monitor_config.py": 2,  # MonitorConfig.from_msprobe
 }
 """Number of words in each other file that name msprobe."""
 
