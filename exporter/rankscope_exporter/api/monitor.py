@@ -50,40 +50,57 @@ from rankscope_exporter.sinks.memory import Row
 M = TypeVar("M", bound=Callable[..., None])
 
 
-def _nothing(*_: Any) -> None:
-    """Do nothing."""
-
-
 class OpenPhases(CopiesDoNothing):
     """The phases of a training that are open now, from the outermost to the innermost.
 
-    When a phase opens, the function `begins` is called with the name of the phase. When it closes, the function `ended`
-    is called with its name and its duration in seconds.
+    Changes are recorded in the session of `session_end`, which a monitor sets when it is attached.
     """
 
-    def __init__(
-        self, begins: Callable[[str], None] = _nothing, ended: Callable[[str, float], None] = _nothing
-    ) -> None:
+    def __init__(self) -> None:
         self.names: list[str] = []
-        self._begins = begins
-        self._ended = ended
+        self.session_end: SessionEnd | None = None
 
     def _unattached(self) -> dict[str, Any]:
-        return {"names": [], "_begins": _nothing, "_ended": _nothing}
+        return {"names": [], "session_end": None}
 
     def begin(self, name: str) -> None:
-        """Open the phase `name`."""
         self.names.append(name)
-        self._begins(name)
+        self._call(self._begin, name)
 
     def end(self, name: str, seconds: float) -> None:
         """Close the innermost open phase `name` after `seconds`. Other threads may have opened the others."""
         if name in self.names:
             del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
-            self._ended(name, seconds)
+            self._call(self._end, name, seconds)
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        session = None if self.session_end is None else self.session_end.session
+        if session is not None:
+            session.hooks.call("phase()", function, session, *args)
+
+    def _begin(self, session: Session, name: str) -> None:
+        session.events.on_phase_begin(name)
+        self._show(session)
+
+    def _end(self, session: Session, name: str, seconds: float) -> None:
+        session.events.on_phase_end(name)
+        self._show(session)
+        if name not in WITHIN_A_STEP:
+            session.current_step.add(session.step_observers.phases.total(name))
+            _publish_event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
+
+    def _show(self, session: Session) -> None:
+        session.watchdog.beat()
+        shown = [name for name in self.names if name not in WITHIN_A_STEP]
+        session.channel.set_phase(shown[-1] if shown else None)
 
 
-class Phase(CopiesDoNothing, contextlib.ContextDecorator):
+def _publish_event(session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
+    text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
+    session.current_step.publish_event(Event(type=str(kind), message=encodable(str(message)), details=text))
+
+
+class PhaseContext(CopiesDoNothing, contextlib.ContextDecorator):
     """A phase of the training, which lasts from `__enter__` to `__exit__`.
 
     The object can be entered several times. As a decorator, it opens one phase for each call of the function.
@@ -97,8 +114,8 @@ class Phase(CopiesDoNothing, contextlib.ContextDecorator):
     def _unattached(self) -> dict[str, Any]:
         return {"_began": []}
 
-    def _recreate_cm(self) -> Phase:
-        return Phase(self.name, self._phases)
+    def _recreate_cm(self) -> PhaseContext:
+        return PhaseContext(self.name, self._phases)
 
     def __enter__(self) -> Self:
         self._began.append(time.monotonic())
@@ -131,7 +148,77 @@ _COMPILED_CALL: Final = (
 )
 
 
-class Monitor(CopiesDoNothing):
+class MonitorState(CopiesDoNothing):
+    """The state of a monitor that a script can read, without an effect on the training."""
+
+    def __init__(self, config: MonitorConfig) -> None:
+        self._config = config
+        self._boundary = ErrorBoundary()
+        self._session_end: SessionEnd | None = None
+        self._sinks: Mapping[str, Sink] = {}
+
+    @property
+    def _session(self) -> Session | None:
+        return None if self._session_end is None else self._session_end.session
+
+    @property
+    def config(self) -> MonitorConfig:
+        """The configuration, including the settings from environment variables."""
+        return self._config
+
+    @property
+    def run(self) -> str | None:
+        return self._session.identity.run if self._session is not None else None
+
+    @property
+    def ended(self) -> EndedRun | None:
+        """The place of the records after the end of the run; None before."""
+        return None if self._session_end is None else self._session_end.ended
+
+    @property
+    def address(self) -> str | None:
+        """The URL of the server of this rank; None if not attached."""
+        return self._session.channel.url if self._session is not None else None
+
+    def structure(self) -> str:
+        """Return one line of text per module (class, inputs, outputs); empty until `structure` was measured."""
+        quantity = None if self._session is None else self._session.active_quantities.quantity(Structure.name)
+        return quantity.text if isinstance(quantity, Structure) else ""
+
+    def current(self, *kinds: str) -> tuple[Row, ...]:
+        """Return the rows of statistics of the current step so far, or of the last step.
+
+        The rows of the last step are returned if the current step is not sampled or has no rows yet. `kinds` selects
+        rows by the kind of tensor, such as `grad_reduced`; without an argument, all rows are returned. The rows contain
+        all statistics, not only those that `ops` selects. This method waits for the device. Call it on the training
+        thread, for decisions that cannot wait for the next step.
+        """
+        session = self._session
+        rows = None if session is None else session.hooks.call("current()", session.current, kinds)
+        return rows or ()
+
+    @property
+    def measuring(self) -> dict[str, Any]:
+        """The sampling configuration, its first step and pending changes (`to_come`); empty if not attached."""
+        session = self._session
+        return {} if session is None else session.sampling_state()
+
+    def sink(self, name: str) -> Sink | None:
+        """Return the Sink object with this `name`, also after detach; None if none is configured."""
+        return self._sinks.get(name)
+
+    def overhead_seconds(self) -> dict[str, float]:
+        """Return the CPU seconds that each part of this monitor has used so far, by part; empty if not attached."""
+        session = self._session
+        return {} if session is None else session.overhead()
+
+    @property
+    def faults(self) -> int:
+        """The number of errors inside the monitor that were caught so far."""
+        return self._boundary.count
+
+
+class Monitor(MonitorState):
     """Monitors one model: `with Monitor(total_steps=1000) as monitor: monitor.attach(model, optimizer); …`.
 
     Construction checks its arguments and raises ConfigError; no other method raises into training. A wrong value in a
@@ -145,8 +232,6 @@ class Monitor(CopiesDoNothing):
     A model may have its monitor as an attribute, and may be copied or saved with it. The copy of a monitor does
     nothing, cannot be attached, and its `is_copy` is True. The copy has the configuration, without the token of the
     server. The original monitor continues.
-
-    The class has more than 20 methods because it is the whole public interface. Each method only calls the session.
     """
 
     _completes_at_exit: ClassVar[bool] = False
@@ -171,22 +256,15 @@ class Monitor(CopiesDoNothing):
         if unknown:
             known = "config (with all settings, as in Monitor({'run': 'a'})), total_steps, first_step and on_anomaly"
             raise ConfigError(f"Monitor has no argument {', '.join(unknown)}; its arguments are {known}")
-        self._config = config_of(config).with_environment(os.environ)
+        super().__init__(config_of(config).with_environment(os.environ))
         self._total_steps = None if total_steps is None else steps_from("total_steps", total_steps, at_least=1)
         self._first_step = steps_from("first_step", first_step, at_least=0)
         if self._total_steps is not None and self._first_step == 0:
             self._total_steps = max(1, self._total_steps - 1)  # the number of the last planned step
         self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
-        self._boundary = ErrorBoundary()
-        self._session_end: SessionEnd | None = None
         self._owner: Owner | None = None
-        self._sinks: Mapping[str, Sink] = {}
-        self._phases = OpenPhases(_weak(self._phase_begins), _weak(self._phase_ended))
+        self._phases = OpenPhases()
         self._was_compiled = on_compilation(_weak(self._call_compiles))
-
-    @property
-    def _session(self) -> Session | None:
-        return None if self._session_end is None else self._session_end.session
 
     def _call_compiles(self) -> None:
         session = self._session
@@ -255,7 +333,7 @@ class Monitor(CopiesDoNothing):
             self._boundary.report("measuring the tensors of the model", error)
             config = replace(self._config, quantities=())
             session = attached(Plain(model), optimizer, config, self._boundary, **options)
-        self._session_end = SessionEnd(
+        self._session_end = self._phases.session_end = SessionEnd(
             session, owner, self._boundary, self._total_steps, completes_at_exit=self._completes_at_exit
         )
         self._sinks = session.sinks.by_name
@@ -319,13 +397,9 @@ class Monitor(CopiesDoNothing):
         session = self._session
         if session is not None:
             session.watchdog.beat()
-            session.hooks.call("event()", self._event, session, type, message, details)
+            session.hooks.call("event()", _publish_event, session, type, message, details)
 
-    def _event(self, session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
-        text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
-        session.current_step.publish_event(Event(type=str(kind), message=encodable(str(message)), details=text))
-
-    def phase(self, name: str) -> Phase | AbstractContextManager[None]:
+    def phase(self, name: str) -> PhaseContext | AbstractContextManager[None]:
         """Return a context manager for a phase of the training, such as an evaluation or a checkpoint.
 
         While a phase is open, a hang is reported only after the longer limit `hang_in_phase_after_seconds`. The
@@ -339,33 +413,7 @@ class Monitor(CopiesDoNothing):
         if is_dynamo_compiling():
             self._was_compiled()
             return contextlib.nullcontext()
-        return Phase(redacted_name(str(name)), self._phases)
-
-    def _phase_begins(self, name: str) -> None:
-        session = self._session
-        if session is not None:
-            session.hooks.call("phase()", self._begin_phase, session, name)
-
-    def _begin_phase(self, session: Session, name: str) -> None:
-        session.events.on_phase_begin(name)
-        self._show_phase(session)
-
-    def _phase_ended(self, name: str, seconds: float) -> None:
-        session = self._session
-        if session is not None:
-            session.hooks.call("phase()", self._end_phase, session, name, seconds)
-
-    def _end_phase(self, session: Session, name: str, seconds: float) -> None:
-        session.events.on_phase_end(name)
-        self._show_phase(session)
-        if name not in WITHIN_A_STEP:
-            session.current_step.add(session.step_observers.phases.total(name))
-            self._event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
-
-    def _show_phase(self, session: Session) -> None:
-        session.watchdog.beat()
-        shown = [name for name in self._phases.names if name not in WITHIN_A_STEP]
-        session.channel.set_phase(shown[-1] if shown else None)
+        return PhaseContext(redacted_name(str(name)), self._phases)
 
     @opaque
     def end_step(self, *, skipped: bool | None = None) -> None:
@@ -401,58 +449,6 @@ class Monitor(CopiesDoNothing):
         if session is not None:
             session.hooks.call("switch()", session.switch, document)
 
-    def dump_stacks(self) -> str | None:
-        """Record the stacks of all threads and the pending collectives; call it in error handlers. Return the text."""
-        session = self._session
-        if session is None:
-            return None
-        taken: CapturedStacks | None = self._boundary.call("dump_stacks()", session.diagnosis.take, "call")
-        return None if taken is None else stacks_text(taken.stacks)
-
-    # State.
-
-    @property
-    def config(self) -> MonitorConfig:
-        """The configuration, including the settings from environment variables."""
-        return self._config
-
-    @property
-    def run(self) -> str | None:
-        return self._session.identity.run if self._session is not None else None
-
-    @property
-    def ended(self) -> EndedRun | None:
-        """The place of the records after the end of the run; None before."""
-        return None if self._session_end is None else self._session_end.ended
-
-    @property
-    def address(self) -> str | None:
-        """The URL of the server of this rank; None if not attached."""
-        return self._session.channel.url if self._session is not None else None
-
-    def structure(self) -> str:
-        """Return one line of text per module (class, inputs, outputs); empty until `structure` was measured."""
-        quantity = None if self._session is None else self._session.active_quantities.quantity(Structure.name)
-        return quantity.text if isinstance(quantity, Structure) else ""
-
-    def current(self, *kinds: str) -> tuple[Row, ...]:
-        """Return the rows of statistics of the current step so far, or of the last step.
-
-        The rows of the last step are returned if the current step is not sampled or has no rows yet. `kinds` selects
-        rows by the kind of tensor, such as `grad_reduced`; without an argument, all rows are returned. The rows contain
-        all statistics, not only those that `ops` selects. This method waits for the device. Call it on the training
-        thread, for decisions that cannot wait for the next step.
-        """
-        session = self._session
-        rows = None if session is None else session.hooks.call("current()", session.current, kinds)
-        return rows or ()
-
-    @property
-    def measuring(self) -> dict[str, Any]:
-        """The sampling configuration, its first step and pending changes (`to_come`); empty if not attached."""
-        session = self._session
-        return {} if session is None else session.sampling_state()
-
     @opaque
     def remark(self, sentence: str) -> None:
         """Print a sentence on the console, and publish it as an event of type `note`."""
@@ -460,19 +456,13 @@ class Monitor(CopiesDoNothing):
         if session is not None:
             session.hooks.call("remark()", session.hooks.tell, sentence)
 
-    def sink(self, name: str) -> Sink | None:
-        """Return the Sink object with this `name`, also after detach; None if none is configured."""
-        return self._sinks.get(name)
-
-    def overhead_seconds(self) -> dict[str, float]:
-        """Return the CPU seconds that each part of this monitor has used so far, by part; empty if not attached."""
+    def dump_stacks(self) -> str | None:
+        """Record the stacks of all threads and the pending collectives; call it in error handlers. Return the text."""
         session = self._session
-        return {} if session is None else session.overhead()
-
-    @property
-    def faults(self) -> int:
-        """The number of errors inside the monitor that were caught so far."""
-        return self._boundary.count
+        if session is None:
+            return None
+        taken: CapturedStacks | None = self._boundary.call("dump_stacks()", session.diagnosis.take, "call")
+        return None if taken is None else stacks_text(taken.stacks)
 
 
 def _weak(method: Callable[..., None]) -> Callable[..., None]:

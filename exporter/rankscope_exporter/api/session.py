@@ -229,7 +229,7 @@ class Session:
             change_sources=self.change_sources,
             record=self.current_step.publish_event,
             take_flight_record=self.diagnosis.take_flight,
-            cost=self._recurring_overhead,
+            cost=lambda: sum(cost for part, cost in self.overhead().items() if part not in ONE_TIME_COSTS),
             kinds_changed=self._announce_kinds,
             say=self.notices.say,
         )
@@ -339,7 +339,7 @@ class Session:
         """Finish the last step and record the exit event."""
         is_cut = ending.reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
         last_step = self._boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
-        self.steps.items.put(self.publisher.report_skipped)
+        self.steps.items.put(self.publisher.skipped.finish)
         self._boundary.call("end of training", self.reactions.finish, self.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(
             ending.reason, ending.error, last_step, ending.total_steps, ending.signal
@@ -453,9 +453,6 @@ class Session:
 
     def overhead(self) -> dict[str, float]:
         return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
-
-    def _recurring_overhead(self) -> float:
-        return sum(seconds for part, seconds in self.overhead().items() if part not in ONE_TIME_COSTS)
 
     def _dropped(self) -> dict[str, int]:
         return {

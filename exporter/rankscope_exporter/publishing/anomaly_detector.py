@@ -20,8 +20,7 @@ from rankscope_contract.model.events import Event, causal_key, causal_micro_step
 from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, SeriesEvaluator, needed_values
-from rankscope_contract.rules.curve import Firing as SeriesFiring
+from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, Firing, SeriesEvaluator, needed_values
 from rankscope_exporter.statistics import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
@@ -48,7 +47,7 @@ This number limits the memory if a script creates new names without end.
 """
 
 
-class Firing(NamedTuple):
+class EntryFiring(NamedTuple):
     """A firing: one statistic of one plan entry, and the rule that holds for its value."""
 
     entry: int
@@ -65,7 +64,7 @@ class StepVerdict:
     """The result of evaluating all rules at one step."""
 
     baselines: Float32s  # [len(JUDGED_OPS), T]: the values compared with, NaN if there is none
-    firings: tuple[Firing, ...] = ()  # in causal order: micro-batch, kind, call
+    firings: tuple[EntryFiring, ...] = ()  # in causal order: micro-batch, kind, call
     left_out: int = 0  # firings beyond the limit
     firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
     """The pair (rule, kind) of every rule that holds for at least one entry of the kind.
@@ -158,7 +157,7 @@ class AnomalyDetector:
             order = {firing.entry: int(calls[firing.entry]) for firing in firings}
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
 
-    def check_scalar(self, name: str, value: float, labels: str | None = None) -> SeriesFiring | None:
+    def check_scalar(self, name: str, value: float, labels: str | None = None) -> Firing | None:
         """Return the firing of the first rule that holds for `value`, a value of the scalar `name`; None without one.
 
         `labels` is the text of the labels. Each combination of name and labels has its own baseline.
@@ -228,7 +227,7 @@ class AnomalyDetector:
         before: Float32s,
         verdicts: dict[tuple[str, int], tuple[_Scope, Bools]],
         calls: Integers,
-    ) -> tuple[tuple[Firing, ...], int]:
+    ) -> tuple[tuple[EntryFiring, ...], int]:
         """Return at most `limit` firings of a step, and the number of the remaining firings, which are left out.
 
         The constructor receives `limit`. For each tensor and op, only the first rule that holds gives a firing. NaN and
@@ -266,14 +265,14 @@ class AnomalyDetector:
         order = np.where(calls < 0, last, calls)[entries]
         return self._position_of_entry[entries] * (last + 1) + order
 
-    def _firing_at(self, finished: Finished, before: Float32s, entry: int, op: str, rule: AnomalyRule) -> Firing:
+    def _firing_at(self, finished: Finished, before: Float32s, entry: int, op: str, rule: AnomalyRule) -> EntryFiring:
         if op in _COUNTS_JUDGED:
             value = float(finished.counts[COUNT_OPS.index(op), entry])
         else:
             value = float(finished.values[VALUE_OPS.index(op), entry])
         baseline = float(before[JUDGED_OPS.index(op), entry]) if op in JUDGED_OPS else math.nan
         numel = finished.counts[COUNT_OPS.index("numel"), entry]
-        return Firing(entry, op, rule, value, None if math.isnan(baseline) else baseline, rule.limit(), int(numel))
+        return EntryFiring(entry, op, rule, value, None if math.isnan(baseline) else baseline, rule.limit(), int(numel))
 
     def _firing(self, verdicts: dict[tuple[str, int], tuple[_Scope, Bools]]) -> frozenset[tuple[str, str]]:
         return frozenset(

@@ -31,7 +31,7 @@ from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread, no_fork
-from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, Firing, StepVerdict
+from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.records.pending_step import Deferred, Row, Scalar, skipped_event
 from rankscope_exporter.records.step_record import Statistics, StepRecord
@@ -63,6 +63,19 @@ class SkippedSteps:
         self._count = self._before = 0  # skipped steps since the last update, and before it
         self._passes = 0  # repeated number of skipped steps before each update; 0 if none is known
         self._is_irregular = False  # the latest numbers differed, and no event is held back
+
+    def is_reported(self, step: StepRecord) -> bool:
+        """Return whether `step` has certainly skipped its update: the script ended it, or a gradient is not finite.
+
+        Otherwise, add its update, or add it to the skipped steps.
+        """
+        if not step.is_skipped:
+            self.updated()
+            return False
+        if step.skip_is_certain or (step.statistics is not None and _is_overflow(step.statistics)):
+            return True
+        self.skipped(step)
+        return False
 
     def skipped(self, step: StepRecord) -> None:
         """Add `step`, which has ended without an update."""
@@ -145,6 +158,23 @@ class StepQueue:
             self.items.put(record)
 
 
+class _Totals:
+    """The sums of the scalars in `CUMULATIVE` over all steps."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def after(self, scalars: Sequence[Scalar]) -> list[Scalar]:
+        """Add the scalars of a step, and return the sums that have changed."""
+        totals = []
+        for item in scalars:
+            total = CUMULATIVE.get(item.name)
+            if total is not None and math.isfinite(item.value):  # one NaN would make all later totals NaN
+                self._sums[total] = self._sums.get(total, 0.0) + item.value
+                totals.append(Scalar(total, self._sums[total], item.name))
+        return totals
+
+
 class Publisher:
     """One daemon thread that finishes and publishes the queued records of steps, in the order of the queue."""
 
@@ -179,11 +209,11 @@ class Publisher:
         self._flush_idle = flush_idle
         self._finished = finished
         self._silent_kinds = silent_kinds
-        self._skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
+        self.skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
         self._pp_stage = pp_stage
         self._has_chunks = has_chunks
         self._thread = OwnThread(target=self._run, name="rankscope-publisher", on_fault=boundary.report)
-        self._totals: dict[str, float] = {}
+        self._totals = _Totals()
         self._taken = 0  # items that the thread has taken from the queue
         self._reported_lost = 0  # dropped records for which an event was published
         self._drops = self._is_blocked = self._is_publishing = False
@@ -264,7 +294,7 @@ class Publisher:
             self._process(item)
         # The last records can report a fault, whose record is behind the None.
         self._process_queue()
-        self._process(self.report_skipped)
+        self._process(self.skipped.finish)
         if not self._is_blocked:
             self._finished()
 
@@ -317,7 +347,7 @@ class Publisher:
         found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in record.found_inf]
         if any(scalar is not None and scalar.value for scalar in found_inf):
             record.events.append(skipped_event())
-        if record.is_skipped is not None and self._is_reported(record):
+        if record.is_skipped is not None and self.skipped.is_reported(record):
             record.events.append(skipped_event())
         firing: set[tuple[str, str]] = set()
         if verdict is not None:
@@ -327,7 +357,7 @@ class Publisher:
         for event in self._scalar_anomalies(scalars):
             record.events.append(event)
             firing.add((str(event.rule), NO_KIND))
-        scalars += self._running_totals(scalars)
+        scalars += self._totals.after(scalars)
         for later in record.later:  # no rule evaluates these: bytes and seconds of the monitor itself
             scalars += self._boundary.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record.scalars, record.firing = scalars, frozenset(firing)
@@ -348,23 +378,6 @@ class Publisher:
         finally:
             self._is_publishing = False  # from here on, the number of the newest record includes it
             self._on_record(record)
-
-    def report_skipped(self) -> None:
-        """Publish the events of skipped steps that were held back, at the end of training."""
-        self._skipped.finish()
-
-    def _is_reported(self, record: StepRecord) -> bool:
-        """Return whether a step has certainly skipped its update: the script ended it, or a gradient is not finite.
-
-        Otherwise, add the step to the skipped steps that are held back, or add its update.
-        """
-        if not record.is_skipped:
-            self._skipped.updated()
-            return False
-        if record.skip_is_certain or (record.statistics is not None and _is_overflow(record.statistics)):
-            return True
-        self._skipped.skipped(record)
-        return False
 
     def _statistics(self, record: StepRecord) -> tuple[Statistics | None, StepVerdict | None]:
         version = record.plan
@@ -389,15 +402,11 @@ class Publisher:
     def _other_rows(self, record: StepRecord) -> dict[str, list[Row]]:
         rows = {name: list(known) for name, known in record.rows.items()}
         for deferred in record.deferred:
-            read = self._boundary.call(f"rows of {deferred.dataset}", self._rows_of, deferred)
+            read = self._boundary.call(f"rows of {deferred.dataset}", _rows_of, deferred, self._has_chunks)
             rows.setdefault(deferred.dataset, []).extend(read or ())
         return rows
 
-    def _rows_of(self, deferred: Deferred) -> Sequence[Row]:
-        read = deferred.read()
-        return [with_chunk_number(row) for row in read] if self._has_chunks and deferred.dataset in _OF_CHUNKS else read
-
-    def _anomaly(self, firing: Firing, verdict: StepVerdict) -> Event:
+    def _anomaly(self, firing: EntryFiring, verdict: StepVerdict) -> Event:
         entry = self._detector.entries[firing.entry]
         return Event(
             type=EventType.ANOMALY,
@@ -436,14 +445,10 @@ class Publisher:
                     message=text,
                 )
 
-    def _running_totals(self, scalars: Sequence[Scalar]) -> list[Scalar]:
-        totals = []
-        for item in scalars:
-            total = CUMULATIVE.get(item.name)
-            if total is not None and math.isfinite(item.value):  # one NaN would make all later totals NaN
-                self._totals[total] = self._totals.get(total, 0.0) + item.value
-                totals.append(Scalar(total, self._totals[total], item.name))
-        return totals
+
+def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary
+    read = deferred.read()
+    return [with_chunk_number(row) for row in read] if has_chunks and deferred.dataset in _OF_CHUNKS else read
 
 
 def _is_overflow(statistics: Statistics) -> bool:
@@ -457,7 +462,7 @@ def _is_overflow(statistics: Statistics) -> bool:
     return any(entries[position].kind in GRADIENT_KINDS for position in np.flatnonzero((odd > 0).any(axis=0)))
 
 
-def _message(firing: Firing, entry: PlanEntry) -> str:
+def _message(firing: EntryFiring, entry: PlanEntry) -> str:
     where = f"{firing.rule.name} on {entry.kind} of {entry.label or WHOLE_MODEL}: {firing.op} is {firing.value:g}"
     if firing.baseline:
         return f"{where}, {firing.value / firing.baseline:.3g} times its average"

@@ -111,7 +111,7 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _PageLayout:
     values: _Block
     counts: _Block
     baselines: _Block
@@ -145,7 +145,7 @@ class TensorRenderer:
         self._rules = tuple(rules)
         self._budget = series_budget
         self._all_ops = all_ops
-        self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _PageLayout] = OrderedDict()
         self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
 
     @no_fork()
@@ -166,7 +166,7 @@ class TensorRenderer:
         pieces = (*_family(TENSOR_VALUE, values), *_family(TENSOR_BASELINE, baselines))
         return TensorLines(pieces, over_budget, ambiguous)
 
-    def _layout(self, sampled: Sampled, budget: int) -> _Layout:
+    def _layout(self, sampled: Sampled, budget: int) -> _PageLayout:
         plan = sampled.statistics.plan
         kinds = sampled.kinds
         present = _present(sampled.statistics).is_valid()
@@ -176,9 +176,9 @@ class TensorRenderer:
             self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
         )
 
-    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last_micro_step: int | None) -> _Layout:
+    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last: int | None) -> _PageLayout:
         entries = plan.plan.entries
-        shown, ambiguous = distinct(entries, kinds, last_micro_step)
+        shown, ambiguous = distinct(entries, kinds, last)
         # In the order of tensors, so that the limit leaves out whole tensors instead of one statistic of all tensors.
         wanted = [(position, op) for position in shown for op in self._ops(plan.plan, str(entries[position].kind))]
         kept = wanted[:budget]
@@ -195,7 +195,7 @@ class TensorRenderer:
                 pa.array([position for _, _, position in lines], pa.int32()),
             )
 
-        return _Layout(
+        return _PageLayout(
             block(TENSOR_VALUE, plan.plan.value_ops),
             block(TENSOR_VALUE, plan.plan.count_ops),
             block(TENSOR_BASELINE, plan.plan.value_ops, _BASELINE_SUFFIX),

@@ -31,7 +31,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.security.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
-from rankscope_exporter.api.monitor import OpenPhases, Phase
+from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
 from rankscope_exporter.api.session_end import EndedRun
 from rankscope_exporter.base.copies import CopiesDoNothing
 from rankscope_exporter.base.errors import CountError
@@ -118,7 +118,7 @@ def attached(request: pytest.FixtureRequest, config: MonitorConfig = QUIET) -> M
     return monitor
 
 
-def phase(request: pytest.FixtureRequest) -> Phase:
+def phase(request: pytest.FixtureRequest) -> PhaseContext:
     entered = attached(request).phase("evaluation")
     return entered.__enter__()
 
@@ -165,7 +165,7 @@ OUR_SINKS = [kind for kind in sink_classes().values() if kind.__module__.startsw
 CALLBACKS: dict[str, Factory] = {name: callback_of(name) for name in ("huggingface", "lightning")}
 """The callbacks by module. A trainer is imported when a test needs it, because each test process collects this file."""
 SINKS: dict[type[Any], Factory] = {kind: sink_of(kind) for kind in OUR_SINKS}
-LIVE: dict[type[Any] | str, Factory] = {Monitor: attached, Phase: phase, TrainerMon: trainer_mon, **CALLBACKS, **SINKS}
+LIVE: dict[Any, Factory] = {Monitor: attached, PhaseContext: phase, TrainerMon: trainer_mon, **CALLBACKS, **SINKS}
 ELSEWHERE = {Connection: "tests/storage/connection/test_connection.py", OpenedRun: "tests/cli/test_report.py"}
 ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
 """Base classes of the classes above, and a part of the monitor."""
@@ -216,7 +216,7 @@ def test_every_public_class_is_covered_by_a_copy_test():
     found = public_classes()
 
     assert set() == {kind for kind in found - known if not any(issubclass(one, kind) for one in known)}
-    assert {Monitor, TrainerMon, Connection, Row, Phase, Anomaly, *callbacks, *SINKS} <= found
+    assert {Monitor, TrainerMon, Connection, Row, PhaseContext, Anomaly, *callbacks, *SINKS} <= found
 
 
 # Data: a copy is complete.

@@ -176,6 +176,9 @@ def has_room_for(threads: int) -> bool:
 Raw = Mapping[str, Any]
 """One entry of a flight record, as torch writes it."""
 
+Entries = dict[str, Sequence[Raw]]
+"""The entries of each flight recorder that has some, oldest first, by the name of the recorder."""
+
 Report = Callable[[str, BaseException], None]
 """Function that reports a failed operation and its error, for example `ErrorBoundary.report`."""
 
@@ -189,7 +192,7 @@ log = logging.getLogger("rankscope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorder:
+class TorchRecorder:
     """One of torch's flight recorders, with the names of the functions and of the handler that return its entries."""
 
     name: str
@@ -206,14 +209,16 @@ class Recorder:
     """True if torch queries the device for the state of entries, so that a device that hangs blocks the reading."""
 
 
-CPU: Final = Recorder(name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json")
+CPU: Final = TorchRecorder(
+    name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json"
+)
 """The flight recorder of Gloo.
 
 torch's handler that returns the entries of this recorder does not read its request argument. Any Python object can
 therefore be passed as the request.
 """
 
-NCCL: Final = Recorder(
+NCCL: Final = TorchRecorder(
     name="nccl",
     with_stacks="_dump_nccl_trace",
     plain="_dump_nccl_trace_json",
@@ -254,7 +259,7 @@ def prepare_stacks() -> bool:
     return True
 
 
-def read_with_stacks(report: Report, recorders: Sequence[Recorder] | None = None) -> dict[str, Sequence[Raw]]:
+def read_with_stacks(report: Report, recorders: Sequence[TorchRecorder] | None = None) -> Entries:
     """Return the entries of each recorder, oldest first, with Python stacks in `frames`: 25 µs of the GIL per entry."""
     return _read(_recorders() if recorders is None else recorders, _pickled, report)
 
@@ -264,8 +269,8 @@ def read_without_stacks(
     *,
     is_urgent: bool = False,
     seconds: float = ANSWER_SECONDS,
-    recorders: Sequence[Recorder] | None = None,
-) -> dict[str, Sequence[Raw]]:
+    recorders: Sequence[TorchRecorder] | None = None,
+) -> Entries:
     """Return the entries of each recorder without the field `frames`, oldest first. torch does not hold the GIL.
 
     A recorder that queries the device is skipped after `seconds`. With `is_urgent`, the device is queried even if its
@@ -275,17 +280,17 @@ def read_without_stacks(
     return _read(_recorders() if recorders is None else recorders, read, report)
 
 
-def _recorders() -> list[Recorder]:
+def _recorders() -> list[TorchRecorder]:
     # NCCL's flight recorder is left out if this process has not used a GPU: the recorder has no entries then.
     return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
 
 
-def _read(recorders: Sequence[Recorder], read: Callable[[Recorder], Any], report: Report) -> dict[str, Sequence[Raw]]:
+def _read(recorders: Sequence[TorchRecorder], read: Callable[[TorchRecorder], Any], report: Report) -> Entries:
     """Return the entries of each flight recorder by the name of the recorder.
 
     Recorders that cannot be read are reported.
     """
-    found: dict[str, Sequence[Raw]] = {}
+    found: Entries = {}
     for recorder in recorders:
         where = f"reading the flight record of {recorder.name}"
         try:
@@ -308,7 +313,7 @@ def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Ra
     return sorted(complete, key=lambda entry: int(entry["record_id"]))
 
 
-def _pickled(recorder: Recorder) -> Any:
+def _pickled(recorder: TorchRecorder) -> Any:
     function = getattr(_c10d(), recorder.with_stacks, None)
     if function is None:
         return None
@@ -317,7 +322,7 @@ def _pickled(recorder: Recorder) -> Any:
     return _Plain(io.BytesIO(dump)).load()
 
 
-def _json(recorder: Recorder, *, is_urgent: bool, seconds: float) -> Any:
+def _json(recorder: TorchRecorder, *, is_urgent: bool, seconds: float) -> Any:
     function = getattr(_c10d(), recorder.plain, None)
     ask = _ask_device if recorder.asks_device else _ask
     if recorder.handler in _handler_names():

@@ -25,7 +25,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import (
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     CPU,
     NCCL,
-    Recorder,
+    TorchRecorder,
     read_with_stacks,
     read_without_stacks,
 )
@@ -34,9 +34,9 @@ C10D = torch._C._distributed_c10d
 DATA = Path(__file__).parents[3] / "data" / "flight"
 """Dumps of NCCL that were written by hand; see its README."""
 
-GOOD = Recorder(name="good", with_stacks="_test_good_pickle", plain="_test_good_json", handler="test_none")
-BROKEN = Recorder(name="broken", with_stacks="_test_broken", plain="_test_broken", handler="test_none")
-ABSENT = Recorder(name="absent", with_stacks="_test_none", plain="_test_none", handler="test_none")
+GOOD = TorchRecorder(name="good", with_stacks="_test_good_pickle", plain="_test_good_json", handler="test_none")
+BROKEN = TorchRecorder(name="broken", with_stacks="_test_broken", plain="_test_broken", handler="test_none")
+ABSENT = TorchRecorder(name="absent", with_stacks="_test_none", plain="_test_none", handler="test_none")
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_pickled_record_cannot_call_or_import_anything(functions, failures, caps
 
 
 NAMES = {"name": "device", "with_stacks": "_test_device", "plain": "_test_device", "handler": "test_none"}
-DEVICE = Recorder(**NAMES, asks_device=True)
+DEVICE = TorchRecorder(**NAMES, asks_device=True)
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def test_pickled_nccl_dump_is_read_with_stacks(failures, monkeypatch):
 SERVER = """
 import json, os, sys, threading
 import torch, torch.distributed as dist
-from rankscope_exporter.monitors.flight_recorder.torch_api import CPU, Recorder, read_without_stacks
+from rankscope_exporter.monitors.flight_recorder.torch_api import CPU, TorchRecorder, read_without_stacks
 from rankscope_exporter.monitors.flight_recorder.torch_api import register_handler
 c10d = torch._C._distributed_c10d
 free = threading.Event()
@@ -202,7 +202,7 @@ for handler in (answers, hangs, fails):
     register_handler(handler.__name__, handler)
 
 def device(handler, plain="none"):
-    return Recorder(name="nccl", with_stacks="none", plain=plain, handler=handler, asks_device=True)
+    return TorchRecorder(name="nccl", with_stacks="none", plain=plain, handler=handler, asks_device=True)
 
 failures = []
 
