@@ -333,9 +333,9 @@ class RegistrationLoop:
 
 
 def next_heartbeat(due: float, *, sent_at: float, polled_at: float, interval_seconds: float) -> float:
-    """Return when the next heartbeat, planned at `due`, is sent. All times are monotonic seconds.
+    """Return when the heartbeat due at `due` is sent: a poll postpones it, up to MAX_HEARTBEAT_SECONDS after the last.
 
-    A poll by the service postpones it, but not beyond MAX_HEARTBEAT_SECONDS after the last heartbeat at `sent_at`.
+    All times are monotonic seconds: `sent_at` is the time of the last heartbeat, `polled_at` the time of the last poll.
     """
     return max(due, min(polled_at + _SILENT_INTERVALS * interval_seconds, sent_at + MAX_HEARTBEAT_SECONDS))
 

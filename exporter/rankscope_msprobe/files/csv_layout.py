@@ -331,7 +331,7 @@ def their_step(kind: str | None, step: int, first: int) -> int:
 
 
 def our_step(kind: str | None, step: int) -> int:
-    """Return the Rankscope step number of msprobe's step `step`; `their_step` is the inverse."""
+    """Return the Rankscope step number of msprobe's step `step`."""
     return step if kind in MOMENTS else step + 1
 
 

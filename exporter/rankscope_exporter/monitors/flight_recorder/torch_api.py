@@ -149,7 +149,6 @@ def _start() -> str:
 
 
 def _keep_for_ever(thing: object) -> None:
-    """Prevent the destruction of `thing` at exit: threads and tables of torch may still use it then."""
     # Threads and tables of torch may still use the object at that time.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
