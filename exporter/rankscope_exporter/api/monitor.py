@@ -431,7 +431,7 @@ class Monitor(MonitorState):
 
     @opaque
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:
-        """Change the sampling, beginning with the next step; with several ranks, at a step on which all ranks agree.
+        """Change the sampling, beginning with the next step; with several ranks, at the same later step on all ranks.
 
         `config` may contain `quantities`, `options`, `every`, `times` and `ops`. Settings that `config` does not
         contain get the values that they had at `attach`. With `on=False`, nothing is measured until the next call of

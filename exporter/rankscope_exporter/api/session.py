@@ -38,8 +38,8 @@ from rankscope_exporter.publishing.publisher import STALL_SECONDS, Publisher, St
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.reactions.anomaly_callback import FindCallback
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
-from rankscope_exporter.reconfiguration.agreement import agreement_of
-from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, SamplingChange, StepPace
+from rankscope_exporter.reconfiguration.change_log import change_log_of
+from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, StepPace
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
@@ -214,12 +214,10 @@ class Session:
         self.change_sources = ChangeSources(
             config,
             self.change_queue,
-            self._pace,
             parts=lambda changed: selected_parts(self.monitored, changed, identity.rank, ignore_start=True),
-            reaction=lambda *change: self.reactions.planned_change(*change),  # noqa: PLW0108 - built later
             boundary=boundary,
             tell=self.notices.tell,
-            agreement=agreement_of(identity, self._pace.now, config.switch_poll_seconds),
+            change_log=change_log_of(identity, self._pace.now, config.switch_poll_seconds),
             first_step=first_step,
         )
         dependencies = ReactionDependencies(
@@ -248,7 +246,6 @@ class Session:
             *self.step_observers.all,
             *([team] if team.clocks else []),
             self._pace,
-            self.change_sources,
             self.console,
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
@@ -400,8 +397,8 @@ class Session:
         self.change_sources.request(document)
         return self.sampling_state()
 
-    def _sampling_changed(self, change: SamplingChange, step: int) -> None:
-        if change.source != TIMES:
+    def _sampling_changed(self, source: str, step: int) -> None:
+        if source != TIMES:
             self._announce_kinds()
             self._publish_notices()
         self.reactions.sampling_changed(step)

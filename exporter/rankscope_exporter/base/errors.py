@@ -95,6 +95,10 @@ class ServeError(ConfigError):
     """Error: the rank cannot serve its records with this configuration. The text names the fix."""
 
 
+class ShareError(RankscopeError):
+    """Error: a change of the sampling applies to this rank only, because it could not be stored for other ranks."""
+
+
 class CountError(RankscopeError, ValueError):
     """Error: the FLOPs of a model cannot be counted. The text names the reason and the fix."""
 

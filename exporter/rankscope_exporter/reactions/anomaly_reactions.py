@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
@@ -25,14 +26,14 @@ from rankscope_exporter.config.sections import CaptureConfig
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publishing.anomaly_detector import in_causal_order
 from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindCallback
-from rankscope_exporter.reactions.overhead_controller import BUDGET, OverheadController
+from rankscope_exporter.reactions.overhead_controller import OverheadController
 from rankscope_exporter.reactions.overhead_window import OverheadWindow
 from rankscope_exporter.reactions.sample_ids import BatchesByStep, SampleIds, read
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, late_text
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import Part, selected_parts
 
 CAPTURE: Final = "capture"
@@ -85,54 +86,11 @@ class Reason:
         )
 
 
-@dataclass(slots=True, kw_only=True)
-class PlannedCapture(PlannedChange):
-    """The beginning of a capture, at a step on which the ranks agreed.
-
-    When the step begins, the function `begins` decides whether the capture takes place. It returns the events to
-    record, or no event if the capture does not take place.
-    """
-
-    reason: Reason
-    parts: list[Part]
-    begins: Callable[[Reason, int, int | None], list[Event]]
-    began: Callable[[], None]
-    prepared: PreparedQuantities | None = None
-
-    def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks of the captured quantities.
-
-        A repeated call registers new hooks if a change of the sampling has removed some of these hooks since the
-        previous call.
-        """
-        if self.prepared is None or not active_quantities.is_current(self.prepared):
-            self.prepared = active_quantities.prepare(self.parts)
-
-    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Start the capture at step number `step` if the function `begins` returns events about the capture.
-
-        Return these events. If `begins` returns no event, return no event, and remove the hooks of the captured
-        quantities that `prepare` has registered.
-        """
-        events = self.begins(self.reason, step, self.step)
-        if events:
-            self.prepare(active_quantities)
-            active_quantities.capture(self.prepared or [])
-            self.began()
-        else:
-            active_quantities.discard(self.prepared or [])
-        return events
-
-    def document(self) -> dict[str, Any]:
-        """Return the names of the captured quantities and the reason of the capture, for the HTTP path /config."""
-        return {"capture": [quantity.name for quantity, _ in self.parts], "reason": self.reason.message}
-
-
 class CaptureController(StepObserver):
     """Starts and ends the captures of one rank.
 
-    The publisher thread calls `fired`, which requests captures. The background thread of `ChangeSources` calls `make`,
-    which returns a capture on which the ranks agreed. The training thread calls the methods for the events of steps.
+    The publisher thread calls `fired`, which requests captures. The background thread of `ChangeSources` calls `_make`,
+    which returns a capture of all ranks. The training thread calls the methods for the events of steps.
 
     The function `take_flight_record` publishes a flight record, and the function `record` publishes an event. Both may
     wait, so `worker` calls them on its background thread. The function `changed` is called when a capture changes the
@@ -147,7 +105,7 @@ class CaptureController(StepObserver):
         worker: BackgroundWorker,
         *,
         rank: int,
-        parts: Callable[[], list[Part]],
+        capture: Callable[[], None],
         release: Callable[[], None],
         record: Callable[[Event], None],
         take_flight_record: Callable[[], object],
@@ -158,7 +116,7 @@ class CaptureController(StepObserver):
         self._batches = batches
         self._worker = worker
         self._rank = rank
-        self._parts = parts
+        self._capture = capture
         self._release = release
         self._record = record
         self._take_flight_record = take_flight_record
@@ -168,6 +126,7 @@ class CaptureController(StepObserver):
         self._requested: list[Reason] = []  # by this rank, for captures that have not begun
         self._reason: Reason | None = None  # of the present capture
         self._first = self._left = self._steps = 0
+        sources.reactions[CAPTURE] = self._make
 
     # Firings of this rank, on the publisher thread.
 
@@ -193,23 +152,20 @@ class CaptureController(StepObserver):
         finally:
             self._flight_record()
 
-    # Captures that all ranks agreed on.
+    # Captures of all ranks.
 
-    def make(self, document: Mapping[str, Any], step: int | None) -> PlannedCapture:
-        """Return the planned capture for the firing in the JSON object `document`.
-
-        `document` has the fields of `Reason`. The capture begins at step number `step`, or at the next step if `step`
-        is None.
-        """
+    def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
+        """Return the capture for the firing in the JSON object `document`, which has the fields of `Reason`."""
         reason, config = Reason(**document), self._config
         if config is not None:
             self._quiet_until = max(self._quiet_until, reason.step + config.cooldown_steps)
             if reason.rank != self._rank:
                 self._flight_record()
-        parts = self._parts() if config is not None and self._count < config.max_captures else []
-        return PlannedCapture(reason=reason, step=step, parts=parts, begins=self._begins, began=self._changed)
+        description = {"capture": [] if config is None else list(config.quantities), "reason": reason.message}
+        return PlannedChange(step=step, description=description, apply=partial(self._begin, reason, step))
 
-    def _begins(self, reason: Reason, step: int, agreed: int | None) -> list[Event]:
+    def _begin(self, reason: Reason, agreed_step: int | None, step: int) -> list[Event]:
+        """Start the capture at step number `step`, on the training thread, and return the event about it."""
         config = self._config
         if config is None:
             return []
@@ -218,15 +174,17 @@ class CaptureController(StepObserver):
             return []
         self._count += 1
         self._take_requested(reason.step + config.cooldown_steps)  # one capture serves all requests
-        late = 0 if agreed is None else step - agreed  # a late rank ends the capture together with the others
+        late = 0 if agreed_step is None else step - agreed_step  # a late rank ends the capture together with the others
         self._steps = self._left = max(1, config.steps - late)
         self._reason, self._first = reason, step
         last = step + self._left - 1
         self._quiet_until = max(self._quiet_until, last)
-        names = ", ".join(config.quantities)
+        self._capture()
+        self._changed()
         cause = f"{reason.message}, on rank {reason.rank} at step {reason.step}"
-        text = f"capture of {names} in steps {step} to {last}: {cause}"
-        return [reason.event("began", text, first_step=step, last_step=last, agreed_step=agreed)]
+        text = f"capture of {', '.join(config.quantities)} in steps {step} to {last}: {cause}"
+        steps = {"first_step": step, "last_step": last, "agreed_step": agreed_step, "late_steps": late}
+        return [reason.event("began", text + late_text(late, agreed_step), **steps)]
 
     # Steps, on the training thread.
 
@@ -350,6 +308,7 @@ class AnomalyReactions(StepObserver):
             cost=parts.cost,
             period=lambda: parts.active_quantities.period,
             changes=lambda: parts.change_queue.changes,
+            set_stretch=parts.active_quantities.set_stretch,
             rank=identity.rank,
             world_size=identity.world_size,
             say=parts.say,
@@ -360,7 +319,7 @@ class AnomalyReactions(StepObserver):
             self.batches,
             self._worker,
             rank=identity.rank,
-            parts=self._captured_parts,
+            capture=lambda: parts.active_quantities.capture(parts.active_quantities.prepare(self._captured_parts())),
             release=parts.active_quantities.release,
             record=parts.record,
             take_flight_record=lambda: parts.take_flight_record("capture"),
@@ -379,15 +338,6 @@ class AnomalyReactions(StepObserver):
             run, rank = self._identity.run, self._identity.rank
             self._boundary.call("capture", self.captures.fired, record.step, anomalies)
             self._boundary.call("on_anomaly", self.callbacks.put, run, rank, record.step, anomalies)
-
-    def planned_change(self, source: str, document: Mapping[str, Any], step: int | None) -> PlannedChange | None:
-        """Return the change of the sampling that the JSON object `document` describes, for step number `step`.
-
-        Return None if `source` is neither the overhead controller nor anomaly capture.
-        """
-        if source == BUDGET:
-            return self.overhead_controller.make(document, step)
-        return self.captures.make(document, step) if source == CAPTURE else None
 
     def sampling_changed(self, step: int) -> None:
         """Reset the overhead controller and anomaly capture.

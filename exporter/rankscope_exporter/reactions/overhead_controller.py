@@ -1,9 +1,8 @@
 """Controls the overhead of the monitor: all ranks change the sampling interval together, at the same step.
 
-A rank with an overhead above `max_overhead` requests a longer interval. If several ranks request one, the longest
-requested interval applies. The interval is shortened when the overhead of every rank has been low for several windows.
-A rank with low overhead increments a counter in the store of the process group. The rank that increments the counter
-last requests the shorter interval.
+A rank with an overhead above `max_overhead` requests a longer interval. The interval is shortened when the overhead of
+every rank has been low for several windows. A rank with low overhead increments a counter in the store of the process
+group. The rank that increments the counter last requests the shorter interval.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
-from rankscope_exporter.reconfiguration.agreement import Agreement
 from rankscope_exporter.reconfiguration.change_queue import PlannedChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The name under which the overhead controller requests changes of the sampling."""
@@ -43,47 +41,19 @@ class DecimationRequest:
     """
 
 
-@dataclass(slots=True, kw_only=True)
-class DecimationChange(PlannedChange):
-    """A change of the sampling interval of all ranks, at a step on which they agreed.
-
-    The function `accept` adopts the sampling interval factor of `request` and returns the previous factor. It returns
-    None if `request` is void, because another sampling change took effect after the overhead was measured.
-    """
-
-    request: DecimationRequest
-    accept: Callable[[DecimationRequest], int | None]
-
-    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Multiply the sampling intervals by the new factor from step number `step` on.
-
-        Return an event about the change. The decision whether this step is sampled already uses the new factor. Return
-        no event if `request` is void or if the factor is the same as before.
-        """
-        before = self.accept(self.request)
-        if before is None or before == self.request.stretch:
-            return []
-        active_quantities.set_stretch(self.request.stretch)
-        return [self._event(before, step)]
-
-    def document(self) -> dict[str, Any]:
-        """Return the new factor of the sampling interval, for the HTTP path /config."""
-        return {"stretch": self.request.stretch, "source": BUDGET}
-
-    def _event(self, before: int, step: int) -> Event:
-        request = self.request
-        details = {
-            "step": step,
-            "agreed_step": self.step,
-            "was": before,
-            "now": request.stretch,
-            "share": request.share,
-            "max_overhead": request.max_overhead,
-            "rank": request.rank,
-        }
-        severity = Severity.WARNING if request.stretch > before else Severity.INFO
-        message = f"from step {step}: {_reason(request, before)}"
-        return Event(type=EventType.BUDGET, severity=severity, message=message, details=json.dumps(details))
+def _event(request: DecimationRequest, before: int, step: int, agreed_step: int | None) -> Event:
+    details = {
+        "step": step,
+        "agreed_step": agreed_step,
+        "was": before,
+        "now": request.stretch,
+        "share": request.share,
+        "max_overhead": request.max_overhead,
+        "rank": request.rank,
+    }
+    severity = Severity.WARNING if request.stretch > before else Severity.INFO
+    message = f"from step {step}: {_reason(request, before)}"
+    return Event(type=EventType.BUDGET, severity=severity, message=message, details=json.dumps(details))
 
 
 def _reason(request: DecimationRequest, before: int) -> str:
@@ -102,8 +72,10 @@ class OverheadController(StepObserver):
     `cost` returns the CPU seconds that the monitor has used so far. The function `period` returns the number of steps
     of one sampling cycle, and `changes` the number of sampling changes that took effect on this rank.
 
-    All methods run on the training thread, except the functions that this object passes to `ChangeSources`: the
-    background thread of `ChangeSources` calls them.
+    The function `set_stretch` multiplies the sampling intervals of all quantities by a factor.
+
+    All methods run on the training thread, except `_make` and `_request`, which the background thread of
+    `ChangeSources` calls, too.
     """
 
     def __init__(
@@ -114,6 +86,7 @@ class OverheadController(StepObserver):
         cost: Callable[[], float],
         period: Callable[[], int],
         changes: Callable[[], int],
+        set_stretch: Callable[[int], None],
         rank: int,
         world_size: int,
         say: Callable[[str], None],
@@ -126,6 +99,7 @@ class OverheadController(StepObserver):
         self._cost = cost
         self._period = period
         self._changes = changes
+        self._set_stretch = set_stretch
         self._rank = rank
         self._world_size = world_size
         self._say = say
@@ -133,14 +107,7 @@ class OverheadController(StepObserver):
         self._requested_at = -1  # the number of changes at the last request of this rank
         self._counted_at = -1  # and when this rank incremented the counter of ranks with low overhead
         self._is_floor_reported = False
-
-    def make(self, document: Mapping[str, Any], step: int | None) -> DecimationChange:
-        """Return the change of the sampling interval for a request of any rank.
-
-        The JSON object `document` has the fields of `DecimationRequest`. The change takes effect at step number `step`,
-        or at the next step if `step` is None.
-        """
-        return DecimationChange(request=DecimationRequest(**document), step=step, accept=self._accept)
+        sources.reactions[BUDGET] = self._make
 
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
         """Evaluate the overhead in the present window of steps if the window ends before step number `step`.
@@ -190,26 +157,23 @@ class OverheadController(StepObserver):
 
         If all ranks have low overhead after this, request a shorter sampling interval.
         """
-        changes = self._changes()
-        self._counted_at = changes if amount > 0 else -1
+        self._counted_at = self._changes() if amount > 0 else -1
 
-        def count(agreement: Agreement) -> None:
-            if agreement.count(f"room/{changes}", amount) >= self._world_size and result is not None:
+        def counted(ranks: int | None) -> None:
+            if result is not None and (ranks is None or ranks >= self._world_size):
                 self._request(result)
 
-        if not self._sources.run_with_agreement(count) and result is not None:
-            self._request(result)
+        self._sources.count(f"room/{self._changes()}", amount, counted)
 
     def _request(self, result: WindowResult) -> None:
-        changes = self._changes()
         request = DecimationRequest(
             stretch=result.stretch,
             share=result.share,
             max_overhead=self._max_overhead,
             rank=self._rank,
-            changes=changes,
+            changes=self._changes(),
         )
-        self._sources.request_reaction(asdict(request), BUDGET, is_obsolete=lambda: self._changes() != changes)
+        self._sources.request_reaction(asdict(request), BUDGET)
 
     @property
     def _max_overhead(self) -> float:
@@ -224,18 +188,27 @@ class OverheadController(StepObserver):
                 "sampled: sampling is not the cause"
             )
 
-    def _accept(self, request: DecimationRequest) -> int | None:
-        """Adopt the sampling interval factor of `request` and return the previous factor.
+    def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
+        """Return the change of the sampling interval for the request of a rank with the fields `document`."""
+        request = DecimationRequest(**document)
+        apply = partial(self._apply, request, step)
+        return PlannedChange(step=step, description={"stretch": request.stretch, "source": BUDGET}, apply=apply)
 
-        Return None, without an effect, if another sampling change took effect after the overhead was measured.
+    def _apply(self, request: DecimationRequest, agreed_step: int | None, step: int) -> list[Event]:
+        """Adopt the factor of `request` from step number `step` on, and return an event about it.
+
+        Return no event if the factor is the same as before, or if `request` is void.
         """
         if request.changes != self._changes() - 1:  # the change itself is already counted
-            return None
+            return []
         before = self.stretch
         self._hold(request.stretch)
-        if request.rank == self._rank and request.stretch != before:
+        if request.stretch == before:
+            return []
+        if request.rank == self._rank:
             self._say(_reason(request, before))
-        return before
+        self._set_stretch(request.stretch)
+        return [_event(request, before, step, agreed_step)]
 
     def _hold(self, stretch: int) -> None:
         self.stretch = stretch

@@ -1,1 +1,1 @@
-"""Changes of the sampling configuration during training: their sources, agreement among ranks, and their queue."""
+"""Changes of the sampling configuration during training: their sources, the log that ranks share, and their queue."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,65 +61,45 @@ class StepPace(StepObserver):
 
 @dataclass(slots=True, kw_only=True)
 class PlannedChange:
-    """A change of the sampling that takes effect when the step for which it is planned begins."""
+    """A change of the sampling that waits for its step."""
 
-    step: int | None = None
-    """The change takes effect at the first step with at least this number; None means the next step."""
+    step: int | None
+    """The change applies at the first step with at least this number; None means the next step."""
+    description: dict[str, Any]
+    """A description of the change, for the HTTP path /config."""
+    apply: Callable[[int], list[Event]] = lambda step: []  # noqa: ARG005 - a default
+    """Function that applies the change when the step with the given number begins; returns events for its record."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether the change takes effect at step number `step` or at an earlier step."""
+        """Return whether the change applies at step number `step` or at an earlier step."""
         return self.step is None or self.step <= step
 
-    def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks that this change needs, before the first forward pass that calls them.
-
-        May be called several times.
-        """
-
-    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:
-        """Apply the change when step number `step` begins; return events for the record of this step."""
-        raise NotImplementedError
-
-    def document(self) -> dict[str, Any]:
-        """Return a description of the change, for the HTTP path /config."""
-        raise NotImplementedError
+    def late_steps(self, step: int) -> int:
+        """Return the number of steps by which the change is late if it applies at step number `step`."""
+        return 0 if self.step is None else step - self.step
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingChange(PlannedChange):
-    """A change that replaces the sampling configuration."""
+    """A change that replaces the sampling configuration. The change queue applies it."""
 
     sampling: SamplingConfig
     parts: list[Part]
     source: str
-    without: tuple[int, ...] = ()
-    """Ranks that did not acknowledge the change and may apply it later."""
     prepared: PreparedQuantities | None = None
 
-    def prepare(self, active_quantities: ActiveQuantities) -> None:
-        """Register the hooks of the quantities in the new sampling configuration."""
+    def prepare(self, active_quantities: ActiveQuantities) -> PreparedQuantities:
+        """Register the hooks of the quantities in the new sampling configuration, unless this was done before."""
         if self.prepared is None:
             self.prepared = active_quantities.prepare(self.parts)
-
-    def apply(self, active_quantities: ActiveQuantities, step: int) -> list[Event]:  # noqa: ARG002 - of the base class
-        """Measure the quantities of the new sampling configuration instead of the active ones.
-
-        Return no event, because the change queue makes the event about this change.
-        """
-        self.prepare(active_quantities)
-        active_quantities.replace(self.prepared or [])
-        return []
-
-    def document(self) -> dict[str, Any]:
-        """Return the new sampling configuration, for the HTTP path /config."""
-        return self.sampling.document()
+        return self.prepared
 
 
 class ChangeQueue(StepObserver):
     """Applies changes of the sampling between two steps, and adds events about them to the record of the next step.
 
     The function `changed` is called on the training thread after each change of the sampling configuration, with the
-    change and its step. The function `record` adds an event to the record of the step that begins.
+    source of the change and its step. The function `record` adds an event to the record of the step that begins.
     """
 
     def __init__(
@@ -129,7 +109,7 @@ class ChangeQueue(StepObserver):
         pace: StepPace,
         *,
         boundary: ErrorBoundary,
-        changed: Callable[[SamplingChange, int], None],
+        changed: Callable[[str, int], None],
         record: Callable[[Event], None],
     ) -> None:
         self.sampling = sampling
@@ -139,7 +119,7 @@ class ChangeQueue(StepObserver):
         self.changes = 0
         """Number of sampling changes that took effect on this rank, including automatic changes.
 
-        At the same step it is equal on all ranks.
+        At the same step it is equal on all ranks that are not late.
         """
         self._active_quantities = active_quantities
         self._pace = pace
@@ -162,7 +142,7 @@ class ChangeQueue(StepObserver):
         Used for the HTTP path /config. Can be called on any thread.
         """
         with self._lock:
-            waiting = [{"step": change.step, **change.document()} for change in self._waiting]
+            waiting = [{"step": change.step, **change.description} for change in self._waiting]
         return {**self.sampling.document(), "since_step": self._since, "source": self._source, "to_come": waiting}
 
     def is_over(self) -> bool:
@@ -173,7 +153,7 @@ class ChangeQueue(StepObserver):
         return self.ended.is_set() or (self._since is not None and self.sampling.on and self._active_quantities.is_over)
 
     def on_update_applied(self) -> None:
-        """Register the hooks of changes that take effect at the next step.
+        """Register the hooks of the sampling configuration that applies at the next step.
 
         Called after an optimizer update, because some hooks must exist before the forward pass of the next step.
         """
@@ -182,9 +162,9 @@ class ChangeQueue(StepObserver):
         coming = self._pace.now()[0] + 1
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
-        for index, change in enumerate(due):
-            if not _is_replaced(change, due[index + 1 :]):
-                change.prepare(self._active_quantities)
+        last = _last_sampling(due)
+        if last is not None:
+            last.prepare(self._active_quantities)
 
     def on_before_step(self, step: int) -> None:
         """Apply the changes that take effect at step number `step`.
@@ -195,72 +175,75 @@ class ChangeQueue(StepObserver):
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
                 change = self._waiting.pop(0)
-                due = [later for later in self._waiting if later.is_due(step)]
+                last = _last_sampling(later for later in self._waiting if later.is_due(step))
             self.changes += 1
-            is_changed |= self._apply(change, step, is_replaced=_is_replaced(change, due))
+            if isinstance(change, SamplingChange):
+                events = [self._replace(change, step, is_last=last is None)]
+            else:
+                events = self._boundary.call("switching", change.apply, step) or []
+            for event in events:
+                self._record(event)
+            is_changed |= bool(events)
         if not is_changed and self._since is not None and self.sampling.on and self._active_quantities.is_over:
             self._end(step)
 
-    def _apply(self, change: PlannedChange, step: int, *, is_replaced: bool) -> bool:
-        """Apply `change` and record its events; return whether it has any events.
+    def _replace(self, change: SamplingChange, step: int, *, is_last: bool) -> Event:
+        """Measure the quantities of `change` instead of the active ones, and return the event about it.
 
-        If `is_replaced` is true, a later change replaces this one at the same step. The change is then recorded, but
-        hooks are neither registered nor removed, because the later change may need the same quantities.
+        If `change` is not the last one at this step, hooks are neither registered nor removed, because the later change
+        may need the same quantities.
         """
-        before = self.sampling
-        if isinstance(change, SamplingChange):
-            self.sampling = change.sampling
-        if is_replaced and isinstance(change, SamplingChange):
-            self._boundary.call("switching", self._active_quantities.discard, change.prepared or [])
-            events: list[Event] = []
-        else:
-            events = self._boundary.call("switching", change.apply, self._active_quantities, step) or []
-        if isinstance(change, SamplingChange):
-            self.ended.clear()
-            self._since, self._source = step, change.source
-            self._boundary.call("switching", self._changed, change, step)
-            events = [_event(before, change, step)]
-        for event in events:
-            self._record(event)
-        return bool(events)
+        before, self.sampling = self.sampling, change.sampling
+        self._boundary.call("switching", self._activate if is_last else self._discard, change)
+        self.ended.clear()
+        self._since, self._source = step, change.source
+        self._boundary.call("switching", self._changed, change.source, step)
+        return _event(before, change, step)
+
+    def _activate(self, change: SamplingChange) -> None:
+        self._active_quantities.replace(change.prepare(self._active_quantities))
+
+    def _discard(self, change: SamplingChange) -> None:
+        self._active_quantities.discard(change.prepared or [])
 
     def _end(self, step: int) -> None:
         self._active_quantities.replace([])
         before, self.sampling = self.sampling, SamplingConfig(on=False, config=self.sampling.config)
         self.ended.set()
-        change = SamplingChange(sampling=self.sampling, parts=[], source=TIMES, step=step)
+        change = SamplingChange(step=step, description={}, sampling=self.sampling, parts=[], source=TIMES)
         self._record(_event(before, change, step))
-        self._boundary.call("switching", self._changed, change, step)
+        self._boundary.call("switching", self._changed, TIMES, step)
 
 
-def _is_replaced(change: PlannedChange, later: Sequence[PlannedChange]) -> bool:
-    """Return whether `change` is a sampling configuration that a change in `later` replaces at the same step."""
-    return isinstance(change, SamplingChange) and any(isinstance(other, SamplingChange) for other in later)
+def _last_sampling(changes: Iterable[PlannedChange]) -> SamplingChange | None:
+    return next(reversed([change for change in changes if isinstance(change, SamplingChange)]), None)
 
 
 def _event(before: SamplingConfig, change: SamplingChange, step: int) -> Event:
-    after = change.sampling
-    late = 0 if change.step is None else step - change.step
+    after, late = change.sampling, change.late_steps(step)
     details = {
         "step": step,
         "agreed_step": change.step,
+        "late_steps": late,
         "source": change.source,
         "was": before.document(),
         "now": after.document(),
         "needs_restart": list(after.fixed),
-        "ranks_not_heard": list(change.without),
     }
     text = f"from step {step}: {_summary(after)} (source: {change.source})"
     if change.source == TIMES:
         text = f"from step {step}: nothing is measured, all quantities were sampled `times` times"
-    if late:
-        text += f"; agreed for step {change.step}, which this rank learned too late"
-    if change.without:
-        text += f"; ranks {', '.join(map(str, change.without))} did not acknowledge"
+    text += late_text(late, change.step)
     if after.fixed:
         text += f"; {', '.join(after.fixed)} cannot change before the next start"
-    severity = Severity.WARNING if late or change.without or after.fixed else Severity.INFO
+    severity = Severity.WARNING if late or after.fixed else Severity.INFO
     return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
+
+
+def late_text(late_steps: int, agreed_step: int | None) -> str:
+    """Return the end of a message about a change that is late by `late_steps`; empty if it is not late."""
+    steps = "1 step" if late_steps == 1 else f"{late_steps} steps"
+    return f"; this rank is late by {steps}: other ranks changed at step {agreed_step}" if late_steps else ""
 
 
 def _summary(sampling: SamplingConfig) -> str:

@@ -1,14 +1,11 @@
 """The sources of sampling changes: a file, a call of the script, an HTTP request, and reactions of the monitor.
 
-A background thread polls the switch file and the changes of other ranks. It runs only if there is a switch file, or if
-other ranks may request changes. The thread never waits for another rank. The training thread rarely waits for the
-background thread: only at a step at which a change may take effect, if it is not yet known whether the ranks have
-committed the change.
+A background thread writes the changes of this rank to the log of changes, polls those of other ranks, and polls the
+switch file. It runs only if there is a switch file, or if other ranks may request changes. The training thread never
+waits for it.
 
-The switch file: detects edits of the file, and sets `dynamic_on` to false in it when sampling has ended.
-
-A background thread polls the file. An edit is read only when two polls in succession find the same content, because an
-editor may still be writing the file at the first poll.
+The switch file: an edit is read only when two polls in succession find the same content, because an editor may still
+be writing the file at the first poll. When sampling has ended, one rank sets `dynamic_on` to false in the file.
 """
 
 from __future__ import annotations
@@ -18,23 +15,22 @@ import itertools
 import json
 import logging
 import os
-import queue
 import re
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from rankscope_exporter.base.errors import ConfigError, ErrorBoundary
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, ShareError
 from rankscope_exporter.config.loader import parse_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, SamplingChange, StepPace
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.reconfiguration.change_log import Change, ChangeLog
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, SamplingChange
 from rankscope_exporter.sampling.sampling_config import (
     SWITCH,
     Part,
@@ -122,59 +118,6 @@ class SwitchFile:
         return None
 
 
-class FollowedFile:
-    """A switch file that reports errors to the user instead of raising them.
-
-    The function `check` raises ConfigError for a document that is not a valid configuration. The function `tell`
-    publishes the text of an error.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], check: Callable[[Mapping[str, Any]], object], tell: Callable[[str], None]
-    ) -> None:
-        self._file = SwitchFile(path)
-        self._check = check
-        self._tell = tell
-        self._reported: str | None = None
-
-    @property
-    def stamp(self) -> int:
-        """Modification time, in nanoseconds, of the file content that `read` or `poll` returned last. Initially 0."""
-        return self._file.stamp
-
-    def read(self) -> Edit | None:
-        """Return the present content of the switch file; None if there is no file or after reporting an error."""
-        return self._checked(self._file.read)
-
-    def poll(self) -> Edit | None:
-        """Return a new content of the file that is unchanged since the previous poll.
-
-        Return None if there is no new content, or after reporting an error.
-        """
-        return self._checked(self._file.poll)
-
-    def switch_off(self) -> None:
-        """Set `dynamic_on` to false in the switch file, or report why this is not possible."""
-        try:
-            self._file.switch_off()
-        except (ConfigError, OSError) as error:
-            self._tell(f"sampling has ended, but dynamic_on cannot be set to false in the switch file: {error}")
-
-    def _checked(self, read: Callable[[], Edit | None]) -> Edit | None:
-        try:
-            edit = read()
-            if edit is not None:
-                self._check(edit.document)
-                self._reported = None
-        except (ConfigError, OSError) as error:
-            text = f"the switch file cannot be used, sampling does not change: {error}"
-            if text != self._reported:
-                self._reported = text
-                self._tell(text)
-            return None
-        return edit
-
-
 def _replace(path: Path, text: str) -> None:
     """Replace the content of the file `path` by `text` atomically: a reader sees either the old or the new content."""
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -194,78 +137,56 @@ FILE: Final = "file"
 CALL: Final = "call"
 REQUEST: Final = "request"
 _OFF: Final = '{"dynamic_on": false}'
-_BUSY_SHARE: Final = 0.25
-"""Factor by which the poll interval is multiplied while a change is pending.
 
-The key-value store is then polled more often.
-"""
-_ARRIVAL_SECONDS: Final = 2.0
-"""Longest time in seconds that training waits for the background thread to finish its access to the key-value store.
+ANSWER_SECONDS: Final = 2.0
+"""Longest time in seconds that the answer to an HTTP request waits until the change is in the key-value store."""
 
-After this time the training continues, and the change takes effect at a later step.
-"""
+_T = TypeVar("_T")
 
-MakeChange = Callable[[str, Mapping[str, Any], int | None], PlannedChange | None]
-"""Function that returns an automatic change of the sampling, or None if the source is not a reaction of the monitor.
+MakeChange = Callable[[Mapping[str, Any], int | None], PlannedChange]
+"""Function that returns an automatic change of the sampling.
 
-The arguments are the source, the JSON document that describes the change, and the step on which the ranks agreed.
+The arguments are the JSON document of the change, and the step from which it is valid, None for the next step.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """A change that a source of this rank requests from all ranks."""
-
-    text: str
-    source: str
-    stamp: int | None = None
-    until: int | None = None
-    is_additional: bool = False
-    is_obsolete: Callable[[], bool] = lambda: False
-
-
-class ChangeSources(StepObserver):
+class ChangeSources:
     """The sources of sampling changes on one rank.
 
-    If `agreement` is None, changes apply immediately and to this rank only.
+    All sources add their changes to the log of changes that the ranks share. If `change_log` is None, changes apply at
+    the next step, and to this rank only. The function `parts` returns the quantities of a sampling configuration, each
+    with the steps at which it is sampled and the statistics to publish.
 
-    The function `parts` returns the quantities of a sampling configuration, each with the steps at which it is sampled
-    and the statistics to publish. The function `reaction` returns the change that a reaction of the monitor has
-    requested, such as a capture.
+    Only the background thread accesses the key-value store, after `start`.
     """
 
     def __init__(
         self,
         base: MonitorConfig,
         change_queue: ChangeQueue,
-        pace: StepPace,
         *,
         parts: Callable[[MonitorConfig], list[Part]],
-        reaction: MakeChange,
         boundary: ErrorBoundary,
         tell: Callable[[str], None],
-        agreement: Agreement | None,
+        change_log: ChangeLog | None,
         first_step: int,
     ) -> None:
+        self.reactions: dict[str, MakeChange] = {}
+        """By source, the functions for changes that are not made by a user, such as captures."""
         self._base = base
         self._change_queue = change_queue
-        self._pace = pace
         self._parts = parts
-        self._reaction = reaction
         self._boundary = boundary
         self._tell = tell
-        self._agreement = agreement
+        self._log = change_log
         self._is_alone = False  # the key-value store has failed
         self._first_step = first_step
-        check = lambda document: self._sampling(document_text(document), FILE)  # noqa: E731 - a single expression
-        self._file = None if base.switch_file is None else FollowedFile(base.switch_file, check, tell)
-        self._requests: deque[_Request] = deque()
-        self._tasks: queue.SimpleQueue[Callable[[Agreement], None]] = queue.SimpleQueue()
+        self._file = None if base.switch_file is None else SwitchFile(base.switch_file)
+        self._file_error: str | None = None  # that was reported last
+        self._tasks: deque[Callable[[], None]] = deque()
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
         self._wake = threading.Event()
-        self._agreeing = threading.Lock()  # held from reading the store until the queue has the changes
-        self._is_delayed = False  # the training has waited for that lock without success
         self._thread = OwnThread(target=self._run, name="rankscope-switch", on_fault=boundary.report)
         self._is_end_handled = False
         self._requested_on = False  # whether the last request switches sampling on
@@ -276,29 +197,24 @@ class ChangeSources(StepObserver):
         return self._thread.cpu_seconds
 
     def start(self) -> None:
-        """Agree with the other ranks on the first sampling configuration, and start the background thread.
+        """Read the first sampling configuration, which is that of the first rank, and start the background thread.
 
         The thread is started only if there is a switch file, or if other ranks may request changes.
         """
         self._boundary.call("switching", self._begin)
         base = self._base
         has_requests = base.max_overhead is not None or base.capture is not None or base.serve.secret is not None
-        if self._file is not None or (self._agreement is not None and has_requests):
+        if self._file is not None or (self._log is not None and has_requests):
             self._thread.start()
 
     def _begin(self) -> None:
-        edit = None if self._file is None else self._file.read()
+        edit = None if self._file is None else self._edit_of(self._file.read)
         text, stamp = (_OFF, 0) if edit is None else (document_text(edit.document), edit.stamp)
         step = self._first_step + 1  # the first step is never measured in dynamic mode
-        if self._agreement is not None:
-            try:
-                first = self._agreement.begin(step, text, stamp)
-            except (RuntimeError, ValueError) as error:
-                self._continue_alone(error)
-            else:
-                text, step = first.document, first.step
-        if self._file is not None and self._sampling(text, FILE).on:
-            self._put(text, FILE, step)
+        mine = Change(document=text, source=FILE, step=step, stamp=stamp)
+        first = self._ask(lambda log: log.begin(mine), mine)
+        if self._file is not None and self._sampling(first.document, FILE).on:
+            self._put(first)
 
     def stop(self) -> None:
         """Stop the background thread that polls the switch file and the changes of other ranks.
@@ -311,212 +227,160 @@ class ChangeSources(StepObserver):
         if self._thread.ident is not None:
             self._thread.join(1.0)
         if self._change_queue.is_over() and self._file is not None:
-            self._boundary.call("the switch file", self._file.switch_off)
+            self._boundary.call("the switch file", self._switch_off, self._file)
 
     # Requests, from any thread.
 
     def call(self, document: Mapping[str, Any]) -> None:
         """Request the change that a call of `Monitor.switch` describes.
 
-        Raises ConfigError if `document` is invalid.
+        Raises ConfigError if `document` is invalid. Does not wait: if the change cannot be stored, a notice reports it.
         """
-        self._submit(document_text(document), CALL, next(self._calls))
-        if self._agreement is not None and self._thread.ident is None:
+        self._submit(Change(document=document_text(document), source=CALL, stamp=next(self._calls)))
+        if self._log is not None and self._thread.ident is None:
             self._thread.start()
 
     def request(self, document: Mapping[str, Any]) -> None:
-        """Request the change that an HTTP request describes. Raises ConfigError if `document` is invalid."""
-        self._submit(document_text(document), REQUEST, None)
+        """Request the change that an HTTP request describes.
+
+        Raises ConfigError if `document` is invalid, and ShareError if the change could not be stored for the other
+        ranks. Waits at most `ANSWER_SECONDS` for this.
+        """
+        self._submit(Change(document=document_text(document), source=REQUEST))
+        done = threading.Event()
+        self._do(done.set)  # after the change
+        done.wait(ANSWER_SECONDS)
+        if self._is_alone:
+            raise ShareError(_alone_text(REQUEST))
 
     def request_reaction(
-        self,
-        document: Mapping[str, Any],
-        source: str,
-        *,
-        stamp: int | None = None,
-        until: int | None = None,
-        is_obsolete: Callable[[], bool] = lambda: False,
+        self, document: Mapping[str, Any], source: str, *, stamp: int | None = None, until: int | None = None
     ) -> None:
-        """Request an automatic change of the sampling on all ranks.
+        """Request an automatic change of the sampling on all ranks, which `reactions` has for `source`.
 
-        `is_obsolete` is called before the change is proposed to the other ranks; if it returns True, the request is
-        dropped. `stamp` is a number that orders the requests of `source`. All ranks ignore later requests of `source`
-        with a stamp of at most `until`.
+        `stamp` is a number that orders the requests of `source`. All ranks ignore later requests of `source` with a
+        stamp of at most `until`.
         """
-        text = document_text(document)
-        if self._agreement is None:
-            self._put(text, source, None)
+        self._do(partial(self._share, Change(document=document_text(document), source=source, stamp=stamp), until))
+
+    def count(self, name: str, amount: int, then: Callable[[int | None], None]) -> None:
+        """Add `amount` to the counter `name` that all ranks share, and call `then` with its new value.
+
+        The value is None if there are no other ranks, or if the key-value store has failed.
+        """
+        self._do(lambda: then(self._ask(lambda log: log.count(name, amount), None)))
+
+    def _submit(self, change: Change) -> None:
+        self._requested_on = self._sampling(change.document, change.source).on
+        self._do(partial(self._share, change))
+
+    def _do(self, task: Callable[[], None]) -> None:
+        """Call `task` on the background thread if there are other ranks, after all tasks before it; otherwise now."""
+        if self._log is None and not self._tasks:
+            self._boundary.call("switching", task)
         else:
-            request = _Request(
-                text=text, source=source, stamp=stamp, until=until, is_additional=True, is_obsolete=is_obsolete
-            )
-            self._requests.append(request)
+            self._tasks.append(task)
             self._wake.set()
 
-    def run_with_agreement(self, task: Callable[[Agreement], None]) -> bool:
-        """Call `task` on the background thread, with the `Agreement` object of this rank as argument.
+    def _share(self, change: Change, until: int | None = None) -> None:
+        """Add `change` to the log of changes. Without one, apply it to this rank."""
+        if not self._ask(lambda log: log.write(change, until), alone=False):
+            if self._is_alone:
+                self._tell(_alone_text(change.source))
+            self._put(change)
 
-        Return True without waiting for the call. If there are no other ranks with which this rank agrees, return False
-        without calling `task`.
+    def _ask(self, question: Callable[[ChangeLog], _T], alone: _T) -> _T:
+        """Return `question` of the log of changes, and put the changes that were read into the queue.
+
+        Return `alone` if there is no log. If the process with the key-value store has exited, or if the process group
+        was destroyed, changes apply to this rank only from now on.
         """
-        if self._agreement is None:
-            return False
-        self._tasks.put(task)
-        self._wake.set()
-        return True
+        log_of_ranks = self._log
+        if log_of_ranks is None:
+            return alone
+        try:
+            return question(log_of_ranks)
+        except (RuntimeError, ValueError) as error:
+            self._log, self._is_alone = None, True
+            log.info("the key-value store is not available, changes of sampling now apply to this rank only: %s", error)
+            return alone
+        finally:
+            while log_of_ranks.unread:
+                self._boundary.call("switching", self._put, log_of_ranks.unread.popleft())
 
-    def _submit(self, text: str, source: str, stamp: int | None) -> None:
-        self._requested_on = self._sampling(text, source).on
-        if self._agreement is None:
-            self._put_here(text, source, None)
-        else:
-            self._requests.append(_Request(text=text, source=source, stamp=stamp))
-            self._wake.set()
-
-    def _put_here(self, text: str, source: str, step: int | None) -> None:
-        if self._is_alone:
-            self._tell(f"the change of sampling by {source} applies to this rank only: no key-value store is available")
-        self._put(text, source, step)
-
-    def _put(self, text: str, source: str, step: int | None, without: tuple[int, ...] = ()) -> None:
-        change = self._reaction(source, json.loads(text), step)
-        if change is not None:
-            self._change_queue.put(change)
+    def _put(self, change: Change) -> None:
+        document = json.loads(change.document)
+        make = self.reactions.get(change.source)
+        if make is not None:
+            self._change_queue.put(make(document, change.step))
             return
-        sampling = self._sampling(text, source)
+        sampling = self._sampling(change.document, change.source)
         self._requested_on, self._is_end_handled = sampling.on, False
-        parts = self._parts(sampling.config) if sampling.on else []
         self._change_queue.put(
-            SamplingChange(sampling=sampling, parts=parts, source=source, step=step, without=without)
+            SamplingChange(
+                step=change.step,
+                description=sampling.document(),
+                sampling=sampling,
+                parts=self._parts(sampling.config) if sampling.on else [],
+                source=change.source,
+            )
         )
 
     def _sampling(self, text: str, source: str) -> SamplingConfig:
         return sampling_config_from(json.loads(text), self._base, on=source != FILE)
 
-    # On the training thread.
-
-    def on_before_step(self, step: int) -> None:
-        """Determine whether a pending change takes effect at step number `step`, which is about to begin.
-
-        The training thread waits for this only if the rank has acknowledged the change, and does not know yet whether
-        the ranks have committed it.
-        """
-        agreement = self._agreement
-        if agreement is None or not agreement.must_resolve(step):
-            return
-        # If the store does not respond, the thread holds the lock for long. Wait for that once, not at every step.
-        if not self._agreeing.acquire(timeout=0.0 if self._is_delayed else _ARRIVAL_SECONDS):
-            if not self._is_delayed:
-                self._is_delayed = True
-                log.warning(
-                    "step %d: timed out after %g s waiting for the key-value store; pending sampling changes apply at "
-                    "a later step",
-                    step,
-                    _ARRIVAL_SECONDS,
-                )
-            return
-        self._is_delayed = False
-        try:
-            self._take_over(lambda: agreement.resolve(step))
-        finally:
-            self._agreeing.release()
-
-    def on_update_applied(self) -> None:
-        """Determine whether a pending change takes effect at the next step, so that its hooks can be registered."""
-        self.on_before_step(self._pace.now()[0] + 1)
-
     # The thread.
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            is_busy = self._agreement is not None and (self._agreement.pending or bool(self._requests))
-            self._wake.wait(self._base.switch_poll_seconds * (_BUSY_SHARE if is_busy else 1.0))
+            self._wake.wait(self._base.switch_poll_seconds)
             self._wake.clear()
             if not self._stopped.is_set():
                 if self._file is not None:
                     self._boundary.call("the switch file", self._poll_file, self._file)
-                self._boundary.call("agreeing with other ranks on sampling", self._take_part)
+                while self._tasks:
+                    self._boundary.call("switching", self._tasks[0])
+                    self._tasks.popleft()  # not earlier: see `_do`
+                self._boundary.call("reading the changes of other ranks", self._ask, ChangeLog.poll, None)
 
-    def _poll_file(self, file: FollowedFile) -> None:
+    def _poll_file(self, file: SwitchFile) -> None:
         if self._change_queue.ended.is_set() and not self._is_end_handled:
             self._is_end_handled, self._requested_on = True, False
-            if self._ask_ranks(Agreement.claim, file.stamp, alone=True):
-                file.switch_off()
-        before = file.stamp
-        edit = file.poll()
+            task = f"ended/{file.stamp}"
+            if self._ask(lambda log: log.claim(task), alone=True):
+                self._switch_off(file)
+        before = f"ended/{file.stamp}"
+        edit = self._edit_of(file.poll)
         if edit is None:
             return
         text = document_text(edit.document)
-        is_on = self._sampling(text, FILE).on
         # "Off" is not a change if sampling is off, or if another rank has written it because sampling has ended.
-        if is_on or (self._requested_on and not self._ask_ranks(Agreement.is_claimed, before, alone=False)):
-            self._submit(text, FILE, edit.stamp)
+        if self._sampling(text, FILE).on or (
+            self._requested_on and not self._ask(lambda log: log.is_claimed(before), alone=False)
+        ):
+            self._submit(Change(document=text, source=FILE, stamp=edit.stamp))
 
-    def _ask_ranks(self, question: Callable[[Agreement, str], bool], stamp: int, *, alone: bool) -> bool:
-        """Claim the task of ending a sampling period for this rank, or return whether a rank has claimed this task.
-
-        The rank that claims the task sets `dynamic_on` to false in the switch file. The function `question` is
-        `Agreement.claim` or `Agreement.is_claimed`; its result is returned. `stamp` identifies the edit of the switch
-        file that started the sampling period. If this rank has no agreement with other ranks, or cannot reach the
-        key-value store, return `alone`.
-        """
+    def _edit_of(self, read: Callable[[], Edit | None]) -> Edit | None:
+        """Return the result of `read`, a method of the switch file; None after reporting that the file is not valid."""
         try:
-            return alone if self._agreement is None else question(self._agreement, f"ended/{stamp}")
-        except (RuntimeError, ValueError) as error:
-            self._continue_alone(error)
-            return alone
+            edit = read()
+            if edit is not None:
+                self._sampling(document_text(edit.document), FILE)
+                self._file_error = None
+        except (ConfigError, OSError) as error:
+            text = f"the switch file cannot be used, sampling does not change: {error}"
+            if text != self._file_error:
+                self._file_error = text
+                self._tell(text)
+            return None
+        return edit
 
-    def _take_part(self) -> None:
-        def look() -> list[Proposal]:
-            agreement = self._agreement
-            if agreement is None:
-                self._apply_requests()  # of a thread that had read `_agreement` before the store failed
-                return []
-            while not self._tasks.empty():
-                self._tasks.get()(agreement)
-            proposed = 0
-            for item in tuple(self._requests):
-                if not item.is_obsolete() and not agreement.propose(
-                    item.text, item.source, item.stamp, until=item.until, is_additional=item.is_additional
-                ):
-                    break  # another change is pending, or other ranks have written at the same time
-                proposed += 1
-            changes = agreement.look()
-            for _ in range(proposed):  # not before the store has answered: if it fails, they apply to this rank
-                self._requests.popleft()
-            return changes
-
-        with self._agreeing:
-            self._take_over(look)
-
-    def _take_over(self, agreed: Callable[[], list[Proposal]]) -> None:
+    def _switch_off(self, file: SwitchFile) -> None:
         try:
-            proposals = agreed()
-        except (RuntimeError, ValueError) as error:
-            self._continue_alone(error)
-            return
-        for item in proposals:
-            self._boundary.call("switching", self._put, item.document, item.source, item.step, item.without)
+            file.switch_off()
+        except (ConfigError, OSError) as error:
+            self._tell(f"sampling has ended, but dynamic_on cannot be set to false in the switch file: {error}")
 
-    def _continue_alone(self, error: Exception) -> None:
-        """From now on, apply sampling changes to this rank only, because the key-value store cannot be reached.
 
-        The process that holds the store has exited, or the process group was destroyed. Changes without a known outcome
-        and queued requests apply too.
-        """
-        agreement, self._agreement = self._agreement, None
-        if agreement is None:  # the other thread has found the same
-            return
-        self._is_alone = True
-        log.info("the key-value store is not available, changes of sampling now apply to this rank only: %s", error)
-        queued = {item.text for item in self._requests}
-        for change in agreement.unresolved:
-            if change.document not in queued:
-                self._boundary.call("switching", self._put_here, change.document, change.source, change.step)
-        self._apply_requests()
-
-    def _apply_requests(self) -> None:
-        while self._requests:
-            item = self._requests.popleft()
-            if not item.is_obsolete():
-                self._boundary.call("switching", self._put_here, item.text, item.source, None)
+def _alone_text(source: str) -> str:
+    return f"the change of sampling by {source} applies to this rank only: no key-value store is available"

@@ -39,7 +39,7 @@ from rankscope_contract.protocol.channel import (
     STATE_HEADER,
 )
 from rankscope_contract.spool import Orphan, Stretch
-from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.base.errors import ConfigError, ShareError
 from rankscope_exporter.serving.exposition import Exposition
 from rankscope_exporter.serving.http_server import Answer, Request
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
@@ -216,6 +216,8 @@ class Routes:
             return _json(change(document), HTTPStatus.ACCEPTED)
         except ConfigError as error:
             raise BadRequestError(str(error)) from error
+        except ShareError as error:
+            return Answer.text(HTTPStatus.BAD_GATEWAY, str(error))
 
 
 def orphan_answer(

@@ -23,6 +23,7 @@ from rankscope_exporter.publishing import publisher as publisher_module
 from rankscope_exporter.publishing.console import Console
 from rankscope_exporter.publishing.publisher import Publisher
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
+from rankscope_exporter.reconfiguration.change_log import ChangeLog
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
 from rankscope_exporter.serving.rank_server import RankServer
@@ -289,14 +290,15 @@ def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch, tmp_
         channel._server.stop()
 
 
-def test_fault_in_the_agreement_keeps_the_switch_thread_running(monkeypatch, tmp_path):
+def test_fault_in_the_log_of_changes_keeps_the_switch_thread_running(monkeypatch, tmp_path):
     """An unavailable store raises RuntimeError or ValueError. Any other error is a fault of the monitor."""
     path = tmp_path / "switch.json"
     path.write_text(json.dumps({"dynamic_on": False}))
     training = Training(switch_file=str(path), switch_poll_seconds=0.01)
     looked: list[str] = []
-    failing = SimpleNamespace(pending=False, look=_noting(looked, "looked", broken))
-    monkeypatch.setattr(training.session.change_sources, "_agreement", failing)
+    failing = SimpleNamespace(unread=[])
+    monkeypatch.setattr(ChangeLog, "poll", _noting(looked, "looked", broken))
+    monkeypatch.setattr(training.session.change_sources, "_log", failing)
     wait_until(lambda: len(looked) > 3)
     monkeypatch.undo()
     training.finish()

@@ -3,9 +3,7 @@
 import json
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.parts import hooks_of
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.reconfiguration.change_queue import StepPace
-from rankscope_exporter.reconfiguration.change_sources import ChangeSources, SwitchFile
+from rankscope_exporter.reconfiguration.change_sources import SwitchFile
 
 SETTINGS: dict[str, Any] = parts.QUIET | {"quantities": ["parameters"], "switch_poll_seconds": 0.01}
 
@@ -303,19 +299,3 @@ def test_training_with_switches_is_bit_identical(path):
 
 def test_unattached_monitor_accepts_switch():
     Monitor(MonitorConfig(console=False)).switch(on=False)
-
-
-def test_training_waits_only_once_for_an_unresponsive_store():
-    arrived: list[int] = []
-    agreement: Any = SimpleNamespace(must_resolve=lambda _step: True, resolve=lambda step: arrived.append(step) or [])
-    functions: dict[str, Any] = {"parts": lambda _: [], "reaction": print, "boundary": ErrorBoundary(), "tell": print}
-    nothing: Any = None  # the queue of changes is not called while nothing is agreed
-    sources = ChangeSources(MonitorConfig(), nothing, StepPace(1), agreement=agreement, first_step=1, **functions)
-    answers = iter([False, False, False, True, False])  # whether the other thread has left the store
-    lock = Mock(acquire=Mock(side_effect=lambda timeout: next(answers)))
-    sources._agreeing = lock
-    for step in range(1, 6):
-        sources.on_before_step(step)
-
-    assert [4] == arrived
-    assert [2.0, 0.0, 0.0, 0.0, 2.0] == [call.kwargs["timeout"] for call in lock.acquire.call_args_list]

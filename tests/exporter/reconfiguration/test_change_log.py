@@ -1,8 +1,9 @@
-"""Ranks agree on a step and change at it: all interleavings of polls and steps, and two real ranks of a gloo group."""
+"""Ranks change at one step: all interleavings of polls and steps, and two real ranks of a gloo group."""
 
 import json
 import os
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.reconfiguration.agreement import Agreement, Proposal
+from rankscope_exporter.reconfiguration.change_log import Change, ChangeLog
 from rankscope_exporter.serving.config import ServeConfig
 
 
@@ -35,13 +36,9 @@ class Shelf(dist.HashStore):
         self.between()
         return super().get(key)
 
-    def set(self, key: str, value: str) -> None:
+    def check(self, keys: list[str]) -> bool:
         self.between()
-        super().set(key, value)
-
-    def add(self, key: str, amount: int) -> int:
-        self.between()
-        return super().add(key, amount)
+        return super().check(keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self.between()
@@ -49,65 +46,53 @@ class Shelf(dist.HashStore):
 
 
 @dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
 class Rank:
-    """A rank that trains and polls. A committed change is applied at its step, or at the next one."""
+    """A rank that trains and polls. A change is applied at its step, or at the next one."""
 
-    agreement: Agreement
+    log: ChangeLog
     step: int = 0
     seconds: float | None = 0.1
-    waiting: list[Proposal] = field(default_factory=list)
-    taken: dict[int, int] = field(default_factory=dict)  # number of a change: the step at which it was applied
-    asks: bool = False  # the training thread has called the store and waits for it
+    waiting: list[Change] = field(default_factory=list)
+    read: list[tuple[Change, int]] = field(default_factory=list)  # changes, and the last step before they were read
+    applied: list[tuple[str, int]] = field(default_factory=list)
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
             self.step += 1
-            if self.agreement.must_resolve(self.step):
-                self.asks = True
-                self.waiting += self.agreement.resolve(self.step)
-                self.asks = False
-            while self.waiting and self.waiting[0].step <= self.step:
-                self.taken[self.waiting.pop(0).number] = self.step
+            while self.waiting and (self.waiting[0].step or 0) <= self.step:
+                self.applied.append((self.waiting.pop(0).document, self.step))
 
-    def look(self) -> None:
-        self.waiting += self.agreement.look()
+    def write(self, document: str, source: str = "request", stamp: int | None = None, until: int | None = None) -> None:
+        self.log.write(Change(document=document, source=source, stamp=stamp), until)
+        self.take()
 
-    def told(self) -> list[str]:
-        return [change.document for change in self.waiting]
+    def poll(self) -> None:
+        self.log.poll()
+        self.take()
 
-
-def look(*all_ranks: Rank, times: int = 1) -> None:
-    for _ in range(times):
-        for rank in all_ranks:
-            rank.look()
+    def take(self) -> None:
+        while self.log.unread:
+            self.waiting.append(self.log.unread.popleft())
+            self.read.append((self.waiting[-1], self.step))
 
 
-def ranks(world: int, clock: Clock | None = None, store: object = None, margin: float = 1.0) -> list[Rank]:
+def ranks(world: int, store: object = None, margin: float = 1.0) -> list[Rank]:
     made: list[Rank] = []
-    shelf = store or Shelf()
+    shelf: Any = store or Shelf()
     for number in range(world):
-        state = lambda number=number: (made[number].step, made[number].seconds)  # noqa: E731
-        how: Any = {"margin_seconds": margin, "clock": clock or Clock()}
-        agreement = Agreement(shelf, "switch", number, world, state, **how)
-        agreement.begin(0, "{}", 0)
-        made.append(Rank(agreement))
+        pace = lambda number=number: (made[number].step, made[number].seconds)  # noqa: E731
+        made.append(Rank(ChangeLog(shelf, "switch", pace, margin_seconds=margin)))
+    for rank in made:
+        rank.log.begin(Change(document="{}", source="file", step=0, stamp=0))
     return made
 
 
 def test_document_of_the_first_rank_at_attach_applies_to_all():
     shelf = Shelf()
-    one, other = (Agreement(shelf, "s", rank, 2, lambda: (0, None), margin_seconds=1) for rank in range(2))
+    one, other = (ChangeLog(shelf, "s", lambda: (0, None), margin_seconds=1) for _ in range(2))
+    first, second = (Change(document=text, source="file", step=1, stamp=5) for text in ("first", "second"))
 
-    assert one.begin(1, "first", 5) == other.begin(1, "second", 6)
-    assert "first" == other.begin(1, "third", 6).document
+    assert first == one.begin(first) == other.begin(second)
 
 
 @pytest.mark.parametrize("is_of_torch", [False, True])
@@ -118,134 +103,88 @@ def test_all_ranks_change_at_the_step_after_the_margin(is_of_torch):
     all_ranks = ranks(3, store=store)
     for rank in all_ranks:
         rank.train(7)
-    all_ranks[1].agreement.propose("new", "call", 1)
-    look(*all_ranks, times=2)
+    all_ranks[1].write("new", "call", 1)
     for rank in all_ranks:
+        rank.poll()
         rank.train(20)
 
-    assert [{1: 17}] * 3 == [rank.taken for rank in all_ranks]
+    assert [[("new", 17)]] * 3 == [rank.applied for rank in all_ranks]
 
 
-def test_rank_past_the_step_moves_the_change():
-    slow, fast = ranks(2)
-    slow.train(5)
-    fast.train(30)
-    slow.agreement.propose("new", "call", 1)  # for step 15
-    look(slow, fast, times=3)
-    slow.train(60)
-    fast.train(35)
+def test_ranks_that_write_at_once_add_both_changes_and_read_the_same():
+    one, other, third = ranks(3)
+    shelf: Any = one.log._store
 
-    assert slow.taken == fast.taken == {2: 50}  # twice the margin after the step of the fast rank
+    def other_writes() -> None:
+        shelf.between = lambda: None
+        other.write("second")
 
+    def after_the_read() -> None:
+        shelf.between = other_writes
 
-def test_silent_rank_is_left_out_and_applies_the_change_later():
-    clock = Clock()
-    here, there, silent = ranks(3, clock)
-    here.agreement.propose("new", "call", 1)
-    look(here, there)
-    for _ in range(2):
-        clock.now += 16
-        look(here, there)
-    (agreed,) = here.waiting
-    for rank in (here, there, silent):
-        rank.train(12)
-    silent.look()
-    silent.train()
+    shelf.between = after_the_read
+    one.write("first")
+    for rank in (one, other, third):
+        rank.poll()
+        rank.train(20)
 
-    assert (2,) == agreed.without
-    assert here.taken == there.taken == {1: 10}
-    assert {1: 13} == silent.taken
-
-
-def test_later_change_replaces_pending_and_follows_committed():
-    here, there = ranks(2)
-    here.agreement.propose("first", "call", 1)
-    there.agreement.propose("second", "request")
-    look(here, there, here)
-    there.agreement.propose("third", "request")
-    look(there, here, there)
-    told = here.told()
-    for rank in (here, there):
-        rank.train(40)
-
-    assert ["second", "third"] == told
-    assert here.taken == there.taken
-    assert sorted(here.taken.values()) == list(here.taken.values())
+    assert [["second", "first"]] * 3 == [[document for document, _ in rank.applied] for rank in (one, other, third)]
 
 
 def test_old_edit_that_a_rank_reads_late_is_not_a_change():
     here, there = ranks(2)
-    here.agreement.propose("first", "file", 10)
-    here.agreement.propose("second", "file", 20)
-    there.agreement.propose("first", "file", 10)
-    look(here, there, here)
+    here.write("first", "file", 10)
+    here.write("second", "file", 20)
+    there.write("first", "file", 10)
+    here.poll()
 
-    assert ["second"] == here.told()
-
-
-@settings(max_examples=examples(40), deadline=None)
-@given(st.data())
-def test_ranks_change_at_one_step_in_all_interleavings(data):
-    """The training of each rank, also of the calling one, continues between any two calls of the store."""
-    world = data.draw(st.integers(2, 4))
-    shelf = Shelf()
-    all_ranks = ranks(world, store=shelf, margin=data.draw(st.sampled_from((0.0, 0.4, 2.0))))
-    speaking: list[Rank] = []
-
-    def others_train() -> None:
-        for rank in data.draw(st.lists(st.sampled_from(all_ranks), max_size=3)):
-            # At the step of a change, the training waits for its own thread.
-            waits = rank in speaking and rank.agreement.must_resolve(rank.step + 1)
-            if not rank.asks and not waits:
-                rank.train()
-
-    shelf.between = others_train
-    for turn in range(data.draw(st.integers(5, 25))):
-        rank = data.draw(st.sampled_from(all_ranks))
-        speaking.append(rank)
-        if turn < 4:
-            rank.agreement.propose(f"change {turn}", "request")
-        else:
-            rank.look()
-        speaking.clear()
-    shelf.between = lambda: None
-    for _ in range(40):
-        for rank in all_ranks:
-            rank.look()
-            rank.train()
-    for rank in all_ranks:
-        rank.train(1000 - rank.step)
-
-    assert all(rank.taken == all_ranks[0].taken for rank in all_ranks)
-    assert all_ranks[0].taken
-
-
-def test_additional_change_neither_replaces_nor_is_replaced():
-    """A requested decimation or capture must not discard a pending switch, and a switch must not discard these."""
-    one, other = ranks(2)
-
-    assert one.agreement.propose("switch", "file", 1)
-    assert not other.agreement.propose("stretch", "budget", is_additional=True)
-    look(one, other, times=3)
-    assert other.agreement.propose("stretch", "budget", is_additional=True)
-    assert not one.agreement.propose("switch again", "file", 2)
-    look(one, other, times=3)
-
-    assert ["switch", "stretch"] == one.told() == other.told()
+    assert ["first", "second"] == [change.document for change in here.waiting]
 
 
 def test_requests_up_to_a_stamp_are_accepted_from_one_rank_only():
     """A NaN that all ranks detect at about the same step is captured once."""
     one, other = ranks(2)
-
-    assert one.agreement.propose("of one", "capture", 7, until=20, is_additional=True)
+    one.write("of one", "capture", 7, until=20)
     for step in (7, 20):
-        assert other.agreement.propose("of the other", "capture", step, until=step + 13, is_additional=True)
-    look(one, other, times=3)
-    assert other.agreement.propose("later", "capture", 21, until=34, is_additional=True)
-    look(one, other, times=3)
+        other.write("of the other", "capture", step, until=step + 13)
+    other.write("later", "capture", 21, until=34)
+    one.poll()
 
-    assert ["of one", "later"] == one.told() == other.told()
+    assert ["of one", "later"] == [change.document for change in one.waiting]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_ranks_change_at_one_step_in_all_interleavings(data):
+    """The training of each rank, also of the calling one, continues between any two calls of the store.
+
+    A rank that reads a change before its step applies it there, and another one at its next step. All ranks apply the
+    same changes in the same order, so that the newest is in effect on all of them.
+    """
+    shelf = Shelf()
+    all_ranks = ranks(data.draw(st.integers(2, 4)), store=shelf, margin=data.draw(st.sampled_from((0.0, 0.4, 2.0))))
+
+    def others_train() -> None:
+        for rank in data.draw(st.lists(st.sampled_from(all_ranks), max_size=3)):
+            rank.train()
+
+    shelf.between = others_train
+    written = data.draw(st.integers(1, 5))
+    for number in range(written):
+        data.draw(st.sampled_from(all_ranks)).write(f"{number}")
+        for rank in data.draw(st.lists(st.sampled_from(all_ranks), max_size=4)):
+            rank.poll()
+            rank.train()
+    shelf.between = lambda: None
+    for rank in all_ranks:
+        rank.poll()
+        rank.train(1000 - rank.step)
+
+    for rank in all_ranks:
+        expected = [(change.document, max(change.step or 0, before + 1)) for change, before in rank.read]
+        assert expected == rank.applied
+        assert [change for change, _ in all_ranks[0].read] == [change for change, _ in rank.read]
+    assert [f"{number}" for number in range(written)] == [document for document, _ in all_ranks[0].applied]
 
 
 MOST_STEPS = 20_000
@@ -317,13 +256,10 @@ def train(rank: int, path: Path, model: nn.Module, ask: str) -> tuple[Any, ...]:
 
 
 def survive(rank: int, path: Path) -> tuple[Any, ...]:
-    """Rank 1 is killed before it reads the change that rank 0 requests."""
+    """Rank 1 was killed before it reads the change that rank 0 requests."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     watched = Watched(model, optimizer, **changed(path))
-    agreement = watched.session.change_sources._agreement
-    assert agreement is not None
-    agreement._patience_seconds = 1.0
     dist.barrier()
     if rank == 1:
         return ()
@@ -338,8 +274,8 @@ def survive(rank: int, path: Path) -> tuple[Any, ...]:
     began = time.monotonic()
     watched.monitor.detach()
     leaving = time.monotonic() - began
-    not_heard = [json.loads(event.details or "")["ranks_not_heard"] for _, event in watched.events("switch")]
-    return slowest, leaving, not_heard, watched.faults
+    late = [json.loads(event.details or "")["late_steps"] for _, event in watched.events("switch")]
+    return slowest, leaving, late, watched.faults
 
 
 @pytest.fixture(scope="module")
@@ -358,9 +294,9 @@ def test_all_ranks_change_at_the_same_step_although_one_is_slower(case, found):
 
 
 def test_pending_change_of_a_dead_rank_delays_no_rank(found):
-    slowest, leaving, not_heard, faults = found["survive", 0]
+    slowest, leaving, late, faults = found["survive", 0]
 
-    assert ([[1]], 0) == (not_heard, faults)
+    assert ([0], 0) == (late, faults)
     assert slowest < 10.0  # a rank that waits for the dead rank would wait until the deadline
     assert leaving < 20.0
 
@@ -378,17 +314,19 @@ def continue_alone(rank: int, path: str, _names: list[str], results: Any) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    watched = Watched(model, optimizer, quantities=["parameters"], switch_poll_seconds=0.05)
+    serve = ServeConfig(token="secret")
+    watched = Watched(model, optimizer, quantities=["parameters"], switch_poll_seconds=0.05, serve=serve)
     dist.barrier()
     if rank == 1:
         wait_until(stored.exists)
         leave(results, rank, ())
     watched.monitor.switch({"every": 2})
-    time.sleep(0.5)  # until the change is stored; the result is the same if it is not
+    wait_until(lambda: watched.session.change_queue.state()["to_come"])
     stored.touch()
     wait_until(lambda: not answers(store))
-    for every in (3, 4):
-        watched.monitor.switch({"every": every})
+    watched.monitor.switch({"every": 3})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        put(watched.monitor, every=4)
     deadline = time.monotonic() + 30
     while watched.session.change_queue.sampling.config.every != 4 and time.monotonic() < deadline:
         step_of(model, optimizer)
@@ -396,7 +334,7 @@ def continue_alone(rank: int, path: str, _names: list[str], results: Any) -> Non
     watched.monitor.detach()
     intervals = [json.loads(event.details or "")["now"]["every"] for _, event in watched.events("switch")]
     told = [event.message for _, event in watched.events("note")]
-    leave(results, rank, (intervals, told, watched.faults))
+    leave(results, rank, (intervals, told, refused.value.code, watched.faults))
 
 
 def leave(results: Any, rank: int, outcome: tuple[Any, ...]) -> None:
@@ -415,7 +353,8 @@ def answers(store: dist.Store) -> bool:
 
 
 def test_changes_apply_to_this_rank_and_are_reported_if_the_store_fails(tmp_path):
-    intervals, told, faults = outcomes(tmp_path, continue_alone, ("alone",), exit_codes=(0, 9))["alone", 0]
+    """The first one was stored before. The HTTP request is answered by an error, and applies too."""
+    intervals, told, status, faults = outcomes(tmp_path, continue_alone, ("alone",), exit_codes=(0, 9))["alone", 0]
 
-    assert ([2, 3, 4], 0) == (intervals, faults)
-    assert 3 == sum("applies to this rank only: no key-value store is available" in message for message in told)
+    assert ([2, 3, 4], 502, 0) == (intervals, status, faults)
+    assert 2 == sum("applies to this rank only: no key-value store is available" in message for message in told)
