@@ -291,7 +291,9 @@ class TrainerMon(CopiesDoNothing):
     """The monitor of one model, with the interface of msprobe.
 
     Create it with `TrainerMon("monitor_config.json")`, then call `set_monitor`, for example `set_monitor(model,
-    optimizer=optimizer)`. The attribute `monitor` is the Rankscope `Monitor`, with further methods such as `log`,
+    optimizer=optimizer)`. Its arguments are `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`.
+    The order of msprobe's manual, `(model, grad_acc_steps, optimizer, dp_group, tp_group, start_iteration)`, and names
+    are accepted as well. The attribute `monitor` is the Rankscope `Monitor`, with further methods such as `log`,
     `phase`, `switch` and `detach`. A copy does nothing, like a copy of a Monitor.
 
     `generate_…_metrics` return mappings from msprobe's tag of a tensor to its statistics by name. A tag names the model
@@ -338,13 +340,7 @@ class TrainerMon(CopiesDoNothing):
     # Attaching.
 
     def set_monitor(self, *positional: Any, **named: Any) -> None:
-        """Attach the monitor to a model.
-
-        Arguments: `(model, optimizer, grad_acc_steps, tp_group, dp_group, start_iteration)`.
-
-        The order of msprobe's manual is accepted as well: `(model, grad_acc_steps, optimizer, dp_group, tp_group,
-        start_iteration)`. Arguments may also be given by name.
-        """
+        """Attach the monitor to a model. The class lists the arguments."""
         if self._refuses("set_monitor()"):
             return
         self._attach("set_monitor", Attachment.of("set_monitor", positional, named))

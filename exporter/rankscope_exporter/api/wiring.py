@@ -148,11 +148,6 @@ class KernelWarmUp(StepObserver):
         self._is_started = self._is_decided = False
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Count the step.
-
-        If the compiled kernel must be built now, start the build on a separate thread. If it must be used from now on,
-        wait for the end of the build.
-        """
         self._steps += 1
         if not sampled or self._is_decided:
             return

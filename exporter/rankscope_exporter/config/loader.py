@@ -84,10 +84,7 @@ def other_keys() -> frozenset[str]:
 
 
 def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return `settings`, which may be in the format of another monitor, as settings of a MonitorConfig.
-
-    The other format is recognised by a key that is not in `names`. Raises ConfigError for an invalid setting in it.
-    """
+    """Return `settings`, translated if a key is only in the format of another monitor. Raises ConfigError there."""
     unknown = [key for key in settings if key not in names]
     if unknown and not other_keys().isdisjoint(unknown):
         return translated_from_other(settings, names)

@@ -29,10 +29,10 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
     """
 
     def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
-        """Check the configuration; `config` has the same forms as the argument of Monitor.
+        """Check the configuration `config`, as Monitor does. Raises ConfigError.
 
         After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
-        in the folder `rankscope-reports`, or False for none. Raises ConfigError if the configuration is invalid.
+        in the folder `rankscope-reports`, or False for none.
         """
         self._attended = CallbackBase(config, report=report)
         self._tokens_seen = 0
@@ -114,10 +114,7 @@ def _hyperparameters(args: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """Return the outermost wrapper of `model`, such as that of DDP; `model` itself if it has no wrapper.
-
-    Trainer passes the bare model to callbacks and calls the wrapper, which is searched among all live objects.
-    """
+    """Return the outermost wrapper (DDP) of `model`, found among all live objects: Trainer passes the bare model."""
     wrappers = [found for found in gc.get_objects() if _is_wrapper_of(found, model)]
     return outermost(wrappers[-1]) if wrappers else model
 

@@ -24,10 +24,9 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
     """
 
     def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
-        """Check the configuration; `config` has the same forms as the argument of Monitor.
+        """Check the configuration `config`, as Monitor does. Raises ConfigError.
 
-        After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
-        in the folder `rankscope-reports`, or False for none. Raises ConfigError if the configuration is invalid.
+        After the training, rank 0 makes a report: `report` is its path, True for a file in `rankscope-reports`.
         """
         self._attended = CallbackBase(config, report=report)
         self._announced: Announced | None = None

@@ -20,10 +20,7 @@ class AttachedMonitor(Protocol):
     """Interface of an attached monitor: the methods that are called when the process forks or exits."""
 
     def abandon_after_fork(self) -> None:
-        """Stop all work of the monitor in a forked child.
-
-        Takes no lock: threads that hold locks may not exist in the child.
-        """
+        """Stop all work in a forked child, without a lock: threads that hold locks may not exist there."""
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
         """Publish the exit record and stop the monitor. Called when the interpreter is about to exit."""

@@ -209,10 +209,7 @@ def limit_this_thread() -> bool:
 
 
 def intra_op_threads() -> tuple[int, ...]:
-    """Return the native ids of torch's threads that compute for the calling thread, which is not included.
-
-    Missing threads are started, as by a first operation. Empty on systems without /proc/self/task.
-    """
+    """Return the native ids of torch's threads that compute for the calling thread; missing ones are started."""
     if torch.get_num_threads() == 1 or not _TASKS.is_dir():
         return ()
     found = _openmp_team() if _OPENMP in torch.__config__.parallel_info() else _native_pool()

@@ -20,7 +20,11 @@ FREE_LINES: Final = 3
 
 
 class Console(StepObserver):
-    """Writes whole lines to a stream and flushes each, so that ranks with the same terminal do not mix their lines."""
+    """Writes whole lines to a stream and flushes each, so that ranks with the same terminal do not mix their lines.
+
+    A record with firings has a line with the first of them in causal order. The first firing of each rule and severity
+    has a line of its own. If the rate limit does not allow a line about others, they are counted and not printed.
+    """
 
     def __init__(
         self, rank: int, *, enabled: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -37,11 +41,6 @@ class Console(StepObserver):
         self._last = float("-inf")
 
     def on_record(self, record: StepRecord) -> None:
-        """Print a line about the firings in `record`, with the first of them in causal order.
-
-        The first firing of each rule and severity has a line of its own. If the rate limit does not allow a line about
-        others, they are counted and not printed.
-        """
         anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
         if not anomalies:
             return

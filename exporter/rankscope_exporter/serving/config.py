@@ -67,7 +67,6 @@ class Address:
         return range(self.port, (self.port if self.last_port is None else self.last_port) + 1)
 
     def each(self) -> Iterator[Address]:
-        """Yield one address for each port, in ascending order."""
         return (Address(self.host, port) for port in self.ports)
 
     @property
@@ -344,10 +343,7 @@ class ServeConfig:
 
     @property
     def secret(self) -> str | None:
-        """Return the token, read from `token_file` if that setting is set; None if neither is set.
-
-        Raises ServeError if the file cannot be read.
-        """
+        """Return the token, that in `token_file` if it is set. Raises ServeError if the file cannot be read."""
         if self.token_file is None:
             return self.token
         try:

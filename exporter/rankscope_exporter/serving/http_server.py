@@ -296,7 +296,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(b"")
 
     def do_POST(self) -> None:
-        """Answer a request of a method that may have a body, such as POST or PUT."""
         self._answer(self._read_body())
 
     do_HEAD = do_GET  # noqa: N815 - a name of the base class

@@ -104,8 +104,9 @@ def service_client(config: ServeConfig) -> ServiceClient | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        """Do not follow a redirect. urllib then raises an HTTPError for it."""
+    """Follows no redirect. urllib then raises an HTTPError for it."""
+
+    def redirect_request(self, *_: Any) -> None: ...
 
 
 def _reason(error: Exception, url: str) -> str:

@@ -45,7 +45,6 @@ class Window:
 
     @property
     def last(self) -> int:
-        """The sequence number of the newest of these records; `first - 1` if there is no record."""
         return self.first + len(self.encoded) - 1
 
 

@@ -94,7 +94,6 @@ class SpoolWriter:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """The number of records that were not spooled, by reason."""
         return {**self._spool.dropped, BEHIND: self._behind}
 
     def write(self, seq: int, record: EncodedRecord) -> None:

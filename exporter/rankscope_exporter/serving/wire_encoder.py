@@ -128,7 +128,6 @@ def _absent(name: str) -> Any:
 
 
 def _list(name: str, items: Any) -> Any:
-    """Return the list column `name` of one record with `items`, an Arrow array."""
     return pa.ListArray.from_arrays(_offsets(len(items)), items, type=_TYPES[name])
 
 

@@ -60,8 +60,7 @@ class Sink(CopiesDoNothing, abc.ABC):
         """Close the output. No record is passed to the sink afterwards."""
 
 
-def _do_nothing(*_: Any) -> None:
-    """Do nothing. This function replaces `put` and `close` in a copy of a sink."""
+def _do_nothing(*_: Any) -> None: ...  # replaces `put` and `close` in a copy of a sink
 
 
 LONGEST_PAUSE: Final = 256

@@ -47,7 +47,10 @@ class Row:
 
 
 class Api(Sink):
-    """The sink `api`, which stores the latest records of one rank. Thread-safe."""
+    """The sink `api`, which stores the latest records of one rank. Thread-safe.
+
+    A feature is a number that is not a tensor statistic, such as the entropy of attention.
+    """
 
     name = "api"
     options_class = ApiOptions
@@ -70,10 +73,7 @@ class Api(Sink):
         return self._latest(step, lambda record: rows_of(record, kinds))
 
     def features(self, *kinds: str, step: int | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return the features with these kinds, each with its `kind`, `module`, `index` and `value`.
-
-        A feature is a number that is no tensor statistic, such as the entropy of attention. `rows` has the defaults.
-        """
+        """Return features, selected as by `rows`, each with its `kind`, `module`, `index` and `value`."""
         return self._latest(
             step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)
         )

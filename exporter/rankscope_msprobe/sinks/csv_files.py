@@ -130,7 +130,6 @@ class Anomalies(Sink):
         self._stage, self._mates = pp_stage, tuple(group_mates)
 
     def put(self, record: StepRecord) -> None:
-        """Write the anomalies in the events of a record to the file."""
         if not self._begun:
             self._path.unlink(missing_ok=True)
             self._begun = True
@@ -223,7 +222,7 @@ class CsvOptions:
 
 
 class Csv(Sink):
-    """The sink `csv`, which writes the records of one rank to files in one folder."""
+    """The sink `csv`, which writes the records of one rank, and call stacks of new modules, to files in one folder."""
 
     name = "csv"
     options_class = CsvOptions
@@ -241,7 +240,6 @@ class Csv(Sink):
         self._stacks: dict[str, str] = {}
 
     def put(self, record: StepRecord) -> None:
-        """Write the statistics, features and scalars of a record, and call stacks of new modules."""
         first = self._numbering.first(record)
         self._write_stacks(record.modules)
         if record.step is None:

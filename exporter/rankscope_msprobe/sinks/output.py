@@ -45,10 +45,7 @@ class Numbering:
 
 
 def naming(*, squash: bool) -> Callable[[str, bool], str]:
-    """Return a function from a name, and whether it is a module's, to the output's name.
-
-    A shortened name is unique among parameters or among modules, not among both.
-    """
+    """Return a function that shortens a name, uniquely among parameters or, if its argument is true, modules."""
     if not squash:
         return lambda name, _is_module: name
     parameters, modules = Squash(), Squash()

@@ -80,7 +80,6 @@ class TensorBoard(Sink):
         self.tensor_rows = PlannedRows(prepare, self._naming, options.ops)
 
     def put(self, record: StepRecord) -> None:
-        """Write the scalars, statistics, features and histograms of a record to the event files."""
         first = self._numbering.first(record)
         if record.step is None:
             return
