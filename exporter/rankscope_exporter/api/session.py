@@ -311,7 +311,7 @@ class Session:
         """Print a banner on rank 0: the number of monitored tensors, the size of a record, and the service address."""
         if self.identity.rank != 0:
             return
-        entries = len(self.active_quantities.plan)
+        entries = len(self.active_quantities.table)
         parameters = self.monitored.parameters
         switch_file, spool = self.config.switch_file, self.channel.spool
         quantities = ", ".join(name.replace("_", " ") for name in self.config.quantities)
@@ -455,7 +455,7 @@ class Session:
         return {
             "publisher_behind": self.active_quantities.unsampled + self.steps.dropped,
             "events_per_step": self.publisher.events_left_out,
-            "plan_full": self.active_quantities.plan.left_out,
+            "plan_full": self.active_quantities.table.left_out,
             **self.step_observers.left_out(),
             **self.reactions.dropped(),
             **self.sinks.missed,

@@ -26,11 +26,11 @@ from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
 from rankscope_exporter.observers.throughput.costs import Parallel
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing.console import Console, records_note
+from rankscope_exporter.quantities.table import Measurement
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import selected_parts
-from rankscope_exporter.sampling.table_view import Measurement
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.spool_writer import SpoolWriter

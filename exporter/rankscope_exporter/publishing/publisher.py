@@ -385,7 +385,7 @@ class Publisher:
             return None, None
         plan, published = version.named, version.published
         try:
-            finished = finish(record.copy, plan.plan.value_ops).of(version.rows)
+            finished = finish(record.copy, plan.plan.value_ops)
         finally:
             self._backlog.published += 1
         if record.expected:

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import Allowed, at_least, is_number, is_whole, number
 from rankscope_exporter.model.parameter_names import NamedModule
-from rankscope_exporter.quantities.base import QuantityOptions, Table, TargetNames
+from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -30,6 +30,7 @@ from rankscope_exporter.quantities.module_quantity import (
     local_matrix_or_reason,
     unusable_reason,
 )
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics.formulas import without_autocast, working_type
 from rankscope_exporter.statistics.formulas.attention import HIDING, Mask, attention_sums, broadcast, hides_of

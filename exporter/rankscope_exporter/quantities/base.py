@@ -1,17 +1,15 @@
 """Base class of quantities, which defines their plan entries and the events of a step at which they read tensors.
 
-The module also defines the interfaces of the objects that a quantity receives: the table of a sampled step, and the
-gate that opens at sampled steps and keeps hooks.
+The module also defines the interface of the gate that opens at sampled steps and keeps hooks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final, Protocol
 
-import torch
 from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
@@ -22,7 +20,8 @@ from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import FULL, Layout
 from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
 from rankscope_exporter.model.parameter_names import NamedParameter, Targets, target_notices
-from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
+from rankscope_exporter.quantities.table import Table
+from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.plan_entries import Descriptions, ParameterEntries
 from rankscope_exporter.statistics.selection import chosen_ops
 from rankscope_exporter.statistics.tensor_access import dtype_name
@@ -35,83 +34,6 @@ REMEDY: Final = "detach() and attach() again"
 
 UPDATE: Final = "update"
 """Name of a part of training that hooks do not detect if it runs inside compiled code: the step of the optimizer."""
-
-
-class Table(Protocol):
-    """The table to which one quantity writes its statistics at a sampled step.
-
-    Row 0 belongs to the first plan entry of the quantity.
-    """
-
-    def add(
-        self, key: Hashable, entries: Callable[[], Sequence[PlanEntry]], owners: Sequence[int] | None = None
-    ) -> range | None:
-        """Return the table rows of the entries with the key `key`; None if the plan is full.
-
-        The function `entries` returns the entries. It is called if they are not in the plan, or not any more: entries
-        that are not requested for many sampled steps may be dropped. For each entry, `owners` has the position of the
-        parameter of the entry in the list of all parameters of the model.
-        """
-
-    def measure(self, tensors: Sequence[torch.Tensor | None], rows: range, *, are_derived: bool = False) -> None:
-        """Compute the statistics of `tensors` and write them to the table rows `rows`, in the same order.
-
-        If an element of `tensors` is None, the plan entry of its row remains absent. So does the entry of a tensor
-        whose statistics cannot be computed. The plan entries get the shapes and dtypes of `tensors`, unless
-        `are_derived` is true: then the entries describe other tensors, from which `tensors` were computed.
-        """
-
-    def isolate(
-        self,
-        scope: str,
-        names: Sequence[str],
-        tensors: Sequence[torch.Tensor | None],
-        compute: Callable[[Sequence[int]], None],
-    ) -> None:
-        """Call `compute` with the positions of all `tensors`.
-
-        If `compute` raises, call it with each half of the positions, down to the single tensors for which it raises.
-        They are reported with their `names`. A tensor that raises at several sampled steps in a row is left out for
-        some time. `scope` is the name of the computation, the same at each step.
-        """
-
-    def copy(self, source: range, target: range) -> None:
-        """Copy the statistics of the rows `source`, which were measured at this step, to the rows `target`."""
-
-    def forget(self, rows: range) -> None:
-        """Delete the statistics of `rows`, which were measured at this step.
-
-        The plan entries of `rows` become absent.
-        """
-
-    def forget_equal(self, rows: range, others: range) -> None:
-        """Compare each row in `rows` with the row at the same position in `others`, and delete `rows` that are equal.
-
-        The plan entry of a deleted row is absent at this step. Two rows are equal if all statistics of both rows are
-        equal bit for bit.
-        """
-
-    def save(self, rows: range) -> torch.Tensor:
-        """Return a copy of the statistics of `rows`, which begin with row 0."""
-
-    def restore(self, saved: torch.Tensor, rows: Sequence[int]) -> None:
-        """Write the statistics of `rows` in `saved`, a result of `save`, to the table again."""
-
-    def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
-        """Copy `tensor` to the host, and add the rows that the function `rows` computes from the copy to `dataset`.
-
-        The training thread does not wait for the device. The publisher thread calls `rows` with a numpy array, so the
-        dtype of `tensor` must exist in numpy.
-        """
-
-    def withdraw(self, dataset: str) -> None:
-        """Discard the rows of `dataset` that `defer` scheduled at this step.
-
-        The caller then reads the same tensors again.
-        """
-
-    def write(self, dataset: str, row: Row) -> None:
-        """Add a row of `dataset` whose values are already on the host."""
 
 
 class SamplingGate(Gate, Protocol):
@@ -206,15 +128,12 @@ class Quantity:
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
         return target_notices(self.targets, names, "parameter")
 
-    def entries(self) -> Sequence[PlanEntry]:
-        """Return the plan entries of this quantity in the order of its rows.
-
-        The quantity may add further entries later.
-        """
-        return ()
+    def entries(self) -> ParameterEntries:
+        """Return the plan entries of this quantity, one for each parameter and kind. It may add further ones later."""
+        return ParameterEntries()
 
     @functools.cached_property
-    def first_entries(self) -> Sequence[PlanEntry]:
+    def first_entries(self) -> ParameterEntries:
         """The entries that the quantity has before training starts. They are built once."""
         return self.entries()
 
@@ -223,8 +142,7 @@ class Quantity:
 
         A counter for each kind exists from the start.
         """
-        entries = self.first_entries
-        return entries.kinds if isinstance(entries, ParameterEntries) else {entry.kind for entry in entries}
+        return self.first_entries.kinds
 
     def expected(self) -> ExpectedRows:
         """Return the kinds of rows that the present step must have, because it has had an update.
@@ -243,15 +161,6 @@ class Quantity:
                 if parameter is not None and parameter.requires_grad:
                     return True
         return False
-
-    def owners(self, count: int) -> list[int]:
-        """Return, for each of the first `count` plan entries, the position of its parameter.
-
-        A position counts in the list of all parameters of the model. The entries of the first kind, in the order of the
-        parameters, come first; then those of the next kind.
-        """
-        own = list(self.monitored.owners())
-        return (own * (count // len(own) + 1))[:count] if own else []
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register the hooks of the quantity. Called once, when the monitor is attached to the model."""

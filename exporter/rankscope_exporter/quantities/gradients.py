@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
@@ -27,8 +27,9 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.base.validation import Allowed
 from rankscope_exporter.model.parameter_names import local_tensor
-from rankscope_exporter.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import MicroGradientHooks
+from rankscope_exporter.quantities.table import Slots, Table
 from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
 from rankscope_exporter.records.plan_entries import ParameterEntries
 
@@ -263,13 +264,12 @@ class MicroGradients(Quantity):
         micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
         self._passes[index] += 1
         table = self._gate.table
-        rows = table.add(
+        slots = table.add(
             (index, micro_step),
             lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)],
             [self.monitored.owners()[index]],
         )
-        if rows is not None:
-            table.measure([gradient], rows)
+        table.measure([gradient], slots)
 
 
 class Gradients(Quantity):
@@ -294,9 +294,7 @@ class Gradients(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._sums = MicroBatchSums(self.monitored, wanted=self.options.sum_micro_batches)
-        count, traits = len(self.monitored.parameters), monitored.framework.traits
-        self._unreduced, self._reduced = range(count), range(count, 2 * count)
-        self._clipped = range(2 * count, 3 * count)
+        traits = monitored.framework.traits
         self._batched = traits.local_until_backward_ends
         self._reduces_after_last = traits.reduces_after_last_backward
         # A reduction by the loop, between backward and step, is visible only at the step.
@@ -308,7 +306,7 @@ class Gradients(Quantity):
         self._mixed = False
         self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
         self._has_reduced = False  # whether the reduced gradients of this step were measured after a backward pass
-        self._frozen = FrozenRows((self._unreduced, self._reduced, self._clipped))
+        self._frozen = FrozenRows()
         self._table: Table | None = None  # of the present step
 
     def entries(self) -> ParameterEntries:
@@ -341,7 +339,7 @@ class Gradients(Quantity):
     def on_step_begin(self, table: Table) -> None:
         """Reset the state at the beginning of a step, when no gradient is reduced yet."""
         self._table = table
-        self._frozen = FrozenRows((self._unreduced, self._reduced, self._clipped))
+        self._frozen = FrozenRows()
         self._mixed = False
         self._has_reduced = False
         self._arrived.clear()
@@ -365,7 +363,7 @@ class Gradients(Quantity):
             parameter = self.monitored.parameter(index)
             gradient = None if parameter is None else self.monitored.framework.gradient(parameter)
             if index not in self._elsewhere or _is_partial(gradient):
-                table.measure([gradient], self._reduced[index : index + 1])
+                table.measure([gradient], _one(table.slots[Kind.GRAD_REDUCED], index))
             return
         if self._mixed or self._sums.are_kept:
             return
@@ -373,12 +371,12 @@ class Gradients(Quantity):
         if self._batched != self.monitored.update.is_inside_backward:
             return
         self._frozen.protect(table)
-        gradient, row = holder.grad, self._unreduced[index : index + 1]
+        gradient, slot = holder.grad, _one(table.slots[Kind.GRAD_UNREDUCED], index)
         if gradient is None:  # this framework keeps no sum of several micro-batches
             self._sums.learn()
-            table.forget(row)
+            table.forget(slot)
         else:
-            table.measure([gradient], row)
+            table.measure([gradient], slot)
 
     def on_gradients_ready(self, table: Table) -> None:
         """Measure the rank's own gradients of all parameters at the same time, before they are reduced.
@@ -391,11 +389,11 @@ class Gradients(Quantity):
         elif self._mixed:
             # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
             self._sums.learn()
-            table.forget(self._unreduced)
+            table.forget(table.slots[Kind.GRAD_UNREDUCED])
         elif self._batched:
             tensors, arrived = enumerate(self.monitored.tensors()), self._arrived
             own = [None if item is None or i not in arrived else item.grad for i, item in tensors]
-            table.measure(own, self._unreduced)
+            table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
         """Measure the reduced gradients. Without a reduction, the reduced gradients are the rank's own gradients."""
@@ -403,17 +401,18 @@ class Gradients(Quantity):
             self._mixed = True
             if self._reduces_after_last:  # no further micro-batch comes
                 self._finish_sums(table)
-            table.measure(self._own(self.monitored.gradients()), self._reduced)
+            table.measure(self._own(self.monitored.gradients()), table.slots[Kind.GRAD_REDUCED])
         elif self.monitored.copies > 1 or self._reduces_after_last:
             return
         elif self._elsewhere:
-            table.measure(self._own(self.monitored.gradients()), self._reduced)
+            table.measure(self._own(self.monitored.gradients()), table.slots[Kind.GRAD_REDUCED])
         else:
-            table.copy(self._unreduced, self._reduced)
+            table.copy(table.slots[Kind.GRAD_UNREDUCED], table.slots[Kind.GRAD_REDUCED])
         self._has_reduced = True
 
     def _read_sums(self, table: Table) -> None:
-        table.measure(self._sums.tensors(), self._unreduced, are_derived=True)
+        slots = table.slots[Kind.GRAD_UNREDUCED]
+        table.measure(self._sums.tensors(), None if slots is None else slots.derived)
 
     def _finish_sums(self, table: Table) -> None:
         if self._sums.are_kept:  # the last pass may have called no hook
@@ -429,26 +428,26 @@ class Gradients(Quantity):
         if self.monitored.update.is_inside_backward:
             return
         self._sums.release()
-        gradients = self.monitored.gradients()
+        gradients, slots = self.monitored.gradients(), table.slots
         read = self.monitored.update.positions
         owners = self.monitored.owners()
         self._frozen.add(
             [i for i, owner in enumerate(owners) if owner in read] if read is not None else range(len(owners))
         )
         if self._reduced_by_loop:
-            table.measure(self._own(gradients), self._reduced)
+            table.measure(self._own(gradients), slots[Kind.GRAD_REDUCED])
         elif self._has_reduced:
             # All gradients: neither a gradient scaler nor clipping through `.data` changes their version.
-            table.measure(self._own(gradients), self._clipped)
-            table.forget_equal(self._clipped, self._reduced)
+            table.measure(self._own(gradients), slots[Kind.GRAD_CLIPPED])
+            table.forget_equal(slots[Kind.GRAD_CLIPPED], slots[Kind.GRAD_REDUCED])
         elif self._assigned_by_loop:
             whole = gradients
             if BACKWARD in self.monitored.compiled:  # a gradient that changed since backward was clipped
                 whole = [gradient if _is_fresh(gradient) else None for gradient in gradients]
                 changed = [None if _is_fresh(gradient) else gradient for gradient in gradients]
-                table.measure(self._own(changed), self._clipped)
-            table.measure(whole, self._unreduced)
-            table.measure(self._own(whole), self._reduced)
+                table.measure(self._own(changed), slots[Kind.GRAD_CLIPPED])
+            table.measure(whole, slots[Kind.GRAD_UNREDUCED])
+            table.measure(self._own(whole), slots[Kind.GRAD_REDUCED])
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the reduced gradients that this rank publishes, and None for each one that another rank publishes."""
@@ -463,12 +462,10 @@ class Gradients(Quantity):
 class FrozenRows:
     """The rows of parameters after the step of their optimizer. Later passes of the training step do not change them.
 
-    `groups` are the rows of all parameters for each kind. The rows are saved only if another backward pass begins in
-    the same step.
+    The rows are saved only if another backward pass begins in the same step.
     """
 
-    def __init__(self, groups: Sequence[range]) -> None:
-        self._groups = groups
+    def __init__(self) -> None:
         self._stepped: set[int] = set()  # positions of parameters whose rows are not saved yet
         self._kept: set[int] = set()  # positions of parameters whose rows are saved
         self._saved: torch.Tensor | None = None
@@ -484,12 +481,16 @@ class FrozenRows:
             self.restore(table)
             self._kept |= self._stepped
             self._stepped.clear()
-            self._saved = table.save(range(self._groups[0].start, self._groups[-1].stop))
+            self._saved = table.save()
 
     def restore(self, table: Table) -> None:
         """Write the saved rows to `table`."""
         if self._kept and self._saved is not None:
-            table.restore(self._saved, [rows[position] for rows in self._groups for position in sorted(self._kept)])
+            table.restore(self._saved, table.slots.values(), sorted(self._kept))
+
+
+def _one(slots: Slots | None, position: int) -> Slots | None:
+    return None if slots is None else slots[position]
 
 
 def _is_partial(gradient: torch.Tensor | None) -> bool:

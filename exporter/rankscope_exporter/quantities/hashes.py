@@ -21,8 +21,9 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import ranks_text
 from rankscope_exporter.base.validation import at_least
 from rankscope_exporter.model.parameter_names import Targets, local_tensor, plain_name
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, TargetNames
 from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable

@@ -15,7 +15,7 @@ from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import Converted, number
 from rankscope_exporter.model.parameter_names import NamedModule
-from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, Table, TargetNames
+from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -24,6 +24,7 @@ from rankscope_exporter.quantities.module_quantity import (
     may_be_gathered,
     weight_of,
 )
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics.formulas.spectral import batches, norms, spectral_numbers
 

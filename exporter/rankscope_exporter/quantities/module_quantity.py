@@ -25,7 +25,8 @@ from rankscope_exporter.adapters.parameter_hooks import GRADIENT, CallbackHandle
 from rankscope_exporter.base.errors import torch_name
 from rankscope_exporter.base.tracing import on_compilation
 from rankscope_exporter.model.parameter_names import NamedModule, entry, named_modules, selected, unmatched
-from rankscope_exporter.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import is_freed, why_not_measurable
 

@@ -18,7 +18,8 @@ from rankscope_exporter.adapters.base import ParameterState
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import at_least
 from rankscope_exporter.model.parameter_names import Targets, local_tensor, real_parts
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Table, TargetNames
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, TargetNames
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
 from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_code
@@ -76,18 +77,14 @@ class OptimizerState(StateQuantity):
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
-        count = len(self.monitored.parameters)
-        self._kinds: dict[str, range | None] = {  # key -> rows; None for a key that was not known at attach
-            key: range(position * count, (position + 1) * count)
-            for position, (key, _) in enumerate(kinds_of(monitored.optimizers))
-        }
+        self._kinds = dict(kinds_of(monitored.optimizers))  # by key
         self._named = Targets(self.options.names)
         self._found: dict[str, list[int]] = {}  # additional key -> its parameters
         self._in_use: list[ParameterState] = []  # at the last measured update
 
     def entries(self) -> ParameterEntries:
         """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
-        return self.parameter_entries(*(KIND_OF_STATE[key] for key, rows in self._kinds.items() if rows is not None))
+        return self.parameter_entries(*self._kinds.values())
 
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the optimizer state after the update."""
@@ -95,21 +92,21 @@ class OptimizerState(StateQuantity):
         known = self.monitored.states(tensors)
         self._in_use = in_use(tensors, known, len(self.monitored.optimizers))
         states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]
-        for key, _ in kinds_of(self.monitored.optimizers):
+        for key, kind in kinds_of(self.monitored.optimizers):
             if key not in self._found:
-                self._kinds.setdefault(key, None)
-        for key, first in self._kinds.items():
-            entries = functools.partial(self.parameter_entries, KIND_OF_STATE[key])
-            rows = table.add(key, entries, list(self.monitored.owners())) if first is None else first
-            if rows is not None:
-                table.measure([state_tensor(state, key) for state in states], rows)
+                self._kinds.setdefault(key, kind)
+        for key, kind in self._kinds.items():
+            if kind in table.slots:
+                slots = table.slots[kind]
+            else:
+                slots = table.add(key, functools.partial(self.parameter_entries, kind), self.monitored.owners())
+            table.measure([state_tensor(state, key) for state in states], slots)
         if self._named.patterns:
             self._find_named(states)
         for key, owners in self._found.items():
             named = functools.partial(self._named_entries, key, states)
             found = table.add(key, named, [self.monitored.owners()[index] for index in owners])
-            if found is not None:
-                table.measure([state_tensor(states[owner], key) for owner in owners], found)
+            table.measure([state_tensor(states[owner], key) for owner in owners], found)
 
     def expected(self) -> ExpectedRows:
         """Return the kinds of the optimizers that have stepped, and the tensors that their state has instead."""

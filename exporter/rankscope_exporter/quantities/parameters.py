@@ -12,7 +12,8 @@ import torch
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.model.parameter_names import local_tensor, real_parts
-from rankscope_exporter.quantities.base import UPDATE, Quantity, QuantityOptions, Table
+from rankscope_exporter.quantities.base import UPDATE, Quantity, QuantityOptions
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
 from rankscope_exporter.records.plan_entries import ParameterEntries
 
@@ -48,8 +49,6 @@ class Parameters(Quantity):
         self._copies: list[torch.Tensor | None] = []  # of the parameters before the first update of the step
         self._moved: list[tuple[Table, list[str], torch.Tensor]] = []
         self._names = [named.name for named in self.monitored.parameters]
-        count = len(self.monitored.parameters)
-        self._before, self._after = range(count), range(count, 2 * count)
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
@@ -68,7 +67,7 @@ class Parameters(Quantity):
         if self.monitored.update.stepped:  # an optimizer has already updated parameters in this step
             return
         tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
-        table.measure(tensors, self._before)
+        table.measure(tensors, table.slots[Kind.PARAM_BEFORE])
         if self.options.updates and not self._copies:
             copies = self._copies = [None] * len(tensors)
 
@@ -82,7 +81,7 @@ class Parameters(Quantity):
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the parameters after the update. With several optimizers, the values after the last one count."""
         tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
-        table.measure(tensors, self._after)
+        table.measure(tensors, table.slots[Kind.PARAM_AFTER])
         moved = self._moved = []
 
         def compare(positions: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.validation import Checked, at_least, is_whole
 from rankscope_exporter.model.parameter_names import NamedModule, entry
 from rankscope_exporter.model.pytree import Found, ObjectSpec, received, returned
-from rankscope_exporter.quantities.base import QuantityOptions, Table, TargetNames
+from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     Running,
@@ -23,6 +23,7 @@ from rankscope_exporter.quantities.module_quantity import (
     unusable_reason,
     weight_of,
 )
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers, Row
 from rankscope_exporter.statistics.formulas.routing import product, routing_sums, similarity
 

@@ -26,8 +26,9 @@ from rankscope_exporter.model.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
-from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.statistics.tensor_access import dtype_name

@@ -65,13 +65,13 @@ class ParameterEntries(Sequence[PlanEntry]):
         """The kinds of all entries."""
         return {kind for kind, _ in self._groups} if self._count else set()
 
-    def specs(self, positions: range) -> Sequence[Spec]:
-        """Return shape and dtype of the entries at `positions`. Raises ValueError if they are not of one kind."""
-        group, first = divmod(positions.start, self._count)
-        specs = self._groups[group][1].specs[first : first + len(positions)]
-        if len(specs) < len(positions):
-            raise ValueError(f"the entries {positions.start} to {positions.stop} have several kinds")
-        return specs
+    def by_kind(self) -> Iterator[tuple[str, ParameterEntries]]:
+        """Yield each kind with its entries."""
+        return ((kind, ParameterEntries([(kind, described)])) for kind, described in self._groups if self._count)
+
+    def specs(self, positions: Iterable[int]) -> Sequence[Spec]:
+        """Return shape and dtype of the entries at `positions`."""
+        return [self._groups[position // self._count][1].specs[position % self._count] for position in positions]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +95,11 @@ def entry_at(row: int, item: PlanItem) -> PlanEntry:
     return item.at(row) if isinstance(item, Placed) else item
 
 
-def entries_at(rows: Sequence[int], items: Sequence[PlanItem]) -> tuple[PlanEntry, ...]:
-    """Return the entries at the table rows `rows`, where the plan has `items`."""
+def entries_of(items: Sequence[PlanItem]) -> tuple[PlanEntry, ...]:
+    """Return the entries at all table rows, where the plan has `items`."""
     created: dict[int, list[PlanEntry]] = {}  # by id() of the `Placed` object; one by one takes three times as long
     found: list[PlanEntry] = []
-    for row, item in zip(rows, items, strict=True):
+    for row, item in enumerate(items):
         if isinstance(item, Placed):
             if id(item) not in created:
                 created[id(item)] = list(item.entries)
@@ -129,9 +129,8 @@ class NamedPlan:
 
 @dataclass(frozen=True, eq=False)
 class PlanVersion:
-    """The plan of the records of some steps. Position i of the record has the statistics of table row `rows[i]`."""
+    """The plan of the records of some steps. A record has the statistics of the table rows in their order."""
 
-    rows: Sequence[int]
     items: tuple[PlanItem, ...]
     """For each entry: the entry, or the entries to which it belongs."""
     owners: tuple[int, ...]
@@ -142,7 +141,7 @@ class PlanVersion:
     @functools.cached_property
     def entries(self) -> tuple[PlanEntry, ...]:
         """The entries. Usually read on the publisher thread, because the first access creates most of them."""
-        return entries_at(self.rows, self.items)
+        return entries_of(self.items)
 
     @functools.cached_property
     def named(self) -> NamedPlan:
@@ -154,7 +153,5 @@ class PlanVersion:
         """The masks of the statistics to publish; None if all entries have the default selection of ops."""
         return masks(self.ops)
 
-    @property
-    def used(self) -> int:
-        """The number of table rows to copy, from the first on."""
-        return self.rows[-1] + 1 if self.rows else 0
+    def __len__(self) -> int:
+        return len(self.items)

@@ -15,13 +15,12 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import Quantity, Table
+from rankscope_exporter.quantities.base import Quantity
+from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
-from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
-from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, TableView, drop_absent
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
 
@@ -46,7 +45,7 @@ class StepBacklog:
     """Steps whose statistics the publisher thread has read."""
 
 
-_Call = tuple[ActiveQuantity, Callable[..., None], TableView | None]
+_Call = tuple[ActiveQuantity, Callable[..., None], Table | None]
 """A quantity, its method that handles an event, and the table of the quantity."""
 
 _EVENTS: Final[tuple[Callable[..., None], ...]] = (
@@ -69,7 +68,6 @@ class ActiveQuantities:
         measurement: Measurement | None = None,
     ) -> None:
         self._boundary = boundary
-        self.plan = PlanRegistry()
         self._members: list[ActiveQuantity] = []
         self._calls: dict[Callable[..., None], list[_Call]] = {}  # by event, see `_list_calls`
         self._hooking: HookContext | None = None
@@ -77,7 +75,7 @@ class ActiveQuantities:
         table = StatisticsTable(first, device)
         table.may_compile = device.type == "cpu"  # elsewhere from `use_compiled_kernel` on
         tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
-        self._buffers = StepBuffers(self.plan, table, measurement or Measurement(), tell)
+        self.table = StepTable(table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._deferred_before = 0  # rows of other datasets before the present forward pass
         self._expected: dict[str, ExpectedRows | None] = {}  # of the present step, by quantity
@@ -123,6 +121,7 @@ class ActiveQuantities:
         Their schedules restart with the configured sampling interval, without the factor that `set_stretch` has set.
         """
         members = [member for member, _ in prepared]
+        self.table.has_left = bool(self._members)
         for member in self._members:
             if member not in members:
                 self._boundary.call(member.where, member.leave)
@@ -130,9 +129,10 @@ class ActiveQuantities:
         for member in members:
             member.is_kept_for_next = False
         self._members = [
-            member for member, sampling in prepared if _has_rows(self._boundary, self._buffers, member, sampling)
+            member for member, sampling in prepared if _has_slots(self._boundary, self.table, member, sampling)
         ]
         self._list_calls()
+        self.table.find_unused(self._tables())
 
     def discard(self, prepared: PreparedQuantities) -> None:
         """Remove the hooks that `prepare` registered. Called if the prepared change does not take place."""
@@ -157,8 +157,8 @@ class ActiveQuantities:
                 for known in self._members:
                     if type(known.quantity) is type(member.quantity):
                         known.suspend()
-                member.is_temporary = True
-                if _has_rows(self._boundary, self._buffers, member, sampling):
+                member.is_temporary = self.table.has_left = True
+                if _has_slots(self._boundary, self.table, member, sampling):
                     self._members.append(member)
                     self._list_calls()
 
@@ -170,6 +170,10 @@ class ActiveQuantities:
         for member in temporary:
             self._boundary.call(member.where, member.leave)
         _end_capture(self._members)
+        self.table.find_unused(self._tables())
+
+    def _tables(self) -> list[Table]:
+        return [member.slots for member in self._members if member.slots is not None]
 
     def is_current(self, prepared: PreparedQuantities) -> bool:
         """Return whether all quantities of `prepared` are still usable.
@@ -177,7 +181,7 @@ class ActiveQuantities:
         A quantity is not usable if, since `prepare`, another change has removed it, or its hooks were removed because
         its schedule has ended.
         """
-        return not any(m.is_retired or (m.view is not None and m not in self._members) for m, _ in prepared)
+        return not any(m.is_retired or (m.slots is not None and m not in self._members) for m, _ in prepared)
 
     # State.
 
@@ -209,7 +213,7 @@ class ActiveQuantities:
 
     def use_compiled_kernel(self) -> None:
         """Measure with the compiled kernel from the present step on."""
-        self._buffers.table.may_compile = True
+        self.table.statistics.may_compile = True
 
     # One step.
 
@@ -229,7 +233,7 @@ class ActiveQuantities:
             for member in self._members:
                 member.is_open = False
         if is_sampled and not self._is_clear:
-            self._buffers.table.clear()
+            self.table.statistics.clear()
         self._is_clear = not is_sampled
         for member in self._members:
             if member.transient.are_used and (member.is_open or member.transient.may_be_removed):
@@ -240,7 +244,7 @@ class ActiveQuantities:
         """Find, for each event, the quantities that override its method. Called after a change of the members."""
         self._calls = {
             event: [
-                (member, getattr(member.quantity, event.__name__), member.view)
+                (member, getattr(member.quantity, event.__name__), member.slots)
                 for member in self._members
                 if getattr(type(member.quantity), event.__name__) is not event
             ]
@@ -275,9 +279,9 @@ class ActiveQuantities:
         If `failed` is true, the pass has raised an error instead: delete its data.
         """
         if failed:
-            del self._buffers.deferred[self._deferred_before :]
+            del self.table.deferred[self._deferred_before :]
             self.notify(Quantity.on_forward_failed)
-        self._deferred_before = len(self._buffers.deferred)
+        self._deferred_before = len(self.table.deferred)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
         """Call the method `on_gradient_ready` of each quantity that reads single gradients.
@@ -295,8 +299,8 @@ class ActiveQuantities:
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan entries and the statistics that the present step has so far. Waits for the device."""
-        plan = self.plan.version()
-        return plan.entries, self._buffers.table.look(plan.used, carried_ops(plan.ops)).of(plan.rows)
+        plan = self.table.version()
+        return plan.entries, self.table.statistics.look(len(plan), carried_ops(plan.ops))
 
     def end(self, record: StepRecord) -> None:
         """End the sampled step, and start to copy its statistics to the host.
@@ -309,21 +313,21 @@ class ActiveQuantities:
                 self._boundary.call(member.where, call)
         for member in opened:
             member.closes()
-        record.deferred, record.rows = self._buffers.take_rows()
+        measured = [member.slots for member in opened if member.slots is not None]
+        is_wasteful = self.table.end_step(measured)
+        record.deferred, record.rows = self.table.take_rows()
         record.expected, self._expected = tuple(filter(None, self._expected.values())), {}
-        drop_absent([member.view for member in opened if member.view is not None], self.plan)
-        plan = self.plan.version()
-        record.plan = plan
-        record.copy = HostCopy(self._buffers.table, plan.used)
+        record.plan = self.table.version()
+        record.copy = HostCopy(self.table.statistics, len(record.plan))
+        if is_wasteful:
+            self.table.rebuild(self._tables())
         self._is_clear = True
         self.backlog.measured += 1
 
 
-def _has_rows(
-    boundary: ErrorBoundary, buffers: StepBuffers, member: ActiveQuantity, sampling: QuantitySampling
-) -> bool:
-    """Add the rows of `member` to the table, and return whether this succeeded."""
-    return boundary.call(f"rows of {member.quantity.name}", member.activate, buffers, sampling) is not None
+def _has_slots(boundary: ErrorBoundary, table: StepTable, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
+    """Add the slots of `member` to the table, and return whether this succeeded."""
+    return boundary.call(f"rows of {member.quantity.name}", member.activate, table, sampling) is not None
 
 
 def _end_capture(members: Sequence[ActiveQuantity]) -> None:

@@ -15,9 +15,9 @@ from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions
+from rankscope_exporter.quantities.table import StepTable, Table
 from rankscope_exporter.sampling.sampling_config import QuantitySampling
 from rankscope_exporter.sampling.schedule import Schedule, Timing
-from rankscope_exporter.sampling.table_view import StepBuffers, TableView
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 
@@ -116,7 +116,8 @@ class ActiveQuantity:
     """
 
     quantity: Quantity
-    view: TableView | None = None
+    slots: Table | None = None
+    """The slots of the quantity, from the first call of `activate` on."""
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
     ops: Ops = EVERY_OP
     is_open: bool = False
@@ -144,10 +145,10 @@ class ActiveQuantity:
         self.where = f"hooks of {self.quantity.name}"
 
     @property
-    def table(self) -> TableView:
-        """The table rows of this quantity. Only valid after `activate` was called."""
-        assert self.view is not None
-        return self.view
+    def table(self) -> Table:
+        """The table of this quantity. Only valid after `activate` was called."""
+        assert self.slots is not None
+        return self.slots
 
     def own_index(self, index: int) -> int | None:
         """Return the position of the model's parameter `index` among the parameters that this quantity measures.
@@ -177,34 +178,32 @@ class ActiveQuantity:
         """Register `hook` now and at each later sampled step (see `TransientHooks.add`)."""
         self.transient.add(hook, register, stays=stays)
 
-    def activate(self, buffers: StepBuffers, sampling: QuantitySampling) -> bool:
-        """Start a new schedule, and add rows to the table if the quantity has none yet.
+    def activate(self, table: StepTable, sampling: QuantitySampling) -> bool:
+        """Start a new schedule, and add slots to the table if the quantity has none yet.
 
         Return True, so that the caller can distinguish success from None, the result of the error boundary if this
         method raises.
         """
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
-        if self.view is None:
+        if self.slots is None:
             entries = self.quantity.first_entries
             self.quantity.monitored.descriptions.clear()  # parameters may change until other quantities are built
-            self.view = TableView(buffers, entries, self.quantity.owners(len(entries)), sampling.ops)
+            self.slots = Table(table, entries, self.quantity.monitored.owners(), sampling.ops)
         else:
-            self.view.publish(sampling.ops)
+            self.slots.publish(sampling.ops)
         return True
 
     def opens(self, step: int) -> bool:
         """Count the step number `step`, which begins; return whether the quantity is measured at this step."""
         self.is_due = self.schedule.begins(step)
         self.is_open = self.is_captured or (self.is_due and not self.is_suspended)
-        if self.is_open and self.view is not None:
-            self.view.begin(step)
+        if self.is_open and self.slots is not None:
+            self.slots.begin(step)
         return self.is_open
 
     def closes(self) -> None:
         """End the measurement of the present step. If the schedule had selected the step, count it as sampled."""
         self.is_open = False
-        if self.view is not None:
-            self.view.end()
         if self.is_due:
             self.schedule.sampled()
 
@@ -239,28 +238,19 @@ class ActiveQuantity:
         remove_all(handles)
 
     def suspend(self) -> None:
-        """Stop measuring this quantity until `resume`.
-
-        Until then, a quantity of the same class may write to its table rows.
-        """
+        """Stop measuring this quantity until `resume`. Until then, a quantity of the same class may have its slots."""
         self.is_suspended = True
-        if self.view is not None:
-            self.view.release()
 
     def resume(self) -> None:
-        """Measure this quantity again after `suspend`, and write to its table rows again."""
+        """Measure this quantity again after `suspend`, with the statistics that it publishes."""
         self.is_suspended = False
-        if self.view is not None:
-            self.view.reclaim()
+        if self.slots is not None:
+            self.slots.publish(self.ops)
 
     def leave(self) -> None:
-        """Stop measuring this quantity: remove its hooks, and allow other quantities to write to its table rows."""
+        """Stop measuring this quantity, and remove its hooks."""
         self.is_open = False
         self.unhook()
-        if self.view is not None:
-            if not self.is_suspended:  # otherwise a temporary quantity may fill them
-                self.view.release()
-            self.view.abandon()
 
     def measures_as(self, other: Quantity) -> bool:
         """Return whether `other` has the same class and the same options.

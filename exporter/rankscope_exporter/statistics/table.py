@@ -43,13 +43,6 @@ class Finished:
     counts: npt.NDArray[np.int64]  # [len(COUNT_OPS), T], 0 where absent
     present: npt.NDArray[np.bool_]  # [T]
 
-    def of(self, rows: Sequence[int]) -> Finished:
-        """Return the statistics of the table rows `rows`. A range means all rows."""
-        if isinstance(rows, range):
-            return self
-        index = np.array(rows, np.intp)
-        return Finished(self.values[:, index], self.counts[:, index], self.present[index])
-
 
 class StatisticsTable:
     """The raw sums of `size` entries on one device, in memory that is allocated in advance.
@@ -119,19 +112,31 @@ class StatisticsTable:
                 self.extras.fill_(math.nan)
                 self.buffer[:kept].copy_(old)
 
-    def forget(self, rows: range) -> None:
+    def forget(self, rows: Rows) -> None:
         """Make the entries at `rows` absent."""
-        self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
+        if isinstance(rows, range):
+            self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
+        else:
+            self.buffer[NUMEL_ROW].index_fill_(0, self.index(rows), ABSENT)
 
-    def forget_equal(self, rows: range, others: range) -> None:
-        """Compare the i-th entry of the range `rows` with the i-th entry of the range `others`, for all i.
+    def forget_equal(self, rows: Rows, others: Rows) -> None:
+        """Compare the i-th entry of `rows` with the i-th entry of `others`, for all i.
 
         If the statistics of both are equal, make the entry of `rows` absent. The function does not synchronise with the
         host.
         """
-        own, other = self.buffer[:, rows.start : rows.stop], self.buffer[:, others.start : others.stop]
-        same = (own == other).all(dim=0)
-        own[NUMEL_ROW].masked_fill_(same, ABSENT)
+        own = self.columns(rows)
+        numels = own[NUMEL_ROW].masked_fill((own == self.columns(others)).all(dim=0), ABSENT)
+        if isinstance(rows, range):
+            self.buffer[NUMEL_ROW, rows.start : rows.stop].copy_(numels)
+        else:
+            self.buffer[NUMEL_ROW].index_copy_(0, self.index(rows), numels)
+
+    def columns(self, rows: Rows) -> torch.Tensor:
+        """Return the part of the buffer with the entries at `rows`: a view of it for a range, otherwise a copy."""
+        if isinstance(rows, range):
+            return self.buffer[:, rows.start : rows.stop]
+        return self.buffer.index_select(1, self.index(rows))
 
     @property
     def sums(self) -> torch.Tensor:
@@ -217,12 +222,10 @@ def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows
     """
     source, target = contiguous_rows(source_rows), contiguous_rows(target_rows)
     with torch.no_grad():
-        if isinstance(source, range) and isinstance(target, range):
-            columns = table.buffer[:, source.start : source.stop]
-            table.buffer[:, target.start : target.stop].copy_(columns)
+        if isinstance(target, range):
+            table.columns(target).copy_(table.columns(source))
         else:
-            columns = table.buffer.index_select(1, table.index(source))
-            table.buffer.index_copy_(1, table.index(target), columns)
+            table.buffer.index_copy_(1, table.index(target), table.columns(source))
 
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -16,7 +16,8 @@ import torch
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import Quantity, Table
+from rankscope_exporter.quantities.base import Quantity
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Pending, amounts_of, take
 from rankscope_exporter.records.step_events import Cause, StepEvents, timing
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds

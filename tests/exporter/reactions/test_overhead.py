@@ -16,8 +16,8 @@ from tests.properties import examples
 
 from rankscope_exporter import quantities
 from rankscope_exporter.base.validation import share_of
-from rankscope_exporter.quantities.base import Table
 from rankscope_exporter.quantities.parameters import Parameters
+from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict
 
 PROGRAM = """

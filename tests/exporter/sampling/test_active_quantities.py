@@ -13,10 +13,13 @@ from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
+from rankscope_exporter.quantities.table import Measurement, StepTable, Table
+from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.plan import PlanRegistry
 from rankscope_exporter.sampling.schedule import Schedule, Timing
 from rankscope_exporter.sinks.memory import rows_of
+from rankscope_exporter.statistics import StatisticsTable
+from rankscope_exporter.statistics.selection import EVERY_OP
 
 
 def layers() -> nn.Sequential:
@@ -74,48 +77,72 @@ def test_each_quantity_has_its_own_schedule_targets_and_ranks():
     } == {(row.step, row.entry.kind, row.entry.tensor) for row in rows}
 
 
+def step_table(**limits: int) -> StepTable:
+    return StepTable(StatisticsTable(0, torch.device("cpu")), Measurement(), lambda _: None, **limits)
+
+
 def entries(names: str) -> list[PlanEntry]:
     return [PlanEntry(kind="act_out", tensor=name) for name in names]
 
 
-def names(plan: PlanRegistry) -> list[str]:
-    return [entry.tensor for entry in plan.version().entries]
+def names(table: StepTable) -> list[str]:
+    return [entry.tensor for entry in table.version().entries]
+
+
+def sampled(table: Table, keys: str) -> None:
+    """Request the slots `keys` at a sampled step."""
+    table.begin(1)
+    for key in keys:
+        assert table.add(key, lambda key=key: entries(key)) is not None
 
 
 def test_full_plan_counts_rejected_entries():
-    plan = PlanRegistry(max_entries=1)
+    table = step_table(max_entries=1)
 
-    assert (range(1), None, 1) == (plan.add(entries("a")), plan.add(entries("b")), plan.left_out)
-
-
-def test_rows_that_two_quantities_have_are_not_dropped_by_one_of_them():
-    """A capture writes to the rows of the suspended quantity, which gets them back."""
-    plan = PlanRegistry(max_entries=8)
-    rows = plan.add(entries("a"))
-    plan.release(rows)
-    assert rows == plan.add(entries("a"))
-    plan.drop(rows)
-
-    assert ["a"] == names(plan)
-    plan.release(rows)
-    plan.reclaim(rows)
-    plan.drop(rows)
-    assert [] == names(plan)
+    assert (range(1), None, 1) == (table.add(entries("a")), table.add(entries("b")), table.left_out)
 
 
-def test_abandoned_rows_are_dropped_unless_another_quantity_gets_them():
-    plan = PlanRegistry(max_entries=8)
-    rows = [plan.add(entries(name)) for name in "abc"]
-    for own in rows[1:]:
-        plan.release(own)
-        plan.abandon(own)
-    plan.abandon(rows[0])  # still in use
-    assert rows[1] == plan.add(entries("b"))
-    assert [(1, 1), (1, 2)] == [plan.abandoned() for _ in range(2)]
-    plan.drop_abandoned()
+def test_quantity_in_the_place_of_another_one_gets_its_rows():
+    table = step_table()
+    table.add(entries("abc"))
+    table.has_left = True
 
-    assert ["a", "b"] == names(plan)
-    assert rows[2] == plan.add(entries("c"))
+    assert [(3, 0), range(1, 3)] == [table.add(entries(names)) for names in ("da", "bc")]
+    assert ["a", "b", "c", "d"] == names(table)
+
+
+def test_table_is_built_again_without_slots_that_are_absent_for_long():
+    """With three absent slots, the sum of ages after n steps is 3n: from the third step on, it is more than 8."""
+    table = step_table()
+    own = Table(table, ParameterEntries(), (), EVERY_OP)
+    sampled(own, "abcd")
+    assert not table.end_step([own])
+    found = []
+    for _ in range(3):
+        sampled(own, "d")
+        found.append(table.end_step([own]))
+    assert [False, False, True] == found
+    table.rebuild([own])
+    assert ["d"] == names(table)
+    sampled(own, "ad")
+
+    assert ["d", "a"] == names(table)
+
+
+def test_slots_of_no_quantity_are_dropped():
+    table = step_table()
+    kept, gone = (Table(table, ParameterEntries(), (), EVERY_OP) for _ in range(2))
+    sampled(kept, "a")
+    sampled(gone, "b")
+    table.find_unused([kept])
+    found = []
+    for _ in range(9):
+        sampled(kept, "a")
+        found.append(table.end_step([kept]))
+    table.rebuild([kept])
+
+    assert [*[False] * 8, True] == found
+    assert ["a"] == names(table)
 
 
 class TiedNet(nn.Module):
@@ -275,17 +302,17 @@ def test_tensor_with_another_shape_and_the_same_size_keeps_no_shape():
 
 def test_entries_of_one_long_episode_leave_the_plan():
     def train(update: Update) -> None:
-        for step in range(1, 13):
+        for step in range(1, 14):
             update(*(torch.ones(1, 4) for _ in range(60 if step in (3, 11) else 4)))
 
     records = run(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)), train, "activations", "micro_gradients")
     size = sizes(records)
     outputs = [row for r in records for row in rows_of(r, ("act_out",)) if row.entry.tensor == "2"]
 
-    assert size[1] == size[9] == size[11]
+    assert size[1] == size[9] == size[12]
     assert size[2] == size[10] > 10 * size[1]
     assert set(range(60)) <= {row.entry.micro_step for row in rows_of(records[10])}
-    assert 4 * 10 + 60 * 2 == len(outputs)
+    assert 4 * 11 + 60 * 2 == len(outputs)
 
 
 def test_modules_that_take_turns_remain_in_the_plan():

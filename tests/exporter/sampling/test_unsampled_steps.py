@@ -18,8 +18,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
-from rankscope_exporter.sampling.plan import PlanRegistry
-from rankscope_exporter.sampling.table_view import Measurement, StepBuffers, TableView
+from rankscope_exporter.quantities.table import Measurement, StepTable, Table
+from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.statistics import StatisticsTable
 from rankscope_exporter.statistics.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
 from rankscope_exporter.statistics.selection import EVERY_OP
@@ -336,10 +336,11 @@ def test_error_keeps_no_tensor_of_the_failed_batch_alive():
 
 
 def test_failed_batch_keeps_the_rows_of_tensors_that_it_does_not_measure():
-    buffers = StepBuffers(PlanRegistry(), StatisticsTable(2, torch.device("cpu")), Measurement(), lambda _: None)
-    view = TableView(buffers, [PlanEntry(kind="grad_clipped", tensor=name) for name in "ab"], [0, 1], EVERY_OP)
-    view.begin(1)
-    view.measure([torch.ones(3), None], range(2))
-    view.measure([None, Codes(torch.ones(3, dtype=torch.int8))], range(2))
+    table = StepTable(StatisticsTable(2, torch.device("cpu")), Measurement(), lambda _: None)
+    own = Table(table, ParameterEntries(), (), EVERY_OP)
+    own.begin(1)
+    slots = own.add("both", lambda: [PlanEntry(kind="grad_clipped", tensor=name) for name in "ab"])
+    own.measure([torch.ones(3), None], slots)
+    own.measure([None, Codes(torch.ones(3, dtype=torch.int8))], slots)
 
-    assert [True, False] == buffers.table.look(2, EVERY_OP).present.tolist()
+    assert [True, False] == table.statistics.look(2, EVERY_OP).present.tolist()

@@ -429,8 +429,7 @@ def incident_story(connection: Connection, one: Incident, found: Sequence[Incide
 def counted(connection: Connection, found: Sequence[Incident]) -> list[Incident]:
     """Return the incidents `found` of a run, of which those not resolved have all their anomalies up to now."""
     lasting = [one for one in found if not one.is_resolved and one.rule not in RULES_OF_RUNS]
-    listed = anomalies(connection, found[0].run, top=1_000_000) if lasting else []
-    shares = shared_anomalies(listed, found) if lasting else {}
+    shares = shared_anomalies(anomalies(connection, found[0].run, top=1_000_000), found) if lasting else {}
     return [replace(one, events=max(one.events, len(shares.get(one.key, ())))) for one in found]
 
 
@@ -442,30 +441,25 @@ def shared_anomalies(listed: Sequence[AnomalyRow], found: Sequence[Incident]) ->
     step is that of its newest report, because a service reports a change of the state only.
     """
     own: dict[str, list[AnomalyRow]] = {one.key: [] for one in found}
+    subjects = {one.key: {(one.rule, subject_name(one.tensor, one.op))} for one in found}
     peers: dict[int, list[Incident]] = {}
     same_tensor: dict[tuple[str | None, int | None, int], list[Incident]] = {}
     for one in sorted((one for one in found if one.rule not in RULES_OF_RUNS), key=in_order):
-        attempt = one.attempt or 0
-        peers.setdefault(attempt, []).append(one)
-        same_tensor.setdefault((one.tensor, one.rank, attempt), []).append(one)
-    subjects = {one.key: {(one.rule, subject_name(one.tensor, one.op))} for one in found}
-
-    def place(row: AnomalyRow) -> tuple[int, int]:
-        return row.attempt or 0, -1 if row.step is None else row.step
-
+        peers.setdefault(one.attempt or 0, []).append(one)
+        same_tensor.setdefault((one.tensor, one.rank, one.attempt or 0), []).append(one)
+    place = lambda row: (row.attempt or 0, -1 if row.step is None else row.step)  # noqa: E731 - a sort key
     for (attempt, at), rows in itertools.groupby(sorted(listed, key=place), key=place):
-        anomalies_of_step = list(rows)
-        step = None if at < 0 else at
+        anomalies_of_step, step = list(rows), None if at < 0 else at
         active = [one for one in peers.get(attempt, ()) if _covers(one, step)]
         began = [one for one in active if one.step == step]
-        holder = None
         if candidates := began or active:
             named = {(row.rule, subject_name(row.tensor, row.op)) for row in anomalies_of_step}
             holder = next((one for one in reversed(candidates) if named & subjects[one.key]), candidates[-1])
             subjects[holder.key] |= named
-        for one in began or filter(None, [holder]):
-            own[one.key] += anomalies_of_step
-        for row in () if holder else anomalies_of_step:  # earlier signs of tensors, too weak to have an incident
+            for one in began or [holder]:
+                own[one.key] += anomalies_of_step
+            continue
+        for row in anomalies_of_step:  # earlier signs of tensors, too weak to have an incident
             for one in same_tensor.get((row.tensor, row.rank, attempt), ()):
                 if _grows(row, one) and (row.step or 0) >= window(one)[0]:
                     own[one.key].append(row)

@@ -36,7 +36,7 @@ from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import table
 from rankscope_exporter.model.parameter_names import NamedModule, Targets, local_tensor
 from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
-from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,
     TensorHooks,
@@ -44,6 +44,7 @@ from rankscope_exporter.quantities.module_quantity import (
     hook_before,
     in_backward,
 )
+from rankscope_exporter.quantities.table import Slots, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_integer, why_not_measurable
 
@@ -336,11 +337,11 @@ class _Step:
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
-    rows: dict[int, set[range]] = field(default_factory=dict)  # by micro-batch
+    slots: dict[int, set[Slots]] = field(default_factory=dict)  # by micro-batch
     open: dict[str, list[ModuleCall | None]] = field(default_factory=dict)  # running calls; None: not measured
-    measured: TensorCache[range] = field(default_factory=TensorCache)
-    leaves: Leaves[range] = field(default_factory=Leaves)
-    gradients: TensorCache[range] = field(default_factory=TensorCache)  # of the current backward pass
+    measured: TensorCache[Slots] = field(default_factory=TensorCache)
+    leaves: Leaves[Slots] = field(default_factory=Leaves)
+    gradients: TensorCache[Slots] = field(default_factory=TensorCache)  # of the current backward pass
     watched: TensorCache[list[TensorSite]] = field(default_factory=TensorCache)
     watched_leaves: dict[int, list[TensorSite]] = field(default_factory=dict)  # by the number of our hook on the leaf
 
@@ -411,8 +412,8 @@ class Activations(ModuleQuantity):
     def on_forward_failed(self, table: Table) -> None:
         """Delete the module calls of the micro-batch and their rows, and keep none of their tensors alive."""
         micro_step, step = self._hooking.micro_step, self._step
-        for row in step.rows.pop(micro_step, ()):
-            table.forget(row)
+        for slot in step.slots.pop(micro_step, ()):
+            table.forget(slot)
         step.calls.forget(micro_step)
         step.open.clear()
         for memory in (step.measured, step.leaves, step.watched):
@@ -505,26 +506,26 @@ class Activations(ModuleQuantity):
             )
         return slots or ()
 
-    def _measure(self, site: TensorSite, tensor: torch.Tensor, memory: TensorCache[range] | Leaves[range]) -> None:
+    def _measure(self, site: TensorSite, tensor: torch.Tensor, memory: TensorCache[Slots] | Leaves[Slots]) -> None:
         reason = why_not_measurable(tensor)
         if reason is not None:
             self._notes.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
             return
         table = self._gate.table
         call = site.call
-        row = table.add(
+        slot = table.add(
             (site.kind, call.module, site.index, call.micro_step, call.seq),
             lambda: [activation_entry(site, tensor, self._vpp_stages.get(call.module))],
         )
-        if row is None:
+        if slot is None:
             return
-        self._step.rows.setdefault(call.micro_step, set()).add(row)
+        self._step.slots.setdefault(call.micro_step, set()).add(slot)
         known = memory.get(tensor)
         if known is None:
-            table.measure([tensor], row)
+            table.measure([tensor], slot)
         else:
-            table.copy(known, row)
-        memory.keep(tensor, row)
+            table.copy(known, slot)
+        memory.keep(tensor, slot)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         """Measure the gradient of `tensor` for `site`, the input or output of a module call to which it belongs.

@@ -42,6 +42,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import (
     short_path,
 )
 from rankscope_exporter.quantities.base import SamplingGate
+from rankscope_exporter.quantities.table import Slots
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
@@ -445,13 +446,13 @@ def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Inter
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An output tensor of the call `name`, with the row of this tensor in the table of statistics.
+    """An output tensor of the call `name`, with the slot of this tensor in the table.
 
     `index` is the position of the tensor if the output is a list, otherwise None.
     """
 
     name: str
-    row: range
+    slot: Slots
     tensor: torch.Tensor
     index: int | None
 

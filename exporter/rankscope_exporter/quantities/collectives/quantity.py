@@ -40,7 +40,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     ranks_by_group,
     read_with_stacks,
 )
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions, SamplingGate, Table
+from rankscope_exporter.quantities.base import Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.collectives import interception
 from rankscope_exporter.quantities.collectives.interception import (
     OPERATIONS,
@@ -60,6 +60,7 @@ from rankscope_exporter.quantities.collectives.interception import (
     stream_of,
 )
 from rankscope_exporter.quantities.module_quantity import CoverageNotes, in_backward, listed
+from rankscope_exporter.quantities.table import Slots, Table
 from rankscope_exporter.statistics.tensor_access import dtype_name, why_not_measurable
 
 MAX_NOTICES: Final = 200
@@ -381,7 +382,7 @@ class Collectives(Quantity):
             if output.tensor.device == self._device and stream_of(self._device) != self._step.stream:
                 self._notes.add("is on another stream than the training and is not measured", output.name)
             else:
-                self._gate.table.measure([output.tensor], output.row)
+                self._gate.table.measure([output.tensor], output.slot)
 
     def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
         """Return those tensors of `parts`, inputs or outputs of a collective call, that can be measured.
@@ -397,12 +398,12 @@ class Collectives(Quantity):
             if reason is not None:
                 self._notes.add(f"{side} is {reason}", measured.name)
                 continue
-            row = self._row(kind, measured, part)
-            if row is not None:
-                placed.append(Output(measured.name, row, part.tensor, part.index))
+            slot = self._slot(kind, measured, part)
+            if slot is not None:
+                placed.append(Output(measured.name, slot, part.tensor, part.index))
         return placed
 
-    def _row(self, kind: Kind, measured: _MeasuredCall, part: TensorPart) -> range | None:
+    def _slot(self, kind: Kind, measured: _MeasuredCall, part: TensorPart) -> Slots | None:
         def entries() -> list[PlanEntry]:
             entry = PlanEntry(
                 kind=kind,

@@ -90,9 +90,7 @@ _NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples
 _OPENS: Final = re.compile(r"(?:^|[|,;:\[\]({\t]|\s-|\s\s|\.)\s*$")
 _CLOSES: Final = re.compile(r"\s*(?:$|[|,;\[\])}\t]|-\s|\.(?:\s|$))|\s\s")
 _SEPARATORS: Final = "|,;- \t"
-_REST: Final = re.compile(
-    r"(?<![\w.])[-+]?(?:\d[\w.,]*(?:(?<=e)[-+]\d+)?|\.\d\w*|(?:nan|inf(?:inity)?)\b)", re.IGNORECASE
-)
+_REST: Final = re.compile(r"(?i)(?<![\w.])[-+]?(?:\d[\w.,]*(?:(?<=e)[-+]\d+)?|\.\d\w*|(?:nan|inf(?:inity)?)\b)")
 _NAME_BEFORE: Final = re.compile(r"[A-Za-z][\w/@+-]{0,60}(?= ?[\s:=(\[]*$)")
 _BEFORE_CHARACTERS: Final = 80
 _GROUP: Final = re.compile(r"([A-Za-z]\w{0,60})\[[^\[\]]*$")
