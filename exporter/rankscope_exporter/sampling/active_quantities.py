@@ -121,7 +121,7 @@ class ActiveQuantities:
         Their schedules restart with the configured sampling interval, without the factor that `set_stretch` has set.
         """
         members = [member for member, _ in prepared]
-        self.table.has_left = bool(self._members)
+        self.table.has_left = len(self.table) > 0
         for member in self._members:
             if member not in members:
                 self._boundary.call(member.where, member.leave)
