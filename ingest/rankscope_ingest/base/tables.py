@@ -64,7 +64,7 @@ def rows_table(dataset: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 def _labels(text: str) -> str | None:
     try:
-        return canonical_labels(json.loads(text))
+        return canonical_labels(json.loads(text)) or (None if text == "{}" else text)
     except (ValueError, TypeError, AttributeError, RecursionError):  # not the labels of any release
         return redaction.redacted_name(text, redaction.MAX_LABEL)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
@@ -148,6 +148,7 @@ def test_event_files_restore_every_series_exactly(tmp_path_factory, data):
 
 
 @relaxed
+@example(data={"scalars": [{"name": "0", "value": 0.0, "labels": "[]"}], "tensor_stats": []}, samples=[])
 @given(
     data=st.fixed_dictionaries(
         {
