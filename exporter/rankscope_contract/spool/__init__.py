@@ -11,6 +11,6 @@ A file is readable up to its last complete message, whenever its writer was kill
 """
 
 from rankscope_contract.spool.orphan import FolderLock, Orphan
-from rankscope_contract.spool.reader import SpoolError, SpoolReader, Stretch
+from rankscope_contract.spool.reader import SpoolError, SpoolReader, SpoolRecords
 
-__all__ = ["FolderLock", "Orphan", "SpoolError", "SpoolReader", "Stretch"]
+__all__ = ["FolderLock", "Orphan", "SpoolError", "SpoolReader", "SpoolRecords"]

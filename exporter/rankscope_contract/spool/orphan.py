@@ -20,7 +20,7 @@ from rankscope_contract.spool.reader import (
     NeededPlans,
     SpoolError,
     SpoolReader,
-    Stretch,
+    SpoolRecords,
     is_ours,
     read_identity,
     segments,
@@ -158,12 +158,12 @@ class Orphan:
         """Return whether a store has committed all records of the spool."""
         return self.committed >= self.head
 
-    def after(self, cursor: int, max_bytes: int) -> Stretch | None:
+    def after(self, cursor: int, max_bytes: int) -> SpoolRecords | None:
         """Return the next records after sequence number `cursor`, or None if there are no more. Raises OSError."""
-        stretch = self.reader.after(cursor, max_bytes)
-        if stretch is None and cursor < self.head:
+        records = self.reader.after(cursor, max_bytes)
+        if records is None and cursor < self.head:
             self.head = max(cursor, self.committed)  # the remaining records are damaged: no further record will come
-        return stretch
+        return records
 
     def commit(self, seq: int) -> None:
         """Record that a store has committed all records up to `seq`, and delete files that contain no later record."""

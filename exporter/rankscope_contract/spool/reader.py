@@ -214,7 +214,7 @@ _BODY_LENGTH_SLOT: Final = 4 + 2 * 3  # bodyLength is the fourth field of Messag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class SpoolRecords:
     """Consecutive records of a spool as a complete Arrow IPC stream."""
 
     data: bytes
@@ -285,7 +285,7 @@ class SpoolReader:
                 return first + records - 1
         return NOTHING
 
-    def after(self, cursor: int, max_bytes: int) -> Stretch | None:
+    def after(self, cursor: int, max_bytes: int) -> SpoolRecords | None:
         """Return the next records after sequence number `cursor` from one file, or None if there are no more.
 
         Together, the records have at most `max_bytes` bytes, unless the first record alone is larger.
@@ -298,9 +298,9 @@ class SpoolReader:
                 data = self._bytes(path)
             except FileNotFoundError:  # its records were committed in the meantime
                 continue
-            stretch = self._stretch(path, data, first, max(cursor + 1, first), max_bytes)
-            if stretch is not None:
-                return stretch
+            records = self._records_from(path, data, first, max(cursor + 1, first), max_bytes)
+            if records is not None:
+                return records
         return None
 
     def plan(self, plan_id: str) -> str | None:
@@ -330,7 +330,7 @@ class SpoolReader:
             self._good_plans.add(plan_id)
         return True
 
-    def _stretch(self, path: Path, data: bytes, first: int, start: int, max_bytes: int) -> Stretch | None:
+    def _records_from(self, path: Path, data: bytes, first: int, start: int, max_bytes: int) -> SpoolRecords | None:
         ends = message_ends(data)
         self._report(path, ends[-1] if ends else 0, len(data), "ends within a record: the records before it are read")
         index = start - first  # the message of `start` begins at ends[index]
@@ -342,7 +342,7 @@ class SpoolReader:
         while count:
             stream = data[: ends[0]] + data[ends[index] : ends[index + count]] + END_OF_STREAM
             if self._is_sound(stream):
-                return Stretch(data=stream, first=start, last=start + count - 1)
+                return SpoolRecords(data=stream, first=start, last=start + count - 1)
             count //= 2
         self._report(path, start, -1, f"is damaged from seq {start} on: the rest of this file is skipped")
         return None

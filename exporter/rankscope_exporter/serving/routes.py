@@ -38,7 +38,7 @@ from rankscope_contract.protocol.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
-from rankscope_contract.spool import Orphan, Stretch
+from rankscope_contract.spool import Orphan, SpoolRecords
 from rankscope_exporter.base.errors import ConfigError, ShareError
 from rankscope_exporter.serving.exposition import Exposition
 from rankscope_exporter.serving.http_server import Answer, Request
@@ -156,9 +156,9 @@ class Routes:
         try:
             if committed is not None and _holds_lease(request, self.state.lease):
                 self.on_poll(committed, NOTICE_HEADER.lower() in request.headers)
-            stretch = None if self.spool is None else self.spool.after(after, max_bytes, self.ring.first)
-            if stretch is not None:
-                return stretch_answer(stretch, self._state_headers(), after)
+            records = None if self.spool is None else self.spool.after(after, max_bytes, self.ring.first)
+            if records is not None:
+                return spool_answer(records, self._state_headers(), after)
             window = self.ring.after(after, max_bytes)
         except CursorError as error:
             return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
@@ -234,7 +234,7 @@ def orphan_answer(
     try:
         if committed is not None:
             orphan.commit(committed)
-        stretch = orphan.after(after, max_bytes)
+        records = orphan.after(after, max_bytes)
     except OSError as error:
         return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
     headers = {
@@ -244,18 +244,18 @@ def orphan_answer(
         RING_FILL_HEADER: "1.000",
         STATE_HEADER: STATE_DRAINING,
     }
-    if stretch is not None:
-        return stretch_answer(stretch, headers, after)
+    if records is not None:
+        return spool_answer(records, headers, after)
     if not orphan.is_done:
         return Answer(HTTPStatus.NO_CONTENT, headers=headers)
     return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: all records are committed\n",), headers=headers)
 
 
-def stretch_answer(stretch: Stretch, state_headers: Mapping[str, str], after: int) -> Answer:
+def spool_answer(records: SpoolRecords, state_headers: Mapping[str, str], after: int) -> Answer:
     """Return records read from disk; those missing between the cursor `after` and the first are reported as lost."""
-    lost = (after + 1, stretch.first - 1) if stretch.first > after + 1 else None
-    headers = {**state_headers, **_range_headers(stretch.first, stretch.last, stretch.rows, lost)}
-    return Answer(HTTPStatus.OK, (stretch.data,), ARROW_STREAM, headers)
+    lost = (after + 1, records.first - 1) if records.first > after + 1 else None
+    headers = {**state_headers, **_range_headers(records.first, records.last, records.rows, lost)}
+    return Answer(HTTPStatus.OK, (records.data,), ARROW_STREAM, headers)
 
 
 def _range_headers(first: int, last: int, rows: int, lost: tuple[int, int] | None) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool import FolderLock, SpoolReader, Stretch
+from rankscope_contract.spool import FolderLock, SpoolReader, SpoolRecords
 from rankscope_contract.spool.orphan import remove_folder
 from rankscope_contract.spool.reader import (
     DEFAULT_SPOOL_DIR,
@@ -162,7 +162,7 @@ class Spool:
         with self._changed:
             return any(segment.first <= seq <= segment.last for segment in self._segments)
 
-    def after(self, cursor: int, max_bytes: int) -> Stretch | None:
+    def after(self, cursor: int, max_bytes: int) -> SpoolRecords | None:
         """Return records above `cursor` as an Arrow IPC stream from disk; None if there are none. Raises OSError."""
         with self._changed:
             if not self._segments or self._segments[-1].last <= cursor:

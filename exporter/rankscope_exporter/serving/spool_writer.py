@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool import SpoolError, Stretch
+from rankscope_contract.spool import SpoolError, SpoolRecords
 from rankscope_contract.spool.reader import service_name
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.config import ServeConfig
@@ -139,12 +139,12 @@ class SpoolWriter:
     def holds(self, seq: int) -> bool:
         return self._spool.holds(seq)
 
-    def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> Stretch | None:
+    def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> SpoolRecords | None:
         """Return records above `cursor` on disk and no longer in the ring; None if there are none or the disk fails."""
         if cursor + 1 >= first_in_ring:
             return None
-        stretch = self._do(self._spool.after, cursor, max_bytes)
-        return stretch if stretch is not None and stretch.first < first_in_ring else None
+        records = self._do(self._spool.after, cursor, max_bytes)
+        return records if records is not None and records.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:
         return self._spool.plan(plan_hash)

@@ -67,9 +67,9 @@ def found(root: Path) -> list[int]:
         assert [] == list(folder.glob("*"))  # its removal was interrupted
         return []
     seqs: list[int] = []
-    while (stretch := orphan.after(seqs[-1] if seqs else -1, 1 << 20)) is not None:
-        rows = pa.ipc.open_stream(stretch.data).read_all()["seq"].to_pylist()
-        assert list(range(stretch.first, stretch.last + 1)) == rows
+    while (part := orphan.after(seqs[-1] if seqs else -1, 1 << 20)) is not None:
+        rows = pa.ipc.open_stream(part.data).read_all()["seq"].to_pylist()
+        assert list(range(part.first, part.last + 1)) == rows
         seqs += rows
     orphan.release()
     return seqs
@@ -83,12 +83,12 @@ def test_spooled_records_equal_the_published_ones(tmp_path, record):
     die(spool)
     orphan = Orphan.take(tmp_path / "i0", needed_plans)
     assert orphan is not None
-    stretch = orphan.after(-1, 1 << 20)
-    assert stretch is not None
+    part = orphan.after(-1, 1 << 20)
+    assert part is not None
     plan = records[0].record.statistics.plan
 
     served = pa.ipc.open_stream(stream(0, records)).read_all()
-    assert served == pa.ipc.open_stream(stretch.data).read_all()
+    assert served == pa.ipc.open_stream(part.data).read_all()
     assert plan.json == orphan.reader.plan(plan.hash)
     assert WHO == orphan.registration
     assert 4 == orphan.head
@@ -101,11 +101,11 @@ def test_spool_of_the_release_of_november_2026_has_the_same_cells(tmp_path, reco
     first = record(0, [ENTRY], [{"norm": 1.0, "numel": 2}], scalars=loss)
     orphan = Orphan.take(tmp_path / "i0", needed_plans)
     assert orphan is not None
-    stretch = orphan.after(-1, 1 << 20)
-    assert stretch is not None
+    part = orphan.after(-1, 1 << 20)
+    assert part is not None
 
     expected = stream(0, [first, plain(1, events=events), plain(2, clock_offset=5)], OPTIONAL)
-    assert pa.ipc.open_stream(expected).read_all() == pa.ipc.open_stream(stretch.data).read_all()
+    assert pa.ipc.open_stream(expected).read_all() == pa.ipc.open_stream(part.data).read_all()
     assert WHO == orphan.registration
     orphan.release()
 
@@ -145,10 +145,10 @@ def test_truncated_file_has_all_records_before_the_cut(tmp_path):
         path.write_bytes(whole[:cut])
         reader = SpoolReader(tmp_path / "i0", needed_plans)
         wanted = sum(end <= cut for end in ends[1:])
-        stretch = reader.after(-1, 1 << 20)
+        part = reader.after(-1, 1 << 20)
 
         assert wanted - 1 == reader.head()
-        assert wanted == (0 if stretch is None else stretch.rows)
+        assert wanted == (0 if part is None else part.rows)
 
 
 def test_files_rotate_and_are_deleted_after_their_commit(tmp_path):
@@ -359,9 +359,9 @@ def drain(root: Path, table: list[int]) -> None:
             folder.rmdir()  # the folder is empty; also the lock is deleted
         return
     try:
-        while (stretch := orphan.after(len(table) - 1, 5_000)) is not None:
-            table += range(stretch.first, stretch.last + 1)
-            orphan.commit(stretch.last)
+        while (part := orphan.after(len(table) - 1, 5_000)) is not None:
+            table += range(part.first, part.last + 1)
+            orphan.commit(part.last)
         orphan.commit(len(table) - 1)
         assert orphan.is_done
         orphan.remove()
@@ -411,7 +411,7 @@ def test_after_limits_the_bytes_of_an_answer(tmp_path):
     size = (ends[-1] - schema) // 6
     few, one = spool.after(0, 2 * size), spool.after(4, 1)
 
-    assert [(1, 2), (5, 5)] == [(stretch.first, stretch.last) for stretch in (few, one)]
+    assert [(1, 2), (5, 5)] == [(part.first, part.last) for part in (few, one)]
     assert spool.after(5, 1 << 20) is None
     spool.close()
 

@@ -211,8 +211,8 @@ def test_spool_continues_when_the_disk_responds_again(spooled, tmp_path, disk, u
     files = sorted(path.name for path in (tmp_path / OWN).glob("*.arrows"))
     assert [f"{first:012d}.arrows" for first in (0, 9)] == files
     orphan = Orphan.take(tmp_path / OWN, needed_plans)
-    stretches = [orphan.after(cursor, 1 << 20) for cursor in (-1, 3)]
-    assert [(0, 3), (9, 11)] == [(stretch.first, stretch.last) for stretch in stretches]
+    parts = [orphan.after(cursor, 1 << 20) for cursor in (-1, 3)]
+    assert [(0, 3), (9, 11)] == [(part.first, part.last) for part in parts]
     orphan.release()
     assert 1 == sum("responds again: 5 records were not spooled" in text for text in caplog.messages)
     assert [] == rank.faults
