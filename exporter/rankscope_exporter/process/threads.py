@@ -82,6 +82,7 @@ _is_child = False
 def _after_in_child() -> None:
     global _is_child  # noqa: PLW0603 - a process becomes a child once
     _is_child = True
+    openmp_parallel.cache_clear()
     _sections.changed = threading.Condition()  # other threads waited at the old one
     _sections.inside = getattr(_own, "depth", 0)
 
@@ -227,6 +228,7 @@ def _openmp_team() -> set[int]:
     return set(found)
 
 
+@functools.cache
 def openmp_parallel() -> int:
     """Return the address of `GOMP_parallel`, which runs a function on torch's OpenMP team; 0 without a team."""
     # The threads of a team are not forked, and a call in a child would wait for them.

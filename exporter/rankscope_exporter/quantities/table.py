@@ -24,7 +24,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.records.pending_step import Deferred, Numbers, Row, Transfer
 from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
 from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
-from rankscope_exporter.statistics.isolation import Isolation, error_of
+from rankscope_exporter.statistics.isolation import Isolation, without_frames
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 from rankscope_exporter.statistics.table import Rows, contiguous_rows, on_device
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_freed
@@ -339,7 +339,7 @@ class Table:
         """Begin a sampled step with the number `step`."""
         self._step += 1
         self._requested = 0
-        self._isolation.begin(step)
+        self._isolation.sample, self._isolation.step = self._step, step
 
     def end(self) -> tuple[int, int]:
         """End a sampled step. Return the number of absent slots among the added ones, and the sum of their ages.
@@ -403,9 +403,12 @@ class Table:
         if slots is None:
             return
         error = None
-        if not self._isolation.has_failures(slots):
-            error = error_of(slots.group.measure, tensors, self._table.statistics)
-            if error is None:
+        if slots not in self._isolation.failures:
+            try:
+                slots.group.measure(tensors, self._table.statistics)
+            except Exception as raised:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
+                error = without_frames(raised)
+            else:
                 return
         self._measure_apart(slots, tensors, error)
 

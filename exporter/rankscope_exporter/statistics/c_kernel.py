@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import array
 import ctypes
+import enum
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import torch
 
 log = logging.getLogger("rankscope_exporter.statistics")
 
 SOURCE: Final = Path(__file__).with_name("kernel.c")
 LIBRARY: Final = Path(__file__).with_name("_kernel.so")
+
+_DLPACK_MAJOR: Final = 1  # the version of its structs in `kernel.c`
+MOVED, RESHAPED, ABSENT, UNREAD, LARGE = 1, 2, 4, 8, 16  # the bits of a result of `CKernel.read`, as in `kernel.c`
+IRREGULAR: Final = RESHAPED | ABSENT | UNREAD
+
+
+class Code(enum.IntEnum):
+    """The dtypes of tensors that the compiled kernels can read."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT64 = 3
+
+
+CODES: Final = {
+    torch.float32: Code.FLOAT32,
+    torch.bfloat16: Code.BFLOAT16,
+    torch.float16: Code.FLOAT16,
+    torch.float64: Code.FLOAT64,
+}
 
 
 class CKernel:
@@ -25,11 +49,19 @@ class CKernel:
             raise OSError("there was no C compiler when Rankscope was built")
         if hashlib.sha256(SOURCE.read_bytes()).hexdigest().encode() not in library.read_bytes():
             raise OSError("it was compiled from another source: install Rankscope again")
-        self._library = ctypes.CDLL(str(library))
-        self.measure: Callable[[int], None] = _function(self._library)
-        """Measures the tensors of a request, given its address: see `kernel.c`."""
-        self.measure_locked: Callable[[int], None] = _function(ctypes.PyDLL(str(library)))
+        self._library, locked = ctypes.CDLL(str(library)), ctypes.PyDLL(str(library))
+        self.read: Callable[[int, Sequence[torch.Tensor | None]], int] = _function(
+            locked.rankscope_read, ctypes.c_int64, ctypes.c_void_p, ctypes.py_object
+        )
+        """Reads addresses, sizes and dtypes of tensors into a request, and measures them if possible: see `kernel.c`.
+
+        Returns 0 if nothing remains to be done.
+        """
+        self.measure: Callable[[int], None] = _function(self._library.rankscope_measure, None, ctypes.c_void_p)
+        """Measures the tensors of a request, given its address."""
+        self.measure_locked: Callable[[int], None] = _function(locked.rankscope_measure, None, ctypes.c_void_p)
         """The same without a release of the interpreter lock, for which another thread may let it wait for 5 ms."""
+        self.python = _python_functions()
 
     @functools.cache  # noqa: B019 - there is one kernel
     def extra_sums(self, names: tuple[str, ...]) -> array.array[int] | None:
@@ -40,10 +72,27 @@ class CKernel:
         return array.array("q", [function.value or 0 for function in functions])
 
 
-def _function(library: Any) -> Callable[[int], None]:
-    found = library.rankscope_measure
-    found.argtypes, found.restype = [ctypes.c_void_p], None
-    return found  # type: ignore[no-any-return]  # ctypes leaves it untyped
+def _function(found: Any, result: Any, *arguments: Any) -> Any:
+    found.argtypes, found.restype = arguments, result
+    return found
+
+
+def _python_functions() -> array.array[int]:
+    """Return the struct `Python` of `kernel.c`."""
+    python = ctypes.PyDLL(None)
+    names = ("PySequence_GetItem", "PyObject_Type", "Py_DecRef", "PyErr_Clear")
+    functions = [ctypes.cast(getattr(python, name), ctypes.c_void_p).value or 0 for name in names]
+    return array.array("q", (_describe(python), *functions, *map(id, (None, torch.Tensor, torch.nn.Parameter))))
+
+
+def _describe(python: Any) -> int:
+    """Return the address of the function of DLPack that describes a tensor; 0 before torch 2.10, which lacks it."""
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return 0
+    pointer = _function(python.PyCapsule_GetPointer, ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    interface = (ctypes.c_uint64 * 6).from_address(pointer(capsule, b"dlpack_exchange_api"))
+    return interface[5] if interface[0] & 0xFFFFFFFF == _DLPACK_MAJOR else 0
 
 
 @functools.cache

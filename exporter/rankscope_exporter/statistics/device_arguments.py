@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from rankscope_exporter.statistics.kernel_arguments import CODES, Code
-from rankscope_exporter.statistics.table import Rows, StatisticsTable, on_device
+from rankscope_exporter.statistics.c_kernel import CODES, Code
+from rankscope_exporter.statistics.table import DeviceKernel, Rows, StatisticsTable, on_device
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, gathered, is_dense, is_freed
 from rankscope_exporter.statistics.torch_backend import round_up
 
@@ -34,9 +34,6 @@ class DeviceJobs:
     large_count: int
     partials: int
 
-
-DeviceKernel = Callable[..., None]
-"""Measures the tensors of `DeviceJobs`: see `triton_kernels.measure_jobs`."""
 
 Sight = tuple[int, int, torch.dtype]
 

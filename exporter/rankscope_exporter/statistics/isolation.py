@@ -57,21 +57,14 @@ class Isolation:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._named: set[str] = set()
-        self._failures: dict[Hashable, dict[int, _Failure]] = {}
-        self._sample = self._step = 0
-
-    def begin(self, step: int) -> None:
-        """Begin a sampled step with the number `step`."""
-        self._sample += 1
-        self._step = step
-
-    def has_failures(self, scope: Hashable) -> bool:
-        """Return whether a tensor of the batch `scope` has raised, so that it may have to be left out."""
-        return scope in self._failures
+        self.failures: dict[Hashable, dict[int, _Failure]] = {}
+        """The tensors of each batch that have raised, and may have to be left out."""
+        self.sample = self.step = 0
+        """The number of the present step, among sampled steps and among all steps."""
 
     def forget(self, scope: Hashable) -> None:
         """Forget the failures of the batch `scope`, because other tensors will have its rows."""
-        self._failures.pop(scope, None)
+        self.failures.pop(scope, None)
 
     def run(
         self,
@@ -92,7 +85,7 @@ class Isolation:
         `error` is the error of a call with all positions that the caller has made, and that is not repeated.
         """
         positions: Sequence[int] = range(len(tensors))
-        if failures := self._failures.get(scope):
+        if failures := self.failures.get(scope):
             left_out = {position for position in tuple(failures) if self._is_left_out(failures, position, tensors)}
             positions = [position for position in positions if position not in left_out] if left_out else positions
         failed = dict(_failing(positions, compute, undo, error)) if positions else {}
@@ -106,22 +99,22 @@ class Isolation:
         failure, tensor = failures[position], tensors[position] if position < len(tensors) else None
         if tensor is None or not failure.is_left_out:
             return False
-        if _description(tensor) == failure.of[:-1] and self._step - failure.step < LEFT_OUT_STEPS:
+        if _description(tensor) == failure.of[:-1] and self.step - failure.step < LEFT_OUT_STEPS:
             return True
         del failures[position]
         return False
 
     def _note(self, scope: Hashable, tensors: Sequence[torch.Tensor | None], failed: dict[int, Exception]) -> None:
-        failures = self._failures.setdefault(scope, {})
+        failures = self.failures.setdefault(scope, {})
         for position, error in failed.items():
             tensor, known = tensors[position], failures.get(position)
             if tensor is None or is_out_of_memory(error):
                 continue
             of = (*_description(tensor), type(error))
-            if known is None or known.of != of or known.sample < self._sample - 1:
-                failures[position] = _Failure(of, self._sample, self._step)
-            elif known.sample < self._sample:
-                known.sample, known.step, known.in_a_row = self._sample, self._step, known.in_a_row + 1
+            if known is None or known.of != of or known.sample < self.sample - 1:
+                failures[position] = _Failure(of, self.sample, self.step)
+            elif known.sample < self.sample:
+                known.sample, known.step, known.in_a_row = self.sample, self.step, known.in_a_row + 1
 
     def _report(self, what: str, failed: dict[str, Exception]) -> None:
         new = [name for name in failed if name not in self._named]
@@ -155,10 +148,15 @@ def _failing(
 
 
 def error_of(function: Callable[..., None], *args: Any) -> Exception | None:
-    """Call `function(*args)` and return its error without frames, which keep tensors alive; None without an error."""
+    """Call `function(*args)` and return its error; None without an error."""
     try:
         function(*args)
     except Exception as error:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
-        error.__cause__ = error.__context__ = None
-        return error.with_traceback(None)
+        return without_frames(error)
     return None
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return `error` without frames, which keep tensors alive."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)

@@ -1,6 +1,6 @@
 /* Compiled code that computes all statistics of a group of tensors on a CPU in one pass. `c_kernel.py` loads it.
 
-   It uses no library, no header of Python or torch, and keeps no state. A result depends on the elements and their
+   It uses no header of Python or torch, and keeps no state. A result depends on the elements and their
    number only, and neither on the number of threads nor on the processor: sums have a fixed number of partial sums, and
    the chunks of a tensor are added up in their order.
 
@@ -10,6 +10,7 @@
    Such a block is measured again. */
 
 #include <stdint.h>
+#include <stdlib.h>
 
 #define BLOCK 4096
 #define CHUNK (8 * BLOCK) /* torch, too, divides operations on more elements than this among its threads */
@@ -52,24 +53,47 @@ typedef struct {
 /* A sum that only some ops need, over `size` finite elements. */
 typedef double Sum(const double *elements, int64_t size);
 
+/* A tensor that is measured; its size is negative if there is none. `shape` is a hash of shape and dtype. */
 typedef struct {
     const char *address;
-    int64_t size, column, dtype;
+    int64_t size, column, dtype, shape;
 } Job;
 
-/* The arguments. `parts` is memory for the statistics of all chunks: ROWS and one number per extra sum for each. */
+/* The description of a tensor by DLPack, whose struct DLTensor it is. */
 typedef struct {
-    const Job *jobs;
-    int64_t count;
+    const char *address;
+    int32_t device, device_index, dimensions;
+    uint8_t kind, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} Tensor;
+
+/* Functions and objects of Python and torch, by which tensors are read while the interpreter lock is held. */
+typedef struct {
+    int (*describe)(void *object, Tensor *tensor); /* 0 if this torch has no such function */
+    void *(*item)(void *sequence, intptr_t position);
+    void *(*type)(void *object);
+    void (*release)(void *object);
+    void (*clear_error)(void);
+    const void *none, *tensor_type, *parameter_type;
+} Python;
+
+/* The arguments. */
+typedef struct {
     Number *table;
     int64_t columns;
-    const int64_t *zero_bits; /* by dtype: bits of the smallest magnitude that is no zero, then the same in float64 */
     Sum *const *extras;
     int64_t extra_count;
-    Number *parts;
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
     int64_t threads;
-    int64_t next; /* the next chunk that no thread has begun */
+    const Python *python;
+    const int64_t *zero_bits; /* by dtype: bits of the smallest magnitude that is no zero, then the same in float64 */
+    int64_t most_elements;    /* that `rankscope_read` measures */
+    int64_t count;
+    Job *jobs;
+    Number *parts; /* the statistics of all chunks, if several threads measure: ROWS and one number per extra sum */
+    int64_t next;  /* the next chunk that no thread has begun */
 } Request;
 
 INLINE float as_float(int32_t bits)
@@ -299,22 +323,120 @@ static void work(void *argument)
 /* Measure all tensors, and write the statistics of each to its column of the table. */
 void rankscope_measure(Request *request)
 {
-    int64_t width = ROWS + request->extra_count;
-    const Number *part = request->parts;
-    Number found[width];
-    request->next = 0;
-    if (request->parallel && request->threads > 1)
+    int64_t width = ROWS + request->extra_count, chunks = 0;
+    const Job *end = request->jobs + request->count;
+    Number found[width], own[width], *part = request->parts = 0;
+    if (request->parallel && request->threads > 1) {
+        for (const Job *job = request->jobs; job < end; job++)
+            chunks += chunks_of(job);
+        part = request->parts = malloc(chunks * width * sizeof(Number));
+    }
+    if (part) {
+        request->next = 0;
         request->parallel(work, request, (unsigned)request->threads, 0);
-    else
-        work(request);
-    for (const Job *job = request->jobs; job < request->jobs + request->count; job++) {
+    }
+    for (const Job *job = request->jobs; job < end; job++) {
+        if (job->size < 0)
+            continue;
         clear(found, width);
-        for (int64_t chunk = 0; chunk < chunks_of(job); chunk++, part += width)
-            add(part, request->extra_count, found);
+        for (int64_t chunk = 0; chunk < chunks_of(job); chunk++) {
+            if (!part)
+                measure_chunk(request, job, chunk, own);
+            add(part ? part : own, request->extra_count, found);
+            part = part ? part + width : part;
+        }
         found[NUMEL].count = job->size;
         for (int64_t row = 0; row < width; row++)
             request->table[row * request->columns + job->column] = found[row];
     }
+    free(request->parts);
+}
+
+/* Results of `rankscope_read`: some tensors have another address, size or dtype than before; another shape or dtype;
+   some are None; some must be read by the caller; nothing was measured. */
+enum { MOVED = 1, RESHAPED = 2, ABSENT = 4, UNREAD = 8, LARGE = 16 };
+
+#define DLPACK_CPU 1
+#define DLPACK_FLOAT 2
+#define DLPACK_BFLOAT 4
+#define SUSPICIOUS_BELOW (1L << 36) /* as in tensor_access.py: the tensor may have no memory */
+
+INLINE int64_t dtype_of(const Tensor *tensor)
+{
+    if (tensor->kind == DLPACK_BFLOAT)
+        return BFLOAT16;
+    if (tensor->kind != DLPACK_FLOAT)
+        return -1;
+    return tensor->bits == 32 ? FLOAT32 : tensor->bits == 64 ? FLOAT64 : tensor->bits == 16 ? FLOAT16 : -1;
+}
+
+/* Whether the elements fill their memory without gap or overlap, in any order. */
+INLINE int is_dense(const Tensor *tensor, int64_t size)
+{
+    int64_t filled = 1;
+    while (filled < size) {
+        int dimension = tensor->dimensions - 1;
+        while (dimension >= 0 && (tensor->shape[dimension] == 1 || tensor->strides[dimension] != filled))
+            dimension--;
+        if (dimension < 0)
+            return 0;
+        filled *= tensor->shape[dimension];
+    }
+    return 1;
+}
+
+INLINE int read_tensor(const Python *python, void *object, Job *job)
+{
+    Tensor tensor;
+    void *type = python->type(object);
+    python->release(type);
+    if (!python->describe || (type != python->tensor_type && type != python->parameter_type))
+        return UNREAD;
+    if (python->describe(object, &tensor)) {
+        python->clear_error();
+        return UNREAD;
+    }
+    int64_t dtype = dtype_of(&tensor), size = 1;
+    uint64_t shape = (uint64_t)dtype + 1;
+    for (int dimension = 0; dimension < tensor.dimensions; dimension++) {
+        size *= tensor.shape[dimension];
+        shape = (shape ^ (uint64_t)tensor.shape[dimension]) * 0x100000001b3; /* the prime number of FNV */
+    }
+    const char *address = tensor.address + tensor.offset;
+    if (dtype < 0 || tensor.device != DLPACK_CPU || !is_dense(&tensor, size))
+        return UNREAD;
+    if (size && (intptr_t)address < SUSPICIOUS_BELOW)
+        return UNREAD;
+    int is_same = address == job->address && size == job->size && dtype == job->dtype;
+    int found = (is_same ? 0 : MOVED) | ((int64_t)shape == job->shape ? 0 : RESHAPED);
+    *job = (Job){address, size, job->column, dtype, (int64_t)shape};
+    return found;
+}
+
+/* Set the jobs from a sequence of tensors; those that are UNREAD get no size. Measure them, unless some are UNREAD, or
+   they are LARGE enough for several threads or for a release of the interpreter lock. */
+int64_t rankscope_read(Request *request, void *tensors)
+{
+    const Python *python = request->python;
+    int64_t elements = 0;
+    int all = 0;
+    request->threads = 1;
+    for (int64_t i = 0; i < request->count; i++) {
+        Job *job = request->jobs + i;
+        void *object = python->item(tensors, i);
+        int found = object == python->none ? ABSENT : read_tensor(python, object, job);
+        python->release(object);
+        if (found & (ABSENT | UNREAD))
+            job->size = job->dtype = -1;
+        else
+            elements += job->size;
+        all |= found | (job->size > CHUNK ? LARGE : 0);
+    }
+    if (elements > request->most_elements)
+        all |= LARGE;
+    if (!(all & (UNREAD | LARGE)))
+        rankscope_measure(request);
+    return all & MOVED ? all : all & ~ABSENT;
 }
 
 /* Define a sum that only some ops need. `term` is the summand for an element x. */

@@ -23,24 +23,22 @@ import torch
 from rankscope_exporter.base.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
-from rankscope_exporter.statistics.c_kernel import CKernel, c_kernel
-from rankscope_exporter.statistics.device_arguments import DeviceArguments, DeviceKernel
-from rankscope_exporter.statistics.table import StatisticsTable
+from rankscope_exporter.statistics.c_kernel import c_kernel
+from rankscope_exporter.statistics.device_arguments import DeviceArguments
+from rankscope_exporter.statistics.table import DeviceKernel, Kernel, StatisticsTable
 
 log = logging.getLogger("rankscope_exporter.statistics")
 
 _FORK_WAITS_SECONDS: Final = 10.0
 _CPU: Final = torch.device("cpu")
 
-Kernel = Callable[..., None]
-
 
 class LazyKernel:
     """A kernel that `load` compiles on a background thread. `package` is the library that compiles it."""
 
-    def __init__(self, package: str, load: Callable[[], Kernel]) -> None:
+    def __init__(self, package: str, load: Callable[[], DeviceKernel]) -> None:
         self.package = package
-        self.kernel: Kernel | None = None
+        self.kernel: DeviceKernel | None = None
         """The compiled kernel; None until it is compiled."""
         self.seconds = 0.0
         """CPU seconds of the import and the compilation."""
@@ -98,7 +96,7 @@ class LazyKernel:
             self.seconds = time.thread_time()
 
 
-def _load_for_device(device: torch.device, extra_sums: tuple[str, ...]) -> Kernel:
+def _load_for_device(device: torch.device, extra_sums: tuple[str, ...]) -> DeviceKernel:
     kernels = importlib.import_module("rankscope_exporter.statistics.triton_kernels")
     if not kernels.IS_COMPILED:
         raise RuntimeError("TRITON_INTERPRET is set")
@@ -145,7 +143,7 @@ def kernel_of(device: torch.device, extra_sums: tuple[str, ...] = ()) -> LazyKer
     return _OF_DEVICES.setdefault((device, extra_sums), LazyKernel("triton", load))
 
 
-def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> CKernel | Kernel | None:
+def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> Kernel | None:
     """Return the compiled kernel for tensors on `device` that computes `extra_sums`; None until it is ready.
 
     On a CUDA device, a kernel with optional sums is requested by its first use, after the kernel without them.

@@ -6,6 +6,7 @@ measured.
 
 from __future__ import annotations
 
+import array
 import collections
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, OPS, VALUE_OPS
+from rankscope_exporter.statistics.c_kernel import CKernel
 
 SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
 ROWS: Final = len(SUMS) + len(COUNT_OPS)
@@ -29,7 +31,9 @@ Other ops need more sums, which `StatisticsTable.accumulate` adds.
 """
 
 Rows = range | tuple[int, ...]
-_UNKNOWN: Final = object()
+DeviceKernel = Callable[..., None]
+"""Measures the tensors of `DeviceJobs`: see `triton_kernels.measure_jobs`."""
+Kernel = CKernel | DeviceKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +62,40 @@ class StatisticsTable:
         self._indices: dict[Rows, torch.Tensor] = {}
         self.may_compile = True
         """True if the compiled kernel measures once it is ready."""
-        self._kernel: object = _UNKNOWN
-        self.buffer = self._new_buffer(device)
-        self.device = self.buffer.device  # with an index, like the devices of tensors
-        self.clear()
+        self.kernel: Kernel | None = None
+        """The compiled kernel that measures the tensors of this step; None if torch operations measure them."""
+        self.is_decided = False
+        """True if `kernel` is valid."""
+        self.arguments = array.array("q", bytes(4 * 8))
+        """Address and columns of the buffer, and address and number of the functions for `extra_sums` (kernel.c)."""
+        buffer = self._new_buffer(device)
+        self.device = buffer.device  # with an index, like the devices of tensors
+        self.clear(buffer)
 
-    def clear(self) -> None:
-        """Make every entry of the table absent."""
+    def clear(self, buffer: torch.Tensor | None = None) -> None:
+        """Make every entry of the table absent. If `buffer` is given, the table uses it from now on."""
+        if buffer is not None:
+            self._use(buffer)
         # Only `numel` is reset: the other numbers of an absent entry are never read.
         self.buffer[NUMEL_ROW].fill_(ABSENT)
-        self._kernel = _UNKNOWN
+        self.is_decided = isinstance(self.kernel, CKernel)
 
-    def kernel(self, ready: Callable[[torch.device, tuple[str, ...]], Any]) -> Any:
-        """Return the compiled kernel that measures the tensors of this step; None if torch operations measure them.
+    def _use(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.arguments[0], self.arguments[1] = buffer.data_ptr(), self.size
 
-        The first call after `clear` gets the kernel from `ready`, and later calls in the same step return the same
-        result. The kernel and torch operations round differently, but equal tensors must have bit-identical sums within
-        a step.
+    def decide(self, ready: Callable[[torch.device, tuple[str, ...]], Kernel | None]) -> Kernel | None:
+        """Determine the kernel of this step by a call of `ready`, and return it.
+
+        The kernel and torch operations round differently, but equal tensors must have bit-identical sums within a step.
         """
-        if self._kernel is _UNKNOWN:
-            self._kernel = ready(self.device, self.extra_sums) if self.may_compile else None
-        return self._kernel
+        self.kernel = ready(self.device, self.extra_sums) if self.may_compile else None
+        if isinstance(self.kernel, CKernel):
+            extras = self.kernel.extra_sums(self.extra_sums)
+            assert extras is not None
+            self.arguments[2], self.arguments[3] = extras.buffer_info()
+        self.is_decided = True
+        return self.kernel
 
     def grow(self, size: int) -> None:
         """Extend the table to at least `size` entries.
@@ -90,7 +107,7 @@ class StatisticsTable:
         old, kept = self.buffer, self.size
         self.size = max(size, 2 * self.size, _LEAST_GROWN)
         with torch.no_grad():
-            self.buffer = self._new_buffer(self.device)
+            self._use(self._new_buffer(self.device))
             self.buffer[NUMEL_ROW].fill_(ABSENT)
             self.buffer[:, :kept].copy_(old)
 
@@ -106,9 +123,9 @@ class StatisticsTable:
         if missing := tuple(sorted({*names} - {*self.extra_sums})):
             old, kept = self.buffer, ROWS + len(self.extra_sums)
             self.extra_sums += missing
-            self._kernel = _UNKNOWN  # it may not have these sums
+            self.is_decided = False  # the kernel may not have these sums
             with torch.no_grad():
-                self.buffer = self._new_buffer(self.device)
+                self._use(self._new_buffer(self.device))
                 self.extras.fill_(math.nan)
                 self.buffer[:kept].copy_(old)
 
@@ -261,15 +278,14 @@ class HostCopy:
         self.buffer = table.take_host_buffer()
         self.extra_sums = table.extra_sums
         self._event: torch.cuda.Event | None = None
-        with torch.no_grad():
-            if table.device.type == "cpu":
-                self.buffer, table.buffer = table.buffer, self.buffer  # exchanged, not copied
-            elif table.device.type == "cuda":
-                self.buffer.copy_(table.buffer, non_blocking=True)
-                self._event = queued_event(table.device)
-            else:
-                self.buffer.copy_(table.buffer)  # other accelerators: blocking, since their events are not tested
-            table.clear()  # behind the copy on the same stream
+        if table.device.type == "cpu":
+            free, self.buffer = self.buffer, table.buffer  # exchanged, not copied
+            table.clear(free)
+            return
+        self.buffer.copy_(table.buffer, non_blocking=table.device.type == "cuda")
+        if table.device.type == "cuda":  # other accelerators block, since their events are not tested
+            self._event = queued_event(table.device)
+        table.clear()  # behind the copy on the same stream
 
     def ready(self) -> bool:
         """Return whether the copy has arrived on the host. Never waits."""

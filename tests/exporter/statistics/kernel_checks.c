@@ -24,7 +24,7 @@ int main(void)
     static const int64_t limits[] = {0x7f800000, 0x7f80, 0x7c00, 0x7ff0000000000000};
     static const int64_t zero_bits[8] = {1, 1, 1, 1, 1, 1, 1, 1};
     Sum *extras[] = {sum_of_fourth_powers};
-    Number table[ROWS + 1] = {0}, parts[4 * (ROWS + 1)];
+    Number table[ROWS + 1] = {0};
     for (int64_t dtype = FLOAT32; dtype <= FLOAT64; dtype++)
         for (int64_t place = 0; place < 3 * 10; place++) {
             int64_t size = sizes[place / 3], itemsize = dtype == FLOAT64 ? 8 : dtype == FLOAT32 ? 4 : 2;
@@ -36,8 +36,8 @@ int main(void)
                 memcpy(memory + i * itemsize, &bits, itemsize);
             }
             for (int64_t extra = 0; extra < 2; extra++) {
-                Job job = {memory, size, 0, dtype};
-                Request request = {&job, 1, table, 1, zero_bits, extras, extra, parts, twice, 1 + place % 2, 0};
+                Job jobs[] = {{0, -1, 0, 0, 0}, {memory, size, 0, dtype, 0}};
+                Request request = {table, 1, extras, extra, twice, 1 + place % 2, 0, zero_bits, 0, 2, jobs, 0, 0};
                 rankscope_measure(&request);
                 for (int row = 0; row < ROWS + extra; row++)
                     printf("%llx ", (unsigned long long)table[row].count);

@@ -71,7 +71,7 @@ def test_threads_of_torch_measure_and_results_do_not_depend_on_their_number(requ
 
 
 def test_small_tensors_start_no_thread(monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.statistics.kernel_arguments.openmp_parallel", lambda: pytest.fail("a team"))
+    monkeypatch.setattr("rankscope_exporter.statistics.measure_group.openmp_parallel", lambda: pytest.fail("a team"))
     table = StatisticsTable(200, CPU)
     MeasureGroup(range(200)).measure([numbers(1 << 15, torch.float32)] * 200, table)
 
@@ -79,7 +79,7 @@ def test_small_tensors_start_no_thread(monkeypatch):
 
 
 def test_more_elements_than_the_interpreter_lock_is_kept_for(monkeypatch, measured, check):
-    monkeypatch.setattr("rankscope_exporter.statistics.kernel_arguments._MOST_LOCKED", 5)
+    monkeypatch.setattr("rankscope_exporter.statistics.measure_group._MOST_LOCKED", 5)
     tensors = [numbers(4, torch.float32), numbers(9, torch.float64)]
     finished = measured(tensors)
 

@@ -129,11 +129,12 @@ def test_kernel_that_becomes_ready_within_a_step_is_used_from_the_next() -> None
     ready = iter([None, print])
     table = StatisticsTable(1, CPU)
 
-    assert [None, None] == [table.kernel(lambda *_: next(ready)) for _ in range(2)]
+    assert table.decide(lambda *_: next(ready)) is None
     table.grow(9)
-    assert table.kernel(lambda *_: next(ready)) is None
+    assert table.is_decided
     HostCopy(table)
-    assert print is table.kernel(lambda *_: next(ready))
+    assert not table.is_decided
+    assert print is table.decide(lambda *_: next(ready))
 
 
 OPS = (*VALUE_OPS, *COUNT_OPS)

@@ -173,7 +173,6 @@ def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):
 
 def test_group_uses_the_kernel_of_its_device(kernels, monkeypatch, check):
     """The table is one of a CPU here, and only its type is another one."""
-    monkeypatch.setattr("rankscope_exporter.statistics.measure_group.KernelArguments", DeviceArguments)
     monkeypatch.setattr("rankscope_exporter.statistics.measure_group.ready_kernel", lambda *_: kernels.measure_jobs)
     tensors = [numbers(CHUNK + 9, torch.bfloat16), numbers(40, torch.float32)[::2], torch.arange(9)]
     table = StatisticsTable(3, CPU)
