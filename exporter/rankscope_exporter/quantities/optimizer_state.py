@@ -22,7 +22,7 @@ from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Target
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
 from rankscope_exporter.records.plan_entries import ParameterEntries
-from rankscope_exporter.statistics.tensor_access import dtype_name, is_code
+from rankscope_exporter.statistics.tensor_access import NO_CODES, dtype_name, is_code
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
 ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
@@ -147,7 +147,9 @@ class OptimizerState(StateQuantity):
 def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     """Return the tensor that `state` has for `key`; None without one, and if its elements are codes, not values."""
     value = state.get(key)
-    return value if isinstance(value, torch.Tensor) and not is_code(value) else None
+    if isinstance(value, torch.Tensor) and (value.dtype in NO_CODES or not is_code(value)):
+        return value
+    return None
 
 
 def in_use(

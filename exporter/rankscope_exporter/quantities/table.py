@@ -23,7 +23,7 @@ import torch
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.records.pending_step import Deferred, Numbers, Row, Transfer
 from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, copy_entries
+from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.isolation import Isolation, without_frames
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 from rankscope_exporter.statistics.table import Rows, contiguous_rows, on_device
@@ -448,7 +448,7 @@ class Table:
     def copy(self, source: Slots | None, target: Slots | None) -> None:
         """Copy the statistics of `source`, which were measured at this step, to `target`."""
         if source is not None and target is not None:
-            copy_entries(self._table.statistics, source.rows, target.rows)
+            self._table.statistics.copy(source.rows, target.rows)
             self._specs.copy(source.rows, target.rows)
 
     def forget(self, slots: Slots | None) -> None:

@@ -21,7 +21,7 @@ communication: the view `tensor_global` of the store combines them.
 
 from rankscope_exporter.statistics.kernels import backend_name, warm_up, warm_up_seconds
 from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, copy_entries, finish
+from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, finish
 
 __all__ = [
     "Finished",
@@ -29,7 +29,6 @@ __all__ = [
     "MeasureGroup",
     "StatisticsTable",
     "backend_name",
-    "copy_entries",
     "finish",
     "warm_up",
     "warm_up_seconds",

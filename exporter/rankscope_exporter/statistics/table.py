@@ -77,11 +77,13 @@ class StatisticsTable:
         if buffer is not None:
             self._use(buffer)
         # Only `numel` is reset: the other numbers of an absent entry are never read.
-        self.buffer[NUMEL_ROW].fill_(ABSENT)
+        self.numbers[NUMEL_ROW] = ABSENT
         self.is_decided = isinstance(self.kernel, CKernel)
 
     def _use(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
+        # Operations of numpy on few numbers take a quarter of the time of those of torch.
+        self.numbers: Any = buffer.numpy() if buffer.is_cpu else buffer
         self.arguments[0], self.arguments[1] = buffer.data_ptr(), self.size
 
     def decide(self, ready: Callable[[torch.device, tuple[str, ...]], Kernel | None]) -> Kernel | None:
@@ -108,7 +110,7 @@ class StatisticsTable:
         self.size = max(size, 2 * self.size, _LEAST_GROWN)
         with torch.no_grad():
             self._use(self._new_buffer(self.device))
-            self.buffer[NUMEL_ROW].fill_(ABSENT)
+            self.numbers[NUMEL_ROW] = ABSENT
             self.buffer[:, :kept].copy_(old)
 
     def accumulate(self, ops: Iterable[str]) -> None:
@@ -131,10 +133,7 @@ class StatisticsTable:
 
     def forget(self, rows: Rows) -> None:
         """Make the entries at `rows` absent."""
-        if isinstance(rows, range):
-            self.buffer[NUMEL_ROW, rows.start : rows.stop].fill_(ABSENT)
-        else:
-            self.buffer[NUMEL_ROW].index_fill_(0, self.index(rows), ABSENT)
+        self.numbers[NUMEL_ROW, self._place(rows)] = ABSENT
 
     def forget_equal(self, rows: Rows, others: Rows) -> None:
         """Compare the i-th entry of `rows` with the i-th entry of `others`, for all i.
@@ -142,18 +141,22 @@ class StatisticsTable:
         If the statistics of both are equal, make the entry of `rows` absent. The function does not synchronise with the
         host.
         """
-        own = self.columns(rows)
-        numels = own[NUMEL_ROW].masked_fill((own == self.columns(others)).all(dim=0), ABSENT)
-        if isinstance(rows, range):
-            self.buffer[NUMEL_ROW, rows.start : rows.stop].copy_(numels)
-        else:
-            self.buffer[NUMEL_ROW].index_copy_(0, self.index(rows), numels)
+        place = self._place(rows)
+        own = self.numbers[:, place]
+        is_equal = (own == self.numbers[:, self._place(others)]).all(0)
+        self.numbers[NUMEL_ROW, place] = own[NUMEL_ROW] * ~is_equal + ABSENT * is_equal
 
-    def columns(self, rows: Rows) -> torch.Tensor:
-        """Return the part of the buffer with the entries at `rows`: a view of it for a range, otherwise a copy."""
+    def copy(self, source: Rows, target: Rows) -> None:
+        """Copy the statistics of the entries `source` to the entries `target`, which become absent if `source` is.
+
+        Used if tensors are known to be equal: with one rank, for example, reduced and unreduced gradients are equal.
+        """
+        self.numbers[:, self._place(target)] = self.numbers[:, self._place(source)]
+
+    def _place(self, rows: Rows) -> Any:
         if isinstance(rows, range):
-            return self.buffer[:, rows.start : rows.stop]
-        return self.buffer.index_select(1, self.index(rows))
+            return slice(rows.start, rows.stop)
+        return rows if self.buffer.is_cpu else self.index(rows)
 
     @property
     def sums(self) -> torch.Tensor:
@@ -229,20 +232,6 @@ def contiguous_rows(rows: Sequence[int]) -> Rows:
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return range(rows[0], rows[0] + len(rows))
     return tuple(rows)
-
-
-def copy_entries(table: StatisticsTable, source_rows: Sequence[int], target_rows: Sequence[int]) -> None:
-    """Copy the statistics of the entries `source_rows` to the entries `target_rows`.
-
-    If a source entry is absent, its target entry becomes absent. Used if tensors are known to be equal: with one rank,
-    for example, reduced and unreduced gradients are equal.
-    """
-    source, target = contiguous_rows(source_rows), contiguous_rows(target_rows)
-    with torch.no_grad():
-        if isinstance(target, range):
-            table.columns(target).copy_(table.columns(source))
-        else:
-            table.buffer.index_copy_(1, table.index(target), table.columns(source))
 
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:

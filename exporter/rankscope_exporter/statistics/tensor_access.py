@@ -30,6 +30,8 @@ _DTYPE_NAMES: Final = (
 MEASURABLE: Final = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 """The dtypes that can be measured. Packed and quantized dtypes are left out: their elements are codes, not numbers."""
 _INTEGERS: Final = frozenset(dtype for dtype in MEASURABLE if not (dtype.is_floating_point or dtype.is_complex))
+NO_CODES: Final = frozenset(dtype for dtype in MEASURABLE - _INTEGERS if dtype.itemsize > 1)
+"""The dtypes of tensors for which `is_code` is False."""
 
 
 def is_code(tensor: torch.Tensor) -> bool:
@@ -38,12 +40,7 @@ def is_code(tensor: torch.Tensor) -> bool:
     A single integer is a counter.
     """
     dtype = tensor.dtype
-    return _may_have_codes(dtype) and (dtype.itemsize == 1 or tensor.numel() != 1)
-
-
-@functools.cache
-def _may_have_codes(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
+    return dtype not in NO_CODES and (dtype.itemsize == 1 or tensor.numel() != 1)
 
 
 def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
