@@ -221,7 +221,6 @@ class Session:
             first_step=first_step,
         )
         dependencies = ReactionDependencies(
-            monitored=self.monitored,
             active_quantities=self.active_quantities,
             change_queue=self.change_queue,
             change_sources=self.change_sources,

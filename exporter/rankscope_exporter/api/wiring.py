@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -30,7 +31,7 @@ from rankscope_exporter.quantities.table import Measurement
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.sampling.sampling_config import selected_parts
+from rankscope_exporter.sampling.sampling_config import Part, selected_parts
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.ring import Ring
 from rankscope_exporter.serving.spool_writer import SpoolWriter
@@ -214,8 +215,13 @@ def build_active_quantities(
 
     `device` is the device of the statistics table.
     """
+    captured: list[Part] = []
+    if config.capture is not None:
+        of_captures = replace(config, capture=None, **config.capture.settings(config.options))
+        captured = selected_parts(monitored, of_captures, rank, ignore_start=True)
     return ActiveQuantities(
         [] if config.switch_file is not None else selected_parts(monitored, config, rank),
+        captured,
         device=device,
         boundary=boundary,
         measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
@@ -34,7 +33,6 @@ from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.sampling.sampling_config import Part, selected_parts
 
 CAPTURE: Final = "capture"
 """The name under which anomaly capture requests changes of the sampling."""
@@ -263,7 +261,6 @@ FINISH_SECONDS: Final = 1.0
 class ReactionDependencies:
     """The objects and functions of the session that the reactions to overhead and to anomalies use."""
 
-    monitored: MonitoredModel
     active_quantities: ActiveQuantities
     change_queue: ChangeQueue
     change_sources: ChangeSources
@@ -319,7 +316,7 @@ class AnomalyReactions(StepObserver):
             self.batches,
             self._worker,
             rank=identity.rank,
-            capture=lambda: parts.active_quantities.capture(parts.active_quantities.prepare(self._captured_parts())),
+            capture=parts.active_quantities.capture,
             release=parts.active_quantities.release,
             record=parts.record,
             take_flight_record=lambda: parts.take_flight_record("capture"),
@@ -375,14 +372,6 @@ class AnomalyReactions(StepObserver):
 
     def _samples(self, step: int | None) -> Sequence[Any]:
         return read(self.batches.of(step))[0].get(str(step), ())
-
-    def _captured_parts(self) -> list[Part]:
-        config = self._config
-        if config.capture is None:
-            return []
-        settings = config.capture.settings(config.options)
-        captured = replace(config, capture=None, **settings)
-        return selected_parts(self._dependencies.monitored, captured, self._identity.rank, ignore_start=True)
 
     def _capture_changed(self) -> None:
         self.overhead_controller.pause()  # the cost of a capture does not count against max_overhead

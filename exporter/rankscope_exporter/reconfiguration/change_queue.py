@@ -18,7 +18,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities, PreparedQuantities
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
 
 TIMES: Final = "times"
@@ -86,13 +86,6 @@ class SamplingChange(PlannedChange):
     sampling: SamplingConfig
     parts: list[Part]
     source: str
-    prepared: PreparedQuantities | None = None
-
-    def prepare(self, active_quantities: ActiveQuantities) -> PreparedQuantities:
-        """Register the hooks of the quantities in the new sampling configuration, unless this was done before."""
-        if self.prepared is None:
-            self.prepared = active_quantities.prepare(self.parts)
-        return self.prepared
 
 
 class ChangeQueue(StepObserver):
@@ -164,7 +157,7 @@ class ChangeQueue(StepObserver):
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
         last = _last_sampling(due)
         if last is not None:
-            last.prepare(self._active_quantities)
+            self._active_quantities.prepare(last.parts)
 
     def on_before_step(self, step: int) -> None:
         """Apply the changes that take effect at step number `step`.
@@ -194,17 +187,12 @@ class ChangeQueue(StepObserver):
         may need the same quantities.
         """
         before, self.sampling = self.sampling, change.sampling
-        self._boundary.call("switching", self._activate if is_last else self._discard, change)
+        if is_last:
+            self._boundary.call("switching", self._active_quantities.replace, change.parts)
         self.ended.clear()
         self._since, self._source = step, change.source
         self._boundary.call("switching", self._changed, change.source, step)
         return _event(before, change, step)
-
-    def _activate(self, change: SamplingChange) -> None:
-        self._active_quantities.replace(change.prepare(self._active_quantities))
-
-    def _discard(self, change: SamplingChange) -> None:
-        self._active_quantities.discard(change.prepared or [])
 
     def _end(self, step: int) -> None:
         self._active_quantities.replace([])

@@ -19,7 +19,7 @@ from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantity import ActiveQuantity
+from rankscope_exporter.sampling.active_quantity import ActiveQuantity, Gate
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
@@ -53,22 +53,27 @@ _EVENTS: Final[tuple[Callable[..., None], ...]] = (
     *(Quantity.on_backward_end, Quantity.on_optimizer_step_begin, Quantity.on_optimizer_step_end, Quantity.on_step_end),
 )
 
-PreparedQuantities = list[tuple[ActiveQuantity, QuantitySampling]]
-
 
 class ActiveQuantities:
-    """The quantities that are measured now. Starts, performs and ends the measurement of each sampled step."""
+    """The quantities that are measured now. Starts, performs and ends the measurement of each sampled step.
+
+    The quantities `captured` have hooks from the beginning, and are measured during captures only.
+    """
 
     def __init__(
         self,
         quantities: Sequence[Part],
+        captured: Sequence[Part] = (),
         *,
         device: torch.device,
         boundary: ErrorBoundary,
         measurement: Measurement | None = None,
     ) -> None:
         self._boundary = boundary
-        self._members: list[ActiveQuantity] = []
+        self._attached: list[ActiveQuantity] = []  # all quantities that have hooks
+        self._members: list[ActiveQuantity] = []  # those that are measured by their schedules
+        self._measured: list[ActiveQuantity] = []  # and those that a capture measures
+        self._captured: dict[ActiveQuantity, QuantitySampling] = {}
         self._calls: dict[Callable[..., None], list[_Call]] = {}  # by event, see `_list_calls`
         self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
@@ -81,107 +86,108 @@ class ActiveQuantities:
         self._expected: dict[str, ExpectedRows | None] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
         self.unsampled = 0  # steps that were not measured because of the backlog
-        self.replace(self.prepare(quantities))
+        self.replace(quantities)
+        self._captured = self.prepare(captured)
 
     def install(self, hooking: HookContext) -> None:
         """Let all quantities register their hooks on the model."""
         self._hooking = hooking
         hooking.keep(self)
-        for member in self._members:
+        for member in self._attached:
             member.install(hooking, self._boundary)
 
     def remove(self) -> None:
         """Remove the hooks of all quantities."""
         self._hooking = None
-        for member in self._members:
+        for member in self._attached:
             self._boundary.call(member.where, member.unhook)
 
     # Changes between two steps.
 
-    def prepare(self, parts: Sequence[Part]) -> PreparedQuantities:
-        """Return a quantity with registered hooks for each of `parts`, pairs of a quantity and its sampling settings.
+    def prepare(self, parts: Sequence[Part]) -> dict[ActiveQuantity, QuantitySampling]:
+        """Register the hooks of the quantities `parts`, and return these quantities with their sampling settings.
 
-        The result is an argument of `replace` or `capture`. If an active quantity has the same class and options, it is
-        returned instead of a new one.
+        A quantity of the same class and options that has hooks is returned instead of a new one.
         """
-        prepared: PreparedQuantities = []
+        prepared = {}
         for quantity, sampling in parts:
-            member = next((known for known in self._members if known.measures_as(quantity)), None)
-            if member is None or member.is_retired:
+            known = (member for member in self._attached if member.measures_as(quantity) and not member.is_retired)
+            member = next(known, None)
+            if member is None:
                 member = ActiveQuantity(quantity)
+                self._attached.append(member)
                 if self._hooking is not None:
                     member.install(self._hooking, self._boundary)
-            member.is_kept_for_next = True
-            prepared.append((member, sampling))
+            prepared[member] = sampling
         return prepared
 
-    def replace(self, prepared: PreparedQuantities) -> None:
-        """Measure only the quantities of `prepared` from now on.
+    def replace(self, parts: Sequence[Part]) -> None:
+        """Measure only the quantities `parts` from now on. This ends a capture.
 
         Their schedules restart with the configured sampling interval, without the factor that `set_stretch` has set.
+        The hooks of all other quantities are removed, except those of captured quantities.
         """
-        members = [member for member, _ in prepared]
+        prepared = self.prepare(parts)
         self.table.has_left = len(self.table) > 0
-        for member in self._members:
-            if member not in members:
-                self._boundary.call(member.where, member.leave)
-        _end_capture(members)
-        for member in members:
-            member.is_kept_for_next = False
-        self._members = [
-            member for member, sampling in prepared if _has_slots(self._boundary, self.table, member, sampling)
-        ]
-        self._list_calls()
-        self.table.find_unused(self._tables())
-
-    def discard(self, prepared: PreparedQuantities) -> None:
-        """Remove the hooks that `prepare` registered. Called if the prepared change does not take place."""
-        for member, _ in prepared:
-            if member not in self._members:
-                self._boundary.call(member.where, member.leave)
+        attached, self._attached = self._attached, [*(prepared | self._captured)]
+        for member in attached:
+            if member not in prepared:
+                member.leave()
+            if member not in self._attached:
+                self._boundary.call(member.where, member.unhook)
+        self._members = [member for member, sampling in prepared.items() if self._activate(member, sampling)]
+        self._measure(self._members)
 
     def set_stretch(self, factor: int) -> None:
         """Multiply the sampling intervals of all quantities by `factor`, beginning with the step that begins now."""
         for member in self._members:
             member.schedule.stretch = factor
 
-    def capture(self, prepared: PreparedQuantities) -> None:
-        """Measure the quantities of `prepared` at every step until `release`, in addition to the active quantities.
+    def capture(self) -> None:
+        """Measure the captured quantities at every step until `release`, in addition to the other quantities.
 
-        The schedules of the active quantities continue. A quantity may be active and also be in `prepared` with other
-        options. The active one is then suspended, because the statistics table has only one row per tensor and step.
+        The schedules of the other quantities continue. A quantity of the same class as a captured one with other
+        options is not measured until `release`, because the statistics table has only one row per tensor and step.
         """
-        for member, sampling in prepared:
-            member.is_captured, member.is_kept_for_next = True, False
-            if member not in self._members:
-                for known in self._members:
-                    if type(known.quantity) is type(member.quantity):
-                        known.suspend()
-                member.is_temporary = self.table.has_left = True
-                if _has_slots(self._boundary, self.table, member, sampling):
-                    self._members.append(member)
-                    self._list_calls()
+        self.table.has_left = len(self.table) > 0
+        added = [member for member in self._captured if member not in self._members]
+        for member in self._members:
+            if any(type(member.quantity) is type(other.quantity) for other in added):
+                member.gate = Gate.CLOSED
+        added = [member for member in added if self._activate(member, self._captured[member])]
+        for member in self._captured:
+            member.gate = Gate.OPEN
+        self._measure([*self._members, *added])
 
     def release(self) -> None:
         """End the capture: measure the same quantities as before the capture."""
-        temporary = [member for member in self._members if member.is_temporary]
-        self._members = [member for member in self._members if not member.is_temporary]
-        self._list_calls()
-        for member in temporary:
-            self._boundary.call(member.where, member.leave)
-        _end_capture(self._members)
+        for member in self._measured:
+            if member in self._members:
+                member.resume()
+            else:
+                member.leave()
+        self._measure(self._members)
+
+    def _activate(self, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
+        """Add the slots of `member` to the table, and return whether this succeeded."""
+        where = f"rows of {member.quantity.name}"
+        return self._boundary.call(where, member.activate, self.table, sampling) is not None
+
+    def _measure(self, members: list[ActiveQuantity]) -> None:
+        """Measure `members` from now on. Find, for each event, those that override its method."""
+        self._measured = members
+        self._calls = {
+            event: [
+                (member, getattr(member.quantity, event.__name__), member.slots)
+                for member in members
+                if getattr(type(member.quantity), event.__name__) is not event
+            ]
+            for event in _EVENTS
+        }
         self.table.find_unused(self._tables())
 
     def _tables(self) -> list[Table]:
-        return [member.slots for member in self._members if member.slots is not None]
-
-    def is_current(self, prepared: PreparedQuantities) -> bool:
-        """Return whether all quantities of `prepared` are still usable.
-
-        A quantity is not usable if, since `prepare`, another change has removed it, or its hooks were removed because
-        its schedule has ended.
-        """
-        return not any(m.is_retired or (m.slots is not None and m not in self._members) for m, _ in prepared)
+        return [member.slots for member in self._measured if member.slots is not None]
 
     # State.
 
@@ -193,8 +199,7 @@ class ActiveQuantities:
     @property
     def is_over(self) -> bool:
         """True if the schedules of all quantities have ended. False on a rank that measures nothing."""
-        own = [member for member in self._members if not member.is_temporary]
-        return bool(own) and all(member.schedule.is_over for member in own)
+        return bool(self._members) and all(member.schedule.is_over for member in self._members)
 
     def published(self) -> dict[str, Ops]:
         """Return the names of the statistics that the rank publishes, by kind of tensor.
@@ -202,14 +207,14 @@ class ActiveQuantities:
         The result contains each kind that is or will be measured.
         """
         found: dict[str, Ops] = {}
-        for member in self._members:
+        for member in self._measured:
             for kind in member.quantity.kinds():
                 found[kind] = found.get(kind, NO_OP) | member.ops
         return found
 
     def quantity(self, name: str) -> Quantity | None:
         """Return the active quantity `name`; None if there is none."""
-        return next((member.quantity for member in self._members if member.quantity.name == name), None)
+        return next((member.quantity for member in self._measured if member.quantity.name == name), None)
 
     def use_compiled_kernel(self) -> None:
         """Measure with the compiled kernel from the present step on."""
@@ -223,33 +228,22 @@ class ActiveQuantities:
         It is one if any quantity is measured, unless too many sampled steps wait for the publisher.
         """
         is_sampled = False
-        for member in self._members:
+        for member in self._measured:
             is_sampled |= member.opens(step)
-            if member.schedule.is_over and member.is_done:
+            if member.schedule.is_over and not member.is_retired and member not in self._captured:
                 self._boundary.call(member.where, member.retire)
         if is_sampled and self.backlog.measured - self.backlog.published >= MAX_BACKLOG:
             self.unsampled += 1
             is_sampled = False
-            for member in self._members:
+            for member in self._measured:
                 member.is_open = False
         if is_sampled and not self._is_clear:
             self.table.statistics.clear()
         self._is_clear = not is_sampled
-        for member in self._members:
+        for member in self._attached:
             if member.transient.are_used and (member.is_open or member.transient.may_be_removed):
                 self._boundary.call(member.where, member.adjust_hooks)
         return is_sampled
-
-    def _list_calls(self) -> None:
-        """Find, for each event, the quantities that override its method. Called after a change of the members."""
-        self._calls = {
-            event: [
-                (member, getattr(member.quantity, event.__name__), member.slots)
-                for member in self._members
-                if getattr(type(member.quantity), event.__name__) is not event
-            ]
-            for event in _EVENTS
-        }
 
     def notify(self, event: Callable[[Quantity, Table], None]) -> None:
         """Call a method such as `Quantity.on_backward_end` of each quantity that is measured at this step.
@@ -264,7 +258,7 @@ class ActiveQuantities:
                     except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                         self._report(member, event, error)
             if event is Quantity.on_optimizer_step_end:
-                for member in self._members:
+                for member in self._measured:
                     if member.is_open:
                         self._expected[member.quantity.name] = self._boundary.call(
                             member.where, member.quantity.expected
@@ -307,7 +301,7 @@ class ActiveQuantities:
 
         Add this copy and the rows for other datasets to the record of the step.
         """
-        opened = [member for member in self._members if member.is_open]
+        opened = [member for member in self._measured if member.is_open]
         for member, call, _ in self._calls[Quantity.on_step_end]:
             if member.is_open:
                 self._boundary.call(member.where, call)
@@ -323,15 +317,3 @@ class ActiveQuantities:
             self.table.rebuild(self._tables())
         self._is_clear = True
         self.backlog.measured += 1
-
-
-def _has_slots(boundary: ErrorBoundary, table: StepTable, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
-    """Add the slots of `member` to the table, and return whether this succeeded."""
-    return boundary.call(f"rows of {member.quantity.name}", member.activate, table, sampling) is not None
-
-
-def _end_capture(members: Sequence[ActiveQuantity]) -> None:
-    for member in members:
-        member.is_captured = member.is_temporary = False
-        if member.is_suspended:
-            member.resume()

@@ -8,6 +8,7 @@ sampled.
 from __future__ import annotations
 
 import bisect
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -108,16 +109,24 @@ class TransientHooks:
         self.may_be_removed = True
 
 
+class Gate(enum.Enum):
+    """The steps at which a quantity with hooks is measured."""
+
+    SCHEDULED = "scheduled"  # those that its schedule selects
+    OPEN = "open"  # every step, because of a capture
+    CLOSED = "closed"  # none, until a capture or a change of the sampling begins, or until a capture ends
+
+
 @dataclass(slots=True, eq=False)
 class ActiveQuantity:
-    """A quantity with its schedule, rows and hooks.
+    """A quantity with its schedule, slots and hooks.
 
-    The hooks may exist before the rows. The quantity is sampled once `activate` was called.
+    The hooks may exist before the slots.
     """
 
     quantity: Quantity
     slots: Table | None = None
-    """The slots of the quantity, from the first call of `activate` on."""
+    """The slots of the quantity, from `activate` until `leave`."""
     schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
     ops: Ops = EVERY_OP
     is_open: bool = False
@@ -125,17 +134,9 @@ class ActiveQuantity:
 
     This is a field instead of a property, because hooks read it at each call.
     """
-    is_captured: bool = False
-    """True if a capture measures this quantity at every step, independent of its schedule."""
-    is_temporary: bool = False
-    """True if the quantity is active only because of a capture."""
-    is_suspended: bool = False
-    """True if a capture measures a quantity of the same class with other options instead of this one."""
-    is_due: bool = False
-    """True if the schedule of the quantity selects the present step."""
+    gate: Gate = Gate.CLOSED
     is_retired: bool = False
-    is_kept_for_next: bool = False
-    """True if a pending change of the sampling also contains this quantity, so that its hooks are kept."""
+    """True if its hooks were removed permanently, because its schedule has ended."""
     where: str = field(init=False)
     """The name under which the error boundary reports errors in the hooks of this quantity."""
     handles: list[Removable] = field(default_factory=list)
@@ -191,12 +192,13 @@ class ActiveQuantity:
             self.slots = Table(table, entries, self.quantity.monitored.owners(), sampling.ops)
         else:
             self.slots.publish(sampling.ops)
+        self.gate = Gate.SCHEDULED
         return True
 
     def opens(self, step: int) -> bool:
         """Count the step number `step`, which begins; return whether the quantity is measured at this step."""
-        self.is_due = self.schedule.begins(step)
-        self.is_open = self.is_captured or (self.is_due and not self.is_suspended)
+        is_due = self.schedule.begins(step)
+        self.is_open = is_due if self.gate is Gate.SCHEDULED else self.gate is Gate.OPEN
         if self.is_open and self.slots is not None:
             self.slots.begin(step)
         return self.is_open
@@ -204,13 +206,7 @@ class ActiveQuantity:
     def closes(self) -> None:
         """End the measurement of the present step. If the schedule had selected the step, count it as sampled."""
         self.is_open = False
-        if self.is_due:
-            self.schedule.sampled()
-
-    @property
-    def is_done(self) -> bool:
-        """True if the hooks of the quantity can be removed permanently, because no further step is measured."""
-        return self.schedule.is_over and not (self.is_kept_for_next or self.is_captured or self.is_retired)
+        self.schedule.sampled()
 
     def adjust_hooks(self) -> None:
         """Register the hooks that the present step needs if it is measured; otherwise remove unneeded hooks."""
@@ -237,20 +233,15 @@ class ActiveQuantity:
         self.handles.clear()
         remove_all(handles)
 
-    def suspend(self) -> None:
-        """Stop measuring this quantity until `resume`. Until then, a quantity of the same class may have its slots."""
-        self.is_suspended = True
-
     def resume(self) -> None:
-        """Measure this quantity again after `suspend`, with the statistics that it publishes."""
-        self.is_suspended = False
-        if self.slots is not None:
-            self.slots.publish(self.ops)
+        """Measure this quantity by its schedule again after a capture, with the statistics that it publishes."""
+        if self.gate is Gate.CLOSED and self.slots is not None:
+            self.slots.publish(self.ops)  # a captured quantity of the same class had the slots
+        self.gate = Gate.SCHEDULED
 
     def leave(self) -> None:
-        """Stop measuring this quantity, and remove its hooks."""
-        self.is_open = False
-        self.unhook()
+        """Stop measuring this quantity, and give up its slots. Its hooks remain."""
+        self.is_open, self.gate, self.slots = False, Gate.CLOSED, None
 
     def measures_as(self, other: Quantity) -> bool:
         """Return whether `other` has the same class and the same options.

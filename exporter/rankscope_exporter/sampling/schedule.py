@@ -36,6 +36,7 @@ class Schedule:
         self._timing = timing
         self._seen = 0
         self._sampled = 0
+        self._is_due = False  # the present step is selected
         self.is_over = timing.times == 0
         """True if no further step will be sampled."""
 
@@ -51,12 +52,14 @@ class Schedule:
         """
         timing = self._timing
         if self.is_over or (timing.start_step is not None and not self._seen and step < timing.start_step):
-            return False
-        is_due = self._seen % (timing.every * self.stretch) == 0
-        self._seen += 1
-        return is_due
+            self._is_due = False
+        else:
+            self._is_due = self._seen % self.period == 0
+            self._seen += 1
+        return self._is_due
 
     def sampled(self) -> None:
-        """Count a step at which the quantity was measured."""
-        self._sampled += 1
-        self.is_over = self._timing.times is not None and self._sampled >= self._timing.times
+        """Count the present step, at which the quantity was measured, if it is selected."""
+        if self._is_due:
+            self._sampled += 1
+            self.is_over = self._timing.times is not None and self._sampled >= self._timing.times
