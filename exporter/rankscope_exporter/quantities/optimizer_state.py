@@ -25,13 +25,17 @@ from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.statistics.tensor_access import NO_CODES, dtype_name, is_code
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
-ADAM_STATE: Final = (("exp_avg", Kind.EXP_AVG), ("exp_avg_sq", Kind.EXP_AVG_SQ))
-MOMENTUM_STATE: Final = (("momentum_buffer", Kind.MOMENTUM),)
-KIND_OF_STATE: Final[dict[str, str]] = dict((*ADAM_STATE, *MOMENTUM_STATE))
+ADAM_STATE: Final[dict[str, str]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+MOMENTUM_STATE: Final[dict[str, str]] = {"momentum_buffer": Kind.MOMENTUM}
+KIND_OF_STATE: Final = ADAM_STATE | MOMENTUM_STATE
 """The kind of each key in `optimizer.state[parameter]`.
 
 For a key that is not in this dictionary, the kind is the key.
 """
+
+
+_FLOATS: Final = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_NO_STATE: Final[Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +81,11 @@ class OptimizerState(StateQuantity):
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
-        self._kinds = dict(kinds_of(monitored.optimizers))  # by key
+        self._kinds = kinds_of(monitored.optimizers)  # by key
         self._named = Targets(self.options.names)
         self._found: dict[str, list[int]] = {}  # additional key -> its parameters
         self._in_use: list[ParameterState] = []  # at the last measured update
+        self._remarks: dict[tuple[Any, ...], str] = {}  # by optimizer and keys of the state
 
     def entries(self) -> ParameterEntries:
         """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
@@ -91,8 +96,8 @@ class OptimizerState(StateQuantity):
         tensors = self.monitored.tensors()
         known = self.monitored.states(tensors)
         self._in_use = in_use(tensors, known, len(self.monitored.optimizers))
-        states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]
-        for key, kind in kinds_of(self.monitored.optimizers):
+        states: list[Mapping[str, Any]] = [_NO_STATE if own is None else own.state for own in known]
+        for key, kind in kinds_of(self.monitored.optimizers).items():
             if key not in self._found:
                 self._kinds.setdefault(key, kind)
         for key, kind in self._kinds.items():
@@ -100,23 +105,26 @@ class OptimizerState(StateQuantity):
                 slots = table.slots[kind]
             else:
                 slots = table.add(key, functools.partial(self.parameter_entries, kind), self.monitored.owners())
-            table.measure([state_tensor(state, key) for state in states], slots)
+            table.measure(state_tensors(states, key), slots)
         if self._named.patterns:
             self._find_named(states)
         for key, owners in self._found.items():
             named = functools.partial(self._named_entries, key, states)
             found = table.add(key, named, [self.monitored.owners()[index] for index in owners])
-            table.measure([state_tensor(states[owner], key) for owner in owners], found)
+            table.measure(state_tensors([states[owner] for owner in owners], key), found)
 
     def expected(self) -> ExpectedRows:
         """Return the kinds of the optimizers that have stepped, and the tensors that their state has instead."""
-        kinds: set[str] = {kind for _, kind in kinds_of([own.optimizer for own in self._in_use])}
-        kinds.update(
-            KIND_OF_STATE.get(name, name) for name in self._named.patterns if self._in_use and name.isidentifier()
-        )
-        remarks = [_described(own) for own in self._in_use]
-        self._in_use = []  # holds optimizers
-        return ExpectedRows(self.name, frozenset(kinds), "; ".join(dict.fromkeys(remarks)))
+        kinds: set[str] = set()
+        remarks: dict[tuple[Any, ...], str] = {}
+        for own in self._in_use:
+            kinds.update(kinds_of([own.optimizer]).values())
+            key = id(own.optimizer), *own.state
+            remarks[key] = self._remarks.get(key) or _described(own)
+        if self._in_use and self._named.patterns:
+            kinds.update(KIND_OF_STATE.get(name, name) for name in self._named.patterns if name.isidentifier())
+        self._in_use, self._remarks = [], remarks  # the first one holds optimizers
+        return ExpectedRows(self.name, frozenset(kinds), "; ".join(dict.fromkeys(remarks.values())))
 
     def _find_named(self, states: list[Mapping[str, Any]]) -> None:
         known = {*self._found, *self._kinds}
@@ -152,6 +160,15 @@ def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     return None
 
 
+def state_tensors(states: Sequence[Mapping[str, Any]], key: str) -> list[torch.Tensor | None]:
+    """Return the result of `state_tensor` for each of `states`, with one check if all tensors have one floating dtype."""
+    found = [state.get(key) for state in states]
+    dtypes = {value.dtype if type(value) is torch.Tensor else value for value in found}
+    if len(dtypes) == 1 and isinstance(dtype := dtypes.pop(), torch.dtype) and dtype in _FLOATS:
+        return found
+    return [state_tensor(state, key) for state in states]
+
+
 def in_use(
     parameters: Sequence[torch.nn.Parameter | None], states: Sequence[ParameterState | None], optimizers: int
 ) -> list[ParameterState]:
@@ -175,14 +192,14 @@ def _described(own: ParameterState) -> str:
     return f"the state of {type(own.optimizer).__name__} has {', '.join(found) or 'no tensors'}"
 
 
-def kinds_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[tuple[str, Kind], ...]:
-    """Return the keys and kinds of the state that optimizers with these options usually have."""
-    kinds: list[tuple[str, Kind]] = []
-    if [optimizer for optimizer in optimizers if "betas" in optimizer.defaults]:
-        kinds += ADAM_STATE
-    if [group for optimizer in optimizers for group in optimizer.param_groups if group.get("momentum")]:
-        kinds += MOMENTUM_STATE
-    return tuple(kinds)
+def kinds_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return, by key, the kinds of the state that optimizers with these options usually have."""
+    has_moments = has_momentum = False
+    for optimizer in optimizers:
+        has_moments |= "betas" in optimizer.defaults
+        for group in optimizer.param_groups:
+            has_momentum |= bool(group.get("momentum"))
+    return (ADAM_STATE if has_moments else {}) | (MOMENTUM_STATE if has_momentum else {})
 
 
 UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
@@ -261,7 +278,7 @@ def _has_options_of_adam(own: ParameterState) -> bool:
 
 
 def _is_adam(own: ParameterState) -> bool:
-    moments = (state_tensor(own.state, key) for key, _ in ADAM_STATE)
+    moments = (state_tensor(own.state, key) for key in ADAM_STATE)
     return _has_options_of_adam(own) and "step" in own.state and all(moment is not None for moment in moments)
 
 
