@@ -161,7 +161,7 @@ def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
 
 
 def state_tensors(states: Sequence[Mapping[str, Any]], key: str) -> list[torch.Tensor | None]:
-    """Return the result of `state_tensor` for each of `states`, with one check if all tensors have one floating dtype."""
+    """Return the result of `state_tensor` for each of `states`; usually, all have one dtype, which is checked once."""
     found = [state.get(key) for state in states]
     dtypes = {value.dtype if type(value) is torch.Tensor else value for value in found}
     if len(dtypes) == 1 and isinstance(dtype := dtypes.pop(), torch.dtype) and dtype in _FLOATS:

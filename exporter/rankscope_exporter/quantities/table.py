@@ -207,7 +207,8 @@ class Slots:
         """Number of the sampled step of the quantity at which it last requested the slots."""
         self._table = table
         self._specs = specs
-        self._group: MeasureGroup | None = None
+        self.group: MeasureGroup | None = None
+        """The group of the rows, which measures their tensors; None until a tensor was measured."""
         self._derived: Slots | None = None
         self._single: dict[int, Slots] = {}
 
@@ -226,13 +227,6 @@ class Slots:
         self._derived = self._derived or Slots(self._table, None, self.rows)
         return self._derived
 
-    @property
-    def group(self) -> MeasureGroup:
-        """The group of the rows, which measures their tensors."""
-        if self._group is None:
-            self._group = self.group_of(self.rows)
-        return self._group
-
     def group_of(self, rows: Rows) -> MeasureGroup:
         """Return a new group for some of the rows."""
         how, described = self._table.measurement, None if self._specs is None else self._specs.describe
@@ -242,7 +236,7 @@ class Slots:
     def move(self, rows: Rows) -> None:
         """Let the slots have other rows of the statistics table."""
         self.rows = rows
-        self._group = self._derived = None
+        self.group = self._derived = None
         self._single = {}
 
 
@@ -252,8 +246,9 @@ class Specs:
     def __init__(self, table: StepTable) -> None:
         self._table = table
         self._steps = 0
-        self._has_changed = False
         self._all_vary = False
+        self.have_changed = False
+        """True if the plan was corrected at the present step."""
 
     def describe(self, row: int, tensor: torch.Tensor) -> bool:
         """Correct the entry at table row `row` if `tensor`, which was measured, has another dtype or shape.
@@ -270,14 +265,14 @@ class Specs:
 
     def copy(self, source: Rows, target: Rows) -> None:
         """Correct the entries at `target`. Their statistics were copied from the rows `source`."""
-        if len(target) > 1 and not self._has_changed:
+        if len(target) > 1 and not self.have_changed:
             return
         for row, of in zip(target, source, strict=True):
             entry = self._table.entry(of)
             if not entry.shape_varies:
                 self._describe(row, entry.dtype, entry.shape)
             elif not self._table.entry(row).shape_varies:
-                self._has_changed = True
+                self.have_changed = True
                 self._vary(row, replace(self._table.entry(row), dtype=entry.dtype))
 
     def _describe(self, row: int, name: str, shape: tuple[int, ...]) -> None:
@@ -292,7 +287,7 @@ class Specs:
             if self._all_vary:
                 self._vary(row, entry)
             return
-        self._has_changed = True
+        self.have_changed = True
         if self._steps >= MOST_CHANGES or (
             entry.dtype != name and self._steps >= _ALL_VARY_AFTER and not is_of_parameter
         ):
@@ -303,10 +298,8 @@ class Specs:
             self._vary(row, replace(entry, dtype=name))
 
     def end_step(self, added: Iterable[Slots]) -> None:
-        """End a sampled step. `added` are the slots that were added after attach."""
-        if not self._has_changed:
-            return
-        self._has_changed = False
+        """End a sampled step with changes. `added` are the slots that were added after attach."""
+        self.have_changed = False
         self._steps += 1
         if self._steps == _ALL_VARY_AFTER:
             for row in (row for slots in added for row in slots.rows):
@@ -346,7 +339,8 @@ class Table:
 
         An age is the number of sampled steps since slots were requested.
         """
-        self._specs.end_step(self._added.values())
+        if self._specs.have_changed:
+            self._specs.end_step(self._added.values())
         if self._requested == len(self._added):
             return 0, 0
         ages = [(len(slots), self._step - slots.requested) for slots in self._added.values()]
@@ -402,23 +396,26 @@ class Table:
         """
         if slots is None:
             return
+        group = slots.group = slots.group or slots.group_of(slots.rows)
         error = None
         if slots not in self._isolation.failures:
             try:
-                slots.group.measure(tensors, self._table.statistics)
+                group.measure(tensors, self._table.statistics)
             except Exception as raised:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
                 error = without_frames(raised)
             else:
                 return
-        self._measure_apart(slots, tensors, error)
+        self._measure_apart(slots, group, tensors, error)
 
-    def _measure_apart(self, slots: Slots, tensors: Sequence[torch.Tensor | None], error: Exception | None) -> None:
+    def _measure_apart(
+        self, slots: Slots, whole: MeasureGroup, tensors: Sequence[torch.Tensor | None], error: Exception | None
+    ) -> None:
         """Measure `tensors` without those that raise, and report these. `error` is that of all of them together."""
         statistics, rows = self._table.statistics, slots.rows
 
         def compute(positions: Sequence[int]) -> None:
             is_whole = len(positions) == len(tensors)
-            group = slots.group if is_whole else slots.group_of(contiguous_rows([rows[place] for place in positions]))
+            group = whole if is_whole else slots.group_of(contiguous_rows([rows[place] for place in positions]))
             group.measure([tensors[position] for position in positions], statistics)
 
         def undo(positions: Sequence[int]) -> None:
