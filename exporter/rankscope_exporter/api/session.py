@@ -37,9 +37,9 @@ from rankscope_exporter.publishing.console import Console, banner
 from rankscope_exporter.publishing.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publishing.silent_kinds import SilentKinds
 from rankscope_exporter.reactions.anomaly_callback import FindCallback
-from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, ReactionDependencies
+from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions
 from rankscope_exporter.reconfiguration.change_log import change_log_of
-from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue, StepPace
+from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
@@ -202,11 +202,10 @@ class Session:
     def _build_changes(self, first_step: int, on_anomaly: FindCallback) -> None:
         """Build the objects that change which quantities are measured, and how often, during training."""
         config, identity, boundary = self.config, self.identity, self._boundary
-        self._pace = StepPace(first_step)
         self.change_queue = ChangeQueue(
             self.active_quantities,
             SamplingConfig(on=config.switch_file is None, config=config),
-            self._pace,
+            first_step,
             boundary=boundary,
             changed=self._sampling_changed,
             record=self.current_step.add_event,
@@ -217,10 +216,14 @@ class Session:
             parts=lambda changed: selected_parts(self.monitored, changed, identity.rank, ignore_start=True),
             boundary=boundary,
             tell=self.notices.tell,
-            change_log=change_log_of(identity, self._pace.now, config.switch_poll_seconds),
+            change_log=change_log_of(identity, lambda: self.change_queue.pace, config.switch_poll_seconds),
             first_step=first_step,
         )
-        dependencies = ReactionDependencies(
+        self.reactions = AnomalyReactions(
+            config,
+            identity,
+            boundary,
+            on_anomaly,
             active_quantities=self.active_quantities,
             change_queue=self.change_queue,
             change_sources=self.change_sources,
@@ -230,7 +233,6 @@ class Session:
             kinds_changed=self._announce_kinds,
             say=self.notices.say,
         )
-        self.reactions = AnomalyReactions(config, identity, boundary, dependencies, on_anomaly)
 
     def _build_training(self, first_step: int) -> None:
         """Build the hooks on the model, the recorder of steps, and the observers that hooks and recorder notify."""
@@ -244,7 +246,6 @@ class Session:
         observers = (
             *self.step_observers.all,
             *([team] if team.clocks else []),
-            self._pace,
             self.console,
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step

@@ -98,24 +98,22 @@ class CaptureController(StepObserver):
     def __init__(
         self,
         config: CaptureConfig | None,
+        active_quantities: ActiveQuantities,
         sources: ChangeSources,
         batches: SampleIds,
         worker: BackgroundWorker,
         *,
         rank: int,
-        capture: Callable[[], None],
-        release: Callable[[], None],
         record: Callable[[Event], None],
         take_flight_record: Callable[[], object],
         changed: Callable[[], None],
     ) -> None:
         self._config = config
+        self._active_quantities = active_quantities
         self._sources = sources
         self._batches = batches
         self._worker = worker
         self._rank = rank
-        self._capture = capture
-        self._release = release
         self._record = record
         self._take_flight_record = take_flight_record
         self._changed = changed
@@ -177,7 +175,7 @@ class CaptureController(StepObserver):
         self._reason, self._first = reason, step
         last = step + self._left - 1
         self._quiet_until = max(self._quiet_until, last)
-        self._capture()
+        self._active_quantities.capture()
         self._changed()
         cause = f"{reason.message}, on rank {reason.rank} at step {reason.step}"
         text = f"capture of {', '.join(config.quantities)} in steps {step} to {last}: {cause}"
@@ -192,7 +190,7 @@ class CaptureController(StepObserver):
             self._left -= 1
             if self._left <= 0:
                 try:
-                    self._release()
+                    self._active_quantities.release()
                     self._changed()
                 finally:
                     self._end(f"capture ended before step {step}", cut_short=False)
@@ -257,30 +255,14 @@ FINISH_SECONDS: Final = 1.0
 """Longest time in seconds that the end of training waits for the last events of captures."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReactionDependencies:
-    """The objects and functions of the session that the reactions to overhead and to anomalies use."""
-
-    active_quantities: ActiveQuantities
-    change_queue: ChangeQueue
-    change_sources: ChangeSources
-    record: Callable[[Event], None]
-    """Function that publishes an event."""
-    take_flight_record: Callable[[str], object]
-    """Function that publishes a flight record. Its argument is the name of the trigger, such as "capture"."""
-    cost: Callable[[], float]
-    """Function that returns the CPU seconds that the monitor has used so far, without costs that occur only once."""
-    kinds_changed: Callable[[], None]
-    """Function that is called when the set of tensor kinds that are measured changes."""
-    say: Callable[[str], None]
-    """Function that prints a line on the console."""
-
-
 class AnomalyReactions(StepObserver):
     """The reactions of one session to overhead and to anomalies.
 
     The session must register all objects in `observers` as observers of steps and records, in the order of
-    `observers`.
+    `observers`. The functions: `record` publishes an event. `take_flight_record` publishes a flight record for the
+    trigger with a name. `cost` returns the CPU seconds that the monitor has used so far, without costs that occur only
+    once. `kinds_changed` is called when the set of tensor kinds that are measured changes. `say` prints a line on the
+    console.
     """
 
     def __init__(
@@ -288,45 +270,50 @@ class AnomalyReactions(StepObserver):
         config: MonitorConfig,
         identity: Identity,
         boundary: ErrorBoundary,
-        parts: ReactionDependencies,
         on_anomaly: FindCallback,
+        *,
+        active_quantities: ActiveQuantities,
+        change_queue: ChangeQueue,
+        change_sources: ChangeSources,
+        record: Callable[[Event], None],
+        take_flight_record: Callable[[str], object],
+        cost: Callable[[], float],
+        kinds_changed: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         self._config = config
         self._identity = identity
         self._boundary = boundary
-        self._dependencies = parts
+        self._kinds_changed = kinds_changed
         self._worker = BackgroundWorker("capture", boundary)
-        self.batches = SampleIds()
+        self.batches = SampleIds(are_read=config.capture is not None or on_anomaly() is not None)
         self.callbacks = AnomalyCallback(on_anomaly, boundary, self._samples)
         max_overhead = share_of(config.max_overhead)
+        window = None if max_overhead is None else OverheadWindow(max_overhead)
         self.overhead_controller = OverheadController(
-            None if max_overhead is None else OverheadWindow(max_overhead),
-            parts.change_sources,
-            cost=parts.cost,
-            period=lambda: parts.active_quantities.period,
-            changes=lambda: parts.change_queue.changes,
-            set_stretch=parts.active_quantities.set_stretch,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            say=parts.say,
+            window, active_quantities, change_queue, change_sources, identity, cost=cost, say=say
         )
         self.captures = CaptureController(
             config.capture,
-            parts.change_sources,
+            active_quantities,
+            change_sources,
             self.batches,
             self._worker,
             rank=identity.rank,
-            capture=parts.active_quantities.capture,
-            release=parts.active_quantities.release,
-            record=parts.record,
-            take_flight_record=lambda: parts.take_flight_record("capture"),
+            record=record,
+            take_flight_record=lambda: take_flight_record("capture"),
             changed=self._capture_changed,
         )
 
     @property
     def observers(self) -> tuple[StepObserver, ...]:
-        """The observers of steps and records, in the order in which they must be called."""
-        return self.overhead_controller, self.captures, self.batches, self
+        """The observers that the configuration needs, in the order in which they must be called."""
+        needed = (
+            (self.overhead_controller, self._config.max_overhead is not None),
+            (self.captures, self._config.capture is not None),
+            (self.batches, self.batches.are_read),
+        )
+        return *(observer for observer, is_needed in needed if is_needed), self
 
     def on_record(self, record: StepRecord) -> None:
         """React to the firings in `record`, the record of one step. Called on the publisher thread."""
@@ -375,4 +362,4 @@ class AnomalyReactions(StepObserver):
 
     def _capture_changed(self) -> None:
         self.overhead_controller.pause()  # the cost of a capture does not count against max_overhead
-        self._dependencies.kinds_changed()
+        self._kinds_changed()

@@ -15,10 +15,12 @@ from functools import partial
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.identity import Identity
 from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
-from rankscope_exporter.reconfiguration.change_queue import PlannedChange
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The name under which the overhead controller requests changes of the sampling."""
@@ -69,10 +71,7 @@ class OverheadController(StepObserver):
     """Keeps the overhead of this rank below `max_overhead` by changing the sampling interval.
 
     If `window` is None, this rank requests no change, but applies the changes that other ranks request. The function
-    `cost` returns the CPU seconds that the monitor has used so far. The function `period` returns the number of steps
-    of one sampling cycle, and `changes` the number of sampling changes that took effect on this rank.
-
-    The function `set_stretch` multiplies the sampling intervals of all quantities by a factor.
+    `cost` returns the CPU seconds that the monitor has used so far.
 
     All methods run on the training thread, except `_make` and `_request`, which the background thread of
     `ChangeSources` calls, too.
@@ -81,27 +80,23 @@ class OverheadController(StepObserver):
     def __init__(
         self,
         window: OverheadWindow | None,
+        active_quantities: ActiveQuantities,
+        change_queue: ChangeQueue,
         sources: ChangeSources,
+        identity: Identity,
         *,
         cost: Callable[[], float],
-        period: Callable[[], int],
-        changes: Callable[[], int],
-        set_stretch: Callable[[int], None],
-        rank: int,
-        world_size: int,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stretch = 1
         """Factor by which the configured sampling interval is multiplied."""
         self._window = window
+        self._active_quantities = active_quantities
+        self._change_queue = change_queue
         self._sources = sources
+        self._rank, self._world_size = identity.rank, identity.world_size
         self._cost = cost
-        self._period = period
-        self._changes = changes
-        self._set_stretch = set_stretch
-        self._rank = rank
-        self._world_size = world_size
         self._say = say
         self._clock = clock
         self._requested_at = -1  # the number of changes at the last request of this rank
@@ -115,7 +110,7 @@ class OverheadController(StepObserver):
         At all other steps, this method only counts the step.
         """
         window = self._window
-        if window is not None and window.may_end(self._period()):
+        if window is not None and window.may_end(self._active_quantities.period):
             now = self._clock()
             result = window.evaluate(now, self._cost()) if window.is_long_enough(now) else None
             if result is not None:
@@ -142,12 +137,12 @@ class OverheadController(StepObserver):
 
     def _act(self, result: WindowResult) -> None:
         is_low = result.verdict is Verdict.LOW
-        if self._counted_at == self._changes() and not is_low:
+        if self._counted_at == self._change_queue.changes and not is_low:
             self._count(-1)
-        if result.verdict is Verdict.OVER and self._requested_at != self._changes():
-            self._requested_at = self._changes()
+        if result.verdict is Verdict.OVER and self._requested_at != self._change_queue.changes:
+            self._requested_at = self._change_queue.changes
             self._request(result)
-        elif is_low and self._counted_at != self._changes():
+        elif is_low and self._counted_at != self._change_queue.changes:
             self._count(+1, result)
         elif result.share > self._max_overhead and self.stretch == MOST_STRETCH:
             self._report_floor(result.share)
@@ -157,13 +152,13 @@ class OverheadController(StepObserver):
 
         If all ranks have low overhead after this, request a shorter sampling interval.
         """
-        self._counted_at = self._changes() if amount > 0 else -1
+        self._counted_at = self._change_queue.changes if amount > 0 else -1
 
         def counted(ranks: int | None) -> None:
             if result is not None and (ranks is None or ranks >= self._world_size):
                 self._request(result)
 
-        self._sources.count(f"room/{self._changes()}", amount, counted)
+        self._sources.count(f"room/{self._change_queue.changes}", amount, counted)
 
     def _request(self, result: WindowResult) -> None:
         request = DecimationRequest(
@@ -171,7 +166,7 @@ class OverheadController(StepObserver):
             share=result.share,
             max_overhead=self._max_overhead,
             rank=self._rank,
-            changes=self._changes(),
+            changes=self._change_queue.changes,
         )
         self._sources.request_reaction(asdict(request), BUDGET)
 
@@ -199,7 +194,7 @@ class OverheadController(StepObserver):
 
         Return no event if the factor is the same as before, or if `request` is void.
         """
-        if request.changes != self._changes() - 1:  # the change itself is already counted
+        if request.changes != self._change_queue.changes - 1:  # the change itself is already counted
             return []
         before = self.stretch
         self._hold(request.stretch)
@@ -207,7 +202,7 @@ class OverheadController(StepObserver):
             return []
         if request.rank == self._rank:
             self._say(_reason(request, before))
-        self._set_stretch(request.stretch)
+        self._active_quantities.set_stretch(request.stretch)
         return [_event(request, before, step, agreed_step)]
 
     def _hold(self, stretch: int) -> None:

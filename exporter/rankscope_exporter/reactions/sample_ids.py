@@ -74,9 +74,13 @@ def _plain(value: Any) -> Any:
 
 
 class SampleIds(StepObserver):
-    """Assigns the sample ids of each batch to the step with the forward pass of the batch."""
+    """Assigns the sample ids of each batch to the step with the forward pass of the batch.
 
-    def __init__(self) -> None:
+    If `are_read` is false, no ids are stored.
+    """
+
+    def __init__(self, *, are_read: bool) -> None:
+        self.are_read = are_read
         self._coming: list[Batch] = []  # batches of the next forward passes
         self._evaluated = 0  # number of them that an evaluation has used meanwhile
         self._has_forward = False  # whether the present step has a training forward pass
@@ -86,6 +90,8 @@ class SampleIds(StepObserver):
 
     def add(self, ids: Any) -> None:
         """Store the sample ids of the batch that the next forward pass will process."""
+        if not self.are_read:
+            return
         batch = Batch.of(ids)
         with self._lock:
             del self._coming[: self._evaluated]

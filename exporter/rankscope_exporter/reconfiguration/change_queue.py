@@ -31,34 +31,6 @@ _KEEP: Final = 0.8
 """Weight of the previous average in the moving average of the duration of a step."""
 
 
-class StepPace(StepObserver):
-    """The number of the step that began last, and the average duration of a step.
-
-    The method `now`, which returns both, may be called on any thread.
-    """
-
-    def __init__(self, first_step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._now: tuple[int, float | None] = (first_step - 1, None)
-        self._began_at: float | None = None
-
-    def now(self) -> tuple[int, float | None]:
-        """Return the number of the step that began last, and the average seconds per step.
-
-        The average is None before the second step.
-        """
-        return self._now
-
-    def on_before_step(self, step: int) -> None:
-        """Store the number of the step that begins, and update the average duration of a step."""
-        now, seconds = self._clock(), self._now[1]
-        if self._began_at is not None:
-            took = now - self._began_at
-            seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
-        self._began_at = now
-        self._now = (step, seconds)
-
-
 @dataclass(slots=True, kw_only=True)
 class PlannedChange:
     """A change of the sampling that waits for its step."""
@@ -91,6 +63,8 @@ class SamplingChange(PlannedChange):
 class ChangeQueue(StepObserver):
     """Applies changes of the sampling between two steps, and adds events about them to the record of the next step.
 
+    It also measures the pace of the training, from which `ChangeLog` computes the steps of changes.
+
     The function `changed` is called on the training thread after each change of the sampling configuration, with the
     source of the change and its step. The function `record` adds an event to the record of the step that begins.
     """
@@ -99,12 +73,17 @@ class ChangeQueue(StepObserver):
         self,
         active_quantities: ActiveQuantities,
         sampling: SamplingConfig,
-        pace: StepPace,
+        first_step: int,
         *,
         boundary: ErrorBoundary,
         changed: Callable[[str, int], None],
         record: Callable[[Event], None],
     ) -> None:
+        self.pace: tuple[int, float | None] = (first_step - 1, None)
+        """The number of the step that began last, and the average seconds per step, None before the second step.
+
+        Any thread may read it.
+        """
         self.sampling = sampling
         """The sampling configuration that is in effect."""
         self.ended = threading.Event()
@@ -115,7 +94,7 @@ class ChangeQueue(StepObserver):
         At the same step it is equal on all ranks that are not late.
         """
         self._active_quantities = active_quantities
-        self._pace = pace
+        self._began_at: float | None = None  # the last step
         self._boundary = boundary
         self._changed = changed
         self._record = record
@@ -152,7 +131,7 @@ class ChangeQueue(StepObserver):
         """
         if not self._waiting:
             return
-        coming = self._pace.now()[0] + 1
+        coming = self.pace[0] + 1
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
         last = _last_sampling(due)
@@ -162,8 +141,13 @@ class ChangeQueue(StepObserver):
     def on_before_step(self, step: int) -> None:
         """Apply the changes that take effect at step number `step`.
 
-        Without such changes, the call makes a few comparisons.
+        Without such changes, the call reads the clock and makes a few comparisons.
         """
+        now, seconds = time.monotonic(), self.pace[1]
+        if self._began_at is not None:
+            took = now - self._began_at
+            seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
+        self._began_at, self.pace = now, (step, seconds)
         is_changed = False
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:

@@ -19,7 +19,7 @@ from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantity import ActiveQuantity, Gate
+from rankscope_exporter.sampling.active_quantity import ActiveQuantity, GateState
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
 from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
 from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
@@ -153,10 +153,10 @@ class ActiveQuantities:
         added = [member for member in self._captured if member not in self._members]
         for member in self._members:
             if any(type(member.quantity) is type(other.quantity) for other in added):
-                member.gate = Gate.CLOSED
+                member.gate = GateState.CLOSED
         added = [member for member in added if self._activate(member, self._captured[member])]
         for member in self._captured:
-            member.gate = Gate.OPEN
+            member.gate = GateState.OPEN
         self._measure([*self._members, *added])
 
     def release(self) -> None:

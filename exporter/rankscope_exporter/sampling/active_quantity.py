@@ -109,7 +109,7 @@ class TransientHooks:
         self.may_be_removed = True
 
 
-class Gate(enum.Enum):
+class GateState(enum.Enum):
     """The steps at which a quantity with hooks is measured."""
 
     SCHEDULED = "scheduled"  # those that its schedule selects
@@ -134,7 +134,7 @@ class ActiveQuantity:
 
     This is a field instead of a property, because hooks read it at each call.
     """
-    gate: Gate = Gate.CLOSED
+    gate: GateState = GateState.CLOSED
     is_retired: bool = False
     """True if its hooks were removed permanently, because its schedule has ended."""
     where: str = field(init=False)
@@ -192,13 +192,13 @@ class ActiveQuantity:
             self.slots = Table(table, entries, self.quantity.monitored.owners(), sampling.ops)
         else:
             self.slots.publish(sampling.ops)
-        self.gate = Gate.SCHEDULED
+        self.gate = GateState.SCHEDULED
         return True
 
     def opens(self, step: int) -> bool:
         """Count the step number `step`, which begins; return whether the quantity is measured at this step."""
         is_due = self.schedule.begins(step)
-        self.is_open = is_due if self.gate is Gate.SCHEDULED else self.gate is Gate.OPEN
+        self.is_open = is_due if self.gate is GateState.SCHEDULED else self.gate is GateState.OPEN
         if self.is_open and self.slots is not None:
             self.slots.begin(step)
         return self.is_open
@@ -235,13 +235,13 @@ class ActiveQuantity:
 
     def resume(self) -> None:
         """Measure this quantity by its schedule again after a capture, with the statistics that it publishes."""
-        if self.gate is Gate.CLOSED and self.slots is not None:
+        if self.gate is GateState.CLOSED and self.slots is not None:
             self.slots.publish(self.ops)  # a captured quantity of the same class had the slots
-        self.gate = Gate.SCHEDULED
+        self.gate = GateState.SCHEDULED
 
     def leave(self) -> None:
         """Stop measuring this quantity, and give up its slots. Its hooks remain."""
-        self.is_open, self.gate, self.slots = False, Gate.CLOSED, None
+        self.is_open, self.gate, self.slots = False, GateState.CLOSED, None
 
     def measures_as(self, other: Quantity) -> bool:
         """Return whether `other` has the same class and the same options.

@@ -281,7 +281,7 @@ def test_failed_capture_request_keeps_the_flight_record_and_the_callback(monkeyp
 
 def test_capture_with_unremovable_hooks_ends(monkeypatch):
     with Training() as training:
-        monkeypatch.setattr(training.session.reactions.captures, "_release", failing)
+        monkeypatch.setattr(training.session.active_quantities, "release", failing)
         training.train(2)
         training.fire()
         training.train(9)
