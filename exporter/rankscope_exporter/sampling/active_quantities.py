@@ -73,8 +73,9 @@ class ActiveQuantities:
         self._attached: list[ActiveQuantity] = []  # all quantities that have hooks
         self._members: list[ActiveQuantity] = []  # those that are measured by their schedules
         self._measured: list[ActiveQuantity] = []  # and those that a capture measures
+        self._tables: list[Table] = []  # of the measured quantities
         self._captured: dict[ActiveQuantity, QuantitySampling] = {}
-        self._calls: dict[Callable[..., None], list[_Call]] = {}  # by event, see `_list_calls`
+        self._calls: dict[Callable[..., None], list[_Call]] = {}  # by event, see `_measure`
         self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
         table = StatisticsTable(first, device)
@@ -135,7 +136,9 @@ class ActiveQuantities:
                 member.leave()
             if member not in self._attached:
                 self._boundary.call(member.where, member.unhook)
-        self._members = [member for member, sampling in prepared.items() if self._activate(member, sampling)]
+        self._members = [
+            member for member, sampling in prepared.items() if member.activate(self.table, sampling, self._boundary)
+        ]
         self._measure(self._members)
 
     def set_stretch(self, factor: int) -> None:
@@ -154,7 +157,7 @@ class ActiveQuantities:
         for member in self._members:
             if any(type(member.quantity) is type(other.quantity) for other in added):
                 member.gate = GateState.CLOSED
-        added = [member for member in added if self._activate(member, self._captured[member])]
+        added = [member for member in added if member.activate(self.table, self._captured[member], self._boundary)]
         for member in self._captured:
             member.gate = GateState.OPEN
         self._measure([*self._members, *added])
@@ -168,11 +171,6 @@ class ActiveQuantities:
                 member.leave()
         self._measure(self._members)
 
-    def _activate(self, member: ActiveQuantity, sampling: QuantitySampling) -> bool:
-        """Add the slots of `member` to the table, and return whether this succeeded."""
-        where = f"rows of {member.quantity.name}"
-        return self._boundary.call(where, member.activate, self.table, sampling) is not None
-
     def _measure(self, members: list[ActiveQuantity]) -> None:
         """Measure `members` from now on. Find, for each event, those that override its method."""
         self._measured = members
@@ -184,10 +182,8 @@ class ActiveQuantities:
             ]
             for event in _EVENTS
         }
-        self.table.find_unused(self._tables())
-
-    def _tables(self) -> list[Table]:
-        return [member.slots for member in self._measured if member.slots is not None]
+        self._tables = [member.slots for member in members if member.slots is not None]
+        self.table.find_unused(self._tables)
 
     # State.
 
@@ -256,16 +252,13 @@ class ActiveQuantities:
                     try:
                         call(table)
                     except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
-                        self._report(member, event, error)
+                        self._boundary.report(f"{member.quantity.name} ({event.__name__})", error)
             if event is Quantity.on_optimizer_step_end:
                 for member in self._measured:
                     if member.is_open:
                         self._expected[member.quantity.name] = self._boundary.call(
                             member.where, member.quantity.expected
                         )
-
-    def _report(self, member: ActiveQuantity, event: Callable[..., None], error: Exception) -> None:
-        self._boundary.report(f"{member.quantity.name} ({event.__name__})", error)
 
     def forward(self, *, failed: bool = False) -> None:
         """Handle the beginning of a training forward pass of a sampled step.
@@ -289,7 +282,7 @@ class ActiveQuantities:
                     try:
                         call(own, holder, table)
                     except Exception as error:  # noqa: BLE001 - see above
-                        self._report(member, Quantity.on_gradient_ready, error)
+                        self._boundary.report(f"{member.quantity.name} (on_gradient_ready)", error)
 
     def peek(self) -> tuple[Sequence[PlanEntry], Finished]:
         """Return the plan entries and the statistics that the present step has so far. Waits for the device."""
@@ -314,6 +307,6 @@ class ActiveQuantities:
         record.plan = self.table.version()
         record.copy = HostCopy(self.table.statistics, len(record.plan))
         if is_wasteful:
-            self.table.rebuild(self._tables())
+            self.table.rebuild(self._tables)
         self._is_clear = True
         self.backlog.measured += 1

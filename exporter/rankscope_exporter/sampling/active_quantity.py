@@ -179,12 +179,11 @@ class ActiveQuantity:
         """Register `hook` now and at each later sampled step (see `TransientHooks.add`)."""
         self.transient.add(hook, register, stays=stays)
 
-    def activate(self, table: StepTable, sampling: QuantitySampling) -> bool:
-        """Start a new schedule, and add slots to the table if the quantity has none yet.
+    def activate(self, table: StepTable, sampling: QuantitySampling, boundary: ErrorBoundary) -> bool:
+        """Start a new schedule, and add slots to the table if the quantity has none; return whether this succeeded."""
+        return boundary.call(f"rows of {self.quantity.name}", self._activate, table, sampling) is not None
 
-        Return True, so that the caller can distinguish success from None, the result of the error boundary if this
-        method raises.
-        """
+    def _activate(self, table: StepTable, sampling: QuantitySampling) -> bool:
         self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
         if self.slots is None:
             entries = self.quantity.first_entries

@@ -54,7 +54,7 @@ class Schedule:
         if self.is_over or (timing.start_step is not None and not self._seen and step < timing.start_step):
             self._is_due = False
         else:
-            self._is_due = self._seen % self.period == 0
+            self._is_due = self._seen % (timing.every * self.stretch) == 0
             self._seen += 1
         return self._is_due
 

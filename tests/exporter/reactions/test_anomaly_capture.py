@@ -69,6 +69,16 @@ def test_firing_adds_quantities_for_some_steps_and_changes_nothing_else():
     assert ({"7": [[7]], "8": [[8]], "9": [[9]]}, False) == (ended["samples"], ended["cut_short"])
 
 
+def test_only_two_hooks_on_the_whole_model_wait_for_a_capture():
+    hooks = []
+    for capture in (None, CAPTURE):
+        with Training(capture=capture) as training:
+            training.train(3)
+            hooks.append(hooks_of(training.net))
+
+    assert hooks[0] + 2 == hooks[1]
+
+
 def test_capture_of_an_active_quantity_keeps_its_schedule():
     """Parameters are sampled at every 4th step, at most 3 times."""
     with Training(capture={**CAPTURE, "quantities": ["parameters"]}, times=3) as training:
