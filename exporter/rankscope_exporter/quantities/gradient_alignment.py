@@ -13,11 +13,9 @@ from rankscope_exporter.model.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.optimizer_state import StateQuantity, in_use, kinds_of, state_tensor
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers
+from rankscope_exporter.statistics.signs import sums_of_signs
 
 KIND: Final = "direction_agreement"
-_EXACT_IN_FLOAT32: Final = 1 << 24
-"""All whole numbers up to this one are exact in float32, and so are sums of as many terms of -1, 0 and 1."""
-
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")
 
 
@@ -56,7 +54,7 @@ class GradientAlignment(StateQuantity):
 
         def compare(positions: Sequence[int]) -> None:
             parts = [[real_parts(local_tensor(item)) for item in pairs[i]] for i in positions]
-            sums = torch.stack([_sum_of_signs(gradient, momentum) for gradient, momentum in parts])
+            sums = sums_of_signs([(gradient, momentum) for gradient, momentum in parts], compiled=table.is_compiled)
             counts = [gradient.numel() for gradient, _ in parts]
             table.defer("features", sums, functools.partial(_rows, [names[i] for i in positions], counts))
 
@@ -66,12 +64,6 @@ class GradientAlignment(StateQuantity):
 def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
     found = (state_tensor(state, key) for key in _MOMENTA)
     return next((momentum for momentum in found if momentum is not None), None)
-
-
-def _sum_of_signs(gradient: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-    """Return Σ sign(g)·sign(m), a scalar on the device of the tensors."""
-    exact = torch.float32 if gradient.numel() <= _EXACT_IN_FLOAT32 else torch.float64
-    return gradient.sign().mul_(momentum.sign()).sum(dtype=exact)
 
 
 def _rows(names: list[str], counts: list[int], sums: Numbers) -> list[dict[str, Any]]:

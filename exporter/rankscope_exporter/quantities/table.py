@@ -328,6 +328,11 @@ class Table:
         for kind, of_kind in entries.by_kind():
             self.slots[kind] = self._new(of_kind, owners)
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled kernel is used on a CPU."""
+        return self._table.measurement.compiled
+
     def begin(self, step: int) -> None:
         """Begin a sampled step with the number `step`."""
         self._step += 1

@@ -460,5 +460,74 @@ int64_t rankscope_read(Request *request, void *tensors)
     }
 EXTRA_SUM(sum_of_fourth_powers, (x * x) * (x * x))
 
+/* Two tensors with as many elements in one order, and the sum of sign(a) * sign(b). The sign of 0 and NaN is 0. */
+typedef struct {
+    const char *first, *second;
+    int64_t size, dtype, sum;
+} Pair;
+
+typedef struct {
+    Pair *pairs;
+    int64_t count;
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
+    int64_t threads, next;
+} Pairs;
+
+/* Define a comparison of `size` elements, of which the bits are of type `integer`. */
+#define COMPARE(name, integer, largest, infinite)                                                                      \
+    FOR_EACH_PROCESSOR static int64_t name(const char *first, const char *second, int64_t size)                        \
+    {                                                                                                                  \
+        typedef integer __attribute__((may_alias)) bits;                                                               \
+        integer sum = 0;                                                                                               \
+        for (int64_t i = 0; i < size; i++) {                                                                           \
+            integer a = ((const bits *)first)[i], b = ((const bits *)second)[i], u = a & largest, v = b & largest;     \
+            sum += ((u > 0) & (u <= infinite) & (v > 0) & (v <= infinite)) * (integer)((a ^ b) < 0 ? -1 : 1);          \
+        }                                                                                                              \
+        return sum;                                                                                                    \
+    }
+COMPARE(compare16, int16_t, INT16_MAX, INFINITE16)
+COMPARE(compare_bfloat16, int16_t, INT16_MAX, (INFINITE32 >> 16))
+COMPARE(compare32, int32_t, INT32_MAX, INFINITE32)
+COMPARE(compare64, int64_t, INT64_MAX, INFINITE64)
+
+static int64_t compare_block(const Pair *pair, int64_t place, int64_t size)
+{
+    int64_t at = place * (pair->dtype == FLOAT64 ? 8 : pair->dtype == FLOAT32 ? 4 : 2);
+    const char *first = pair->first + at, *second = pair->second + at;
+    if (pair->dtype == FLOAT32)
+        return compare32(first, second, size);
+    if (pair->dtype == FLOAT64)
+        return compare64(first, second, size);
+    return pair->dtype == BFLOAT16 ? compare_bfloat16(first, second, size) : compare16(first, second, size);
+}
+
+/* Compare chunks that no thread has begun, until there are none. */
+static void compare(void *argument)
+{
+    Pairs *request = argument;
+    int64_t before = 0, end;
+    Pair *pair = request->pairs, *last = pair + request->count;
+    for (;;) {
+        int64_t chunk = __atomic_fetch_add(&request->next, 1, __ATOMIC_RELAXED), sum = 0;
+        for (; pair < last && chunk >= before + (end = (pair->size + CHUNK - 1) / CHUNK); pair++)
+            before += end;
+        if (pair == last)
+            return;
+        int64_t place = (chunk - before) * CHUNK, stop = place + CHUNK < pair->size ? place + CHUNK : pair->size;
+        for (; place < stop; place += BLOCK)
+            sum += compare_block(pair, place, stop - place < BLOCK ? stop - place : BLOCK);
+        __atomic_fetch_add(&pair->sum, sum, __ATOMIC_RELAXED);
+    }
+}
+
+/* Add the sum of the products of signs to each pair. */
+void rankscope_compare(Pairs *request)
+{
+    if (request->parallel && request->threads > 1)
+        request->parallel(compare, request, (unsigned)request->threads, 0);
+    else
+        compare(request);
+}
+
 /* A hash of the source, by which `c_kernel.py` finds a library that was compiled from another one. */
 const char rankscope_source[] = SOURCE;

@@ -118,7 +118,7 @@ class MeasureGroup:
                 if tensor is None or (request[job + _SIZE] >= 0 and not tensor.is_neg()):
                     continue
                 local[position] = own = tensor if type(tensor) in PLAIN_TYPES else _local(tensor)
-                if (readable := _readable(own)) is None:
+                if (readable := readable_by_kernel(own)) is None:
                     others.append(position)
                     request[job + _SIZE], request[job + _DTYPE] = -1, -1
                 else:
@@ -198,7 +198,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor | None:
+def readable_by_kernel(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return `tensor` or a contiguous copy, which the compiled kernel can read; None if it cannot read its elements."""
     if type(tensor) not in PLAIN_TYPES or tensor.dtype not in CODES or not tensor.is_cpu or tensor.is_nested:
         return None

@@ -42,7 +42,10 @@ int main(void)
                 for (int row = 0; row < ROWS + extra; row++)
                     printf("%llx ", (unsigned long long)table[row].count);
             }
-            printf("\n");
+            Pair pair = {memory, memory, size, dtype, 0};
+            Pairs pairs = {&pair, 1, twice, 1 + place % 2, 0};
+            rankscope_compare(&pairs);
+            printf("%lld\n", (long long)pair.sum);
             free(memory);
         }
     return 0;
