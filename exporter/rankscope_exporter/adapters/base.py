@@ -7,6 +7,7 @@ adapters: each rank publishes its own norms, and the view `tensor_global` of the
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -356,12 +357,10 @@ class Framework(WrappedModel):
         self, parameters: Sequence[nn.Parameter | None], optimizers: Sequence[torch.optim.Optimizer]
     ) -> list[ParameterState | None]:
         """Return the state that `optimizers` store for each parameter; None for a parameter without an optimizer."""
-        groups = {
-            id(item): own
-            for optimizer in reversed(optimizers)
-            for own in [(optimizer, group) for group in optimizer.param_groups]
-            for item in own[1]["params"]
-        }
+        groups: dict[int, tuple[torch.optim.Optimizer, Mapping[str, Any]]] = {}
+        for optimizer in reversed(optimizers):
+            for group in optimizer.param_groups:
+                groups.update(zip(map(id, group["params"]), itertools.repeat((optimizer, group))))
         states: list[ParameterState | None] = []
         for parameter in parameters:
             own = groups.get(id(parameter))

@@ -30,7 +30,6 @@ from rankscope_exporter.base.tracing import (
     uncompiled,
 )
 from rankscope_exporter.process.threads import intra_op_threads
-from rankscope_exporter.records.step_events import StepObserver
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -46,46 +45,31 @@ About half of the first read and half of the second read are outside of the inte
 """
 
 
-class IntraOpThreads(StepObserver):
-    """The threads of torch's pool that compute parts of operations which the training thread starts.
-
-    `seconds` is the CPU time that these threads have used for the monitor.
-    """
+class IntraOpThreads:
+    """The threads of torch's pool that compute parts of operations which the training thread starts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        """The CPU time that these threads have used for the monitor."""
         self.clocks: tuple[int, ...] = ()
         """The CPU time clocks of the threads; empty if torch computes on the training thread alone."""
-        self._depth = 0
-        self._began = 0.0
 
     def find(self) -> None:
         """Find the threads of torch's pool. Called on the training thread, which owns the pool."""
         self.clocks = tuple(map(_clock, intra_op_threads()))
 
-    def on_measurement_begin(self) -> None:
-        """Start to measure the CPU time of torch's threads before operations that torch may divide among them.
-
-        Calls can be nested.
-        """
-        if self.clocks:
-            if self._depth == 0:
-                self._began = self._now()
-            self._depth += 1
-
-    def on_measurement_end(self) -> None:
-        """Add up the CPU time that torch's threads have used since the outermost call of `on_measurement_begin`."""
-        if self.clocks:
-            self._depth -= 1
-            if self._depth == 0:
-                self.seconds += self._now() - self._began
-
-    def _now(self) -> float:
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return `function(*args)`, and add up the CPU time that the threads use meanwhile. Calls can be nested."""
+        before = self.seconds
         try:
-            return sum(map(time.clock_gettime, self.clocks))
+            began = sum(map(time.clock_gettime, self.clocks))
         except OSError:  # torch has replaced the pool
-            self.clocks = ()
-            return self._began
+            self.clocks, began = (), 0.0
+        try:
+            return function(*args)
+        finally:
+            with contextlib.suppress(OSError):
+                self.seconds = before + sum(map(time.clock_gettime, self.clocks)) - began
 
 
 def _clock(thread: int) -> int:
@@ -162,16 +146,7 @@ class HookContext:
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
-        began = time.thread_time()
-        try:
-            if is_plain():
-                return function(*args)
-            return None if is_traced() else call_outside_of_modes(function, *args)
-        except Exception as error:  # noqa: BLE001 - as in `Hook`
-            self.boundary.report(where, error)
-            return None
-        finally:
-            self.cpu_seconds += time.thread_time() - began + _CLOCK_READ_SECONDS
+        return Hook(self, where, function, of_script=True)(*args)
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` under a lock, so that no step begins or ends during the call.
@@ -217,8 +192,9 @@ class Hook(NotCopied):
 
     A hook with a gate belongs to a quantity and reads tensors: the function is called only while the gate is open, and
     gradients are disabled during the call. It is also called under a transform of `torch.func` if the transform runs in
-    a training forward pass, because the quantity reports transformed tensors. All other hooks then call the function
-    `transformed` instead, without arguments. It may not call torch operations.
+    a training forward pass, because the quantity reports transformed tensors. A hook `of_script`, which a method of the
+    monitor calls for the script, runs outside of the transform. All other hooks then call the function `transformed`
+    instead, without arguments. It may not call torch operations.
 
     The function `was_compiled` reports a compilation of the hook: Dynamo calls it when it compiles the hook. It must be
     a result of `on_compilation`. The object `owner` is kept alive by the hook, and so by the module that has the hook.
@@ -235,6 +211,7 @@ class Hook(NotCopied):
         was_compiled: Callable[[], int] | None = None,
         transformed: Callable[[], None] | None = None,
         owner: object = None,
+        of_script: bool = False,
     ) -> None:
         super().__init__(function)
         self._context = context
@@ -243,6 +220,7 @@ class Hook(NotCopied):
         self._was_compiled = was_compiled
         self._transformed = transformed
         self._owner = owner
+        self._of_script = of_script
         self.was_called = False
         """True if torch has called the hook, which has a gate, since its registration."""
         self.on_inactive_call: Callable[[], None] | None = None
@@ -278,14 +256,9 @@ class Hook(NotCopied):
             context.cpu_seconds = before + time.thread_time() - began + _CLOCK_READ_SECONDS
 
     def _read(self, *args: Any) -> None:
-        context, team = self._context, self._context.team
-        context.grad_enabled = torch.is_grad_enabled()
-        team.on_measurement_begin()
-        try:
-            with torch.no_grad():
-                self._call(*args)
-        finally:
-            team.on_measurement_end()
+        self._context.grad_enabled = torch.is_grad_enabled()
+        with torch.no_grad():
+            self._context.team.call(self._call, *args)
 
     def _call_beside_modes(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the function outside of the modes of the script; return None without a call under a tracer."""
@@ -293,6 +266,6 @@ class Hook(NotCopied):
             return None
         if self._gate is not None and self._context.in_forward and is_transformed():
             return call(*args)
-        if has_transform():
+        if has_transform() and not self._of_script:
             return None if self._transformed is None else self._transformed()
         return call_outside_of_modes(call, *args)

@@ -5,25 +5,37 @@ The model may consist of several chunks.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.model.parameter_names import NamedParameter, Targets, found_in_place
+from rankscope_exporter.model.parameter_names import NamedParameter, ParameterPlaces, Targets
 from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.records.plan_entries import Descriptions
 
 T = TypeVar("T")
+
+_CALL: Final = weakref.ref.__call__
+_GROUPS: Final = operator.attrgetter("param_groups")
+PARAMETERS: Final = operator.itemgetter("params")
+"""Function that returns the parameters of a parameter group."""
+_GRADIENT: Final = operator.attrgetter("grad")
+
+
+def identities(*optimizers: torch.optim.Optimizer) -> list[int]:
+    """Return the id() of each parameter of the optimizers."""
+    groups = itertools.chain.from_iterable(map(_GROUPS, optimizers))
+    return [*map(id, itertools.chain.from_iterable(map(PARAMETERS, groups)))]
 
 
 class Borrowed(Sequence[T]):
@@ -36,17 +48,24 @@ class Borrowed(Sequence[T]):
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._references = [weakref.ref(item) for item in items]
 
+    def present(self) -> list[T]:
+        """Return the items that exist."""
+        items = [*map(_CALL, self._references)]
+        if all(map(operator.is_not, items, itertools.repeat(None))):
+            return items  # type: ignore[return-value]  # see above
+        return [item for item in items if item is not None]
+
     def __iter__(self) -> Iterator[T]:
-        return iter([item for reference in self._references if (item := reference()) is not None])
+        return iter(self.present())
 
     def __len__(self) -> int:
-        return len([*iter(self)])
+        return len(self.present())
 
     def __getitem__(self, position: Any) -> Any:
-        return [*iter(self)][position]
+        return self.present()[position]
 
     def __setitem__(self, position: Any, value: Any) -> None:
-        items = [*iter(self)]
+        items = self.present()
         items[position] = value
         self._references = [weakref.ref(item) for item in items]
 
@@ -68,45 +87,46 @@ class UpdateScope:
         """The id() of the optimizer that has stepped last, or that steps now."""
         self.is_inside_backward = False
         """True during an optimizer step inside a backward pass, when gradients of other parameters are incomplete."""
+        self.arrived: list[int] = []
+        """Positions of the parameters with a gradient in a backward pass of this step, in order of arrival."""
+        self.found: dict[int, list[nn.Parameter | None]] | None = None
+        """The parameters that were found during the present event, by id() of their list; None between two events."""
+        self._own: set[int] = set()  # positions of the optimizer that steps now
+        self._known: dict[int, tuple[list[int], set[int]]] = {}  # see `positions_of`, by id() of the optimizer
 
     def positions_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """Return the positions of the parameters of `optimizer`; empty if it updates copies of the parameters."""
-        known = self._positions
-        groups = (group["params"] for group in optimizer.param_groups)
-        return {known[id(item)] for parameters in groups for item in parameters if id(item) in known}
+        own = identities(optimizer)
+        earlier, found = self._known.get(id(optimizer), ([], set()))
+        if own != earlier:
+            found = {self._positions[item] for item in own if item in self._positions}
+            self._known[id(optimizer)] = own, found
+        return found
 
-    @contextlib.contextmanager
-    def by(
-        self, optimizer: torch.optim.Optimizer, optimizers: Iterable[torch.optim.Optimizer], *, is_first: bool
-    ) -> Iterator[bool]:
-        """Set the attributes for a step of `optimizer`, one of `optimizers`, inside the `with` block.
+    def begin(
+        self, optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
+    ) -> set[int]:
+        """Set the attributes for a step of `optimizer`, one of `optimizers`, until `end`. Return its own positions.
 
         `is_first` is true for the first optimizer in the present step: its step also includes the parameters that
-        belong to no optimizer. Yield whether the step includes parameters.
+        belong to no optimizer.
         """
-        others = [item for item in optimizers if item is not optimizer]
-        own = self.positions_of(optimizer)
-        if others and own:
+        own = self._own = self.positions_of(optimizer)
+        if own and len(optimizers) > 1:
             self.positions = set(own)
             if is_first:
-                self.positions |= set(self._positions.values()).difference(*map(self.positions_of, others))
-        try:
-            yield bool(own) or is_first
-        finally:
-            self.positions = None
-            self.stepped |= own
+                positions = [self.positions_of(item) for item in optimizers if item is not optimizer]
+                self.positions |= set(self._positions.values()).difference(*positions)
+        return own
 
-    @contextlib.contextmanager
-    def inside_backward(self) -> Iterator[None]:
-        """Set `is_inside_backward` inside the `with` block."""
-        self.is_inside_backward = True
-        try:
-            yield
-        finally:
-            self.is_inside_backward = False
+    def end(self) -> None:
+        """Reset the attributes when the parameters were read."""
+        self.positions = None
+        self.stepped |= self._own
+        self._own = set()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MonitoredModel:
     """The monitored model as its framework wraps it, its parameters, and their optimizers."""
 
@@ -147,24 +167,35 @@ class MonitoredModel:
         Return None if the model has replaced the parameter, or if its module was freed.
         """
         named = self.parameters[index]
-        found = self.framework.parameter(named)
+        found = named.parameter if self._is_plain else self.framework.parameter(named)
         return self._from_optimizers(named) if found is None else found
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """True if the framework stores parameters in their modules only."""
+        return type(self.framework).parameter is Framework.parameter
+
+    @functools.cached_property
+    def _places(self) -> ParameterPlaces:
+        return ParameterPlaces(self.parameters)
 
     def found(self) -> list[nn.Parameter | None]:
         """Return the current parameter for each element of the attribute `parameters`; None if the model replaced it.
 
-        The caller must not keep the list.
-
-        This method runs several times in a sampled step. If the framework never stores parameters outside of their
-        modules, they are therefore read without a method call for each.
+        The caller must neither change nor keep the list.
         """
-        if type(self.framework).parameter is Framework.parameter:
-            found = found_in_place(self.parameters)
+        known = self.update.found
+        if known is not None and id(self.parameters) in known:
+            return known[id(self.parameters)]
+        if self._is_plain:
+            found = self._places.read()
         else:
             found = [self.framework.parameter(named) for named in self.parameters]
         if not all(map(operator.is_not, found, itertools.repeat(None))):
             pairs = zip(self.parameters, found, strict=True)
-            return [self._from_optimizers(named) if item is None else item for named, item in pairs]
+            found = [self._from_optimizers(named) if item is None else item for named, item in pairs]
+        if known is not None:
+            known[id(self.parameters)] = found
         return found
 
     def tensors(self, *, of_update: bool = False) -> list[nn.Parameter | None]:
@@ -184,17 +215,18 @@ class MonitoredModel:
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Return the present gradient of each parameter of the optimizer step that begins now (see `tensors`)."""
-        tensors, gradient = self.tensors(of_update=True), self.framework.gradient
-        if type(self.framework).gradient is Framework.gradient:
-            return [None if parameter is None else parameter.grad for parameter in tensors]
-        return [None if parameter is None else gradient(parameter) for parameter in tensors]
+        is_plain = type(self.framework).gradient is Framework.gradient
+        gradient: Callable[[Any], Any] = _GRADIENT if is_plain else self.framework.gradient
+        return [None if parameter is None else gradient(parameter) for parameter in self.tensors(of_update=True)]
 
     def states(self, parameters: Sequence[nn.Parameter | None]) -> list[ParameterState | None]:
         """Return the optimizer state of each of `parameters`; None for a parameter without an optimizer.
 
         If several optimizers have a parameter, its state is that of the optimizer which has stepped last.
         """
-        optimizers = sorted(self.optimizers, key=lambda optimizer: id(optimizer) != self.update.latest)
+        optimizers = self.optimizers.present()
+        if len(optimizers) > 1:
+            optimizers.sort(key=lambda optimizer: id(optimizer) != self.update.latest)
         return self.framework.optimizer_states(parameters, optimizers)
 
     def missing(self) -> set[int]:
@@ -205,7 +237,9 @@ class MonitoredModel:
         """
         named = list(enumerate(self.parameters))
         if type(self.framework).is_in_place is Framework.is_in_place:  # a parameter that is found is in its place
-            found = found_in_place(self.parameters)
+            found = self._places.read()
+            if all(map(operator.is_not, found, itertools.repeat(None))):
+                return set()
             named = [item for item, parameter in zip(named, found, strict=True) if parameter is None]
         gone = {i for i, item in named if i not in self.retired and not self.framework.is_in_place(item)}
         places = {(id(item.owner()), item.key) for item in self.parameters} if gone else set()
@@ -234,9 +268,9 @@ class MonitoredModel:
         """Return the position of each element of `parameters` in the list of all parameters of the model."""
         return range(len(self.parameters)) if self.positions is None else self.positions
 
-    @property
+    @functools.cached_property
     def copies(self) -> int:
-        """Return the number of ranks that compute gradients of the same elements from different data."""
+        """The number of ranks that compute gradients of the same elements from different data."""
         return self.framework.copies(self.world_size)
 
     @property

@@ -79,18 +79,18 @@ class OpenPhases(CopiesDoNothing):
             session.hooks.call("phase()", function, session, *args)
 
     def _begin(self, session: Session, name: str) -> None:
-        session.events.on_phase_begin(name)
+        session.step_observers.phases.phase_begins(name)
         self._show(session)
 
     def _end(self, session: Session, name: str, seconds: float) -> None:
-        session.events.on_phase_end(name)
+        session.step_observers.phases.phase_ended(name)
         self._show(session)
         if name not in WITHIN_A_STEP:
             session.current_step.add(session.step_observers.phases.total(name))
             _publish_event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
     def _show(self, session: Session) -> None:
-        session.watchdog.beat()
+        session.watchdog.active_at = time.monotonic()
         shown = [name for name in self.names if name not in WITHIN_A_STEP]
         session.channel.set_phase(shown[-1] if shown else None)
 
@@ -338,7 +338,7 @@ class Monitor(MonitorState):
         )
         self._sinks = session.sinks.by_name
         for name in self._phases.names:
-            session.events.on_phase_begin(name)
+            session.step_observers.phases.phase_begins(name)
         self._session_end.watch(self._config.stop_signals)
         self._boundary.call("looking for other monitors", note_other_monitors, session)
 
@@ -376,8 +376,8 @@ class Monitor(MonitorState):
         """
         session = self._session
         if session is not None:
-            session.watchdog.beat()
-            session.hooks.call("log()", session.recorder.log, values, step)
+            session.watchdog.active_at = time.monotonic()
+            session.hooks.log(values, step)
 
     @opaque
     def batch(self, ids: Any) -> None:
@@ -396,7 +396,7 @@ class Monitor(MonitorState):
         """Record an event with `details`, which must be representable as JSON. The event is published immediately."""
         session = self._session
         if session is not None:
-            session.watchdog.beat()
+            session.watchdog.active_at = time.monotonic()
             session.hooks.call("event()", _publish_event, session, type, message, details)
 
     def phase(self, name: str) -> PhaseContext | AbstractContextManager[None]:
@@ -426,8 +426,8 @@ class Monitor(MonitorState):
         """
         session = self._session
         if session is not None:
-            session.watchdog.beat()
-            session.hooks.call("end_step()", lambda: session.recorder.end_step(skipped=skipped))
+            session.watchdog.active_at = time.monotonic()
+            session.hooks.end_step(skipped)
 
     @opaque
     def switch(self, config: Mapping[str, Any] | None = None, *, on: bool = True) -> None:

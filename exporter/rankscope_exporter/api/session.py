@@ -245,7 +245,6 @@ class Session:
         controller = self.reactions.overhead_controller
         observers = (
             *self.step_observers.all,
-            *([team] if team.clocks else []),
             self.console,
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
@@ -261,26 +260,17 @@ class Session:
         self.events = StepEvents(boundary, observers)
         tracker = StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=config.steps == "explicit")
         self.recorder = Recorder(
-            monitored,
-            self.active_quantities,
-            self.current_step,
+            monitored=monitored,
+            active_quantities=self.active_quantities,
+            current=self.current_step,
             events=self.events,
+            note=self.step_observers.phases.note,
+            team=team,
             tracker=tracker,
             gradients=gradients,
             boundary=boundary,
         )
-        self.hooks = Hooks(
-            monitored,
-            self.recorder,
-            self.events,
-            boundary,
-            current=self.current_step,
-            gradients=gradients,
-            changes=changes,
-            team=team,
-            tell=self.notices.tell,
-            beat=self.watchdog.beat,
-        )
+        self.hooks = Hooks(self.recorder, changes, tell=self.notices.tell, watchdog=self.watchdog)
 
     def start(self, owner: object = None) -> str:
         """Start the server and the publisher, install the hooks, and return the address of the server.

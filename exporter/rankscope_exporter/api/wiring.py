@@ -189,7 +189,9 @@ class StepObservers:
         self.throughput = Throughput(
             monitored.framework, config.throughput, parallel, device=device, report=notices.tell, is_first=rank == 0
         )
-        self.phases = StepTimingObserver.of(monitored, device, hand_over, times_steps=config.phases)
+        self.phases = StepTimingObserver.of(
+            monitored, device, hand_over, report=boundary.report, times_steps=config.phases
+        )
         self.collectives = FlightRecorderPoller(config.collectives_share, publish, boundary)
         self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, boundary)
 

@@ -98,8 +98,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
 """Function that Dynamo evaluates to a constant: True in a frame that Dynamo compiles, False in a frame that runs."""
 
-_STAND_INS: Final = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})
-"""Names of classes whose objects tracers pass instead of tensors.
+STAND_INS: Final = frozenset({"FakeTensor", "FunctionalTensor", "Proxy"})
+"""Names of classes whose objects tracers pass instead of tensors. They have a shape and no numbers.
 
 The classes are compared by name, because an import of the classes would load the compiler.
 """
@@ -148,14 +148,6 @@ def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     while _is_wrapped(tensor):
         tensor = _unwrapped(tensor)
     return tensor
-
-
-def is_stand_in(value: Any) -> bool:
-    """Return whether `value` is an object that a tracer passes instead of a tensor.
-
-    Such an object has a shape and no numbers.
-    """
-    return type(value) is not torch.Tensor and type(value).__name__ in _STAND_INS
 
 
 def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:

@@ -155,11 +155,9 @@ class Quantity:
     def is_trained(self) -> bool:
         """Return whether some measured parameter requires a gradient, and its optimizer has stepped in this step."""
         stepped = self.monitored.update.stepped  # empty if optimizers update copies
-        for index, owner in enumerate(self.monitored.owners()):
-            if not stepped or owner in stepped:
-                parameter = self.monitored.parameter(index)
-                if parameter is not None and parameter.requires_grad:
-                    return True
+        for owner, parameter in zip(self.monitored.owners(), self.monitored.found(), strict=True):
+            if parameter is not None and parameter.requires_grad and (not stepped or owner in stepped):
+                return True
         return False
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:

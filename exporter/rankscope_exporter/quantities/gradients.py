@@ -391,8 +391,9 @@ class Gradients(Quantity):
             self._sums.learn()
             table.forget(table.slots[Kind.GRAD_UNREDUCED])
         elif self._batched:
-            tensors, arrived = enumerate(self.monitored.tensors()), self._arrived
-            own = [None if item is None or i not in arrived else item.grad for i, item in tensors]
+            arrived = set(self.monitored.update.arrived)
+            tensors = zip(self.monitored.owners(), self.monitored.tensors(), strict=True)
+            own = [None if item is None or owner not in arrived else item.grad for owner, item in tensors]
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:

@@ -6,7 +6,7 @@ arrays, because a torch operation on the publisher thread would start a team of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -135,49 +135,38 @@ class Pending:
         return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
 
 
-def take(name: str, value: Any) -> Iterator[Pending]:
-    """Yield the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
+def take(name: str, value: Any) -> list[Pending]:
+    """Return the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
 
-    Other names of losses, such as `val/loss`, are replaced. Yield nothing if the value is None. Raises TypeError if the
-    value is not a number, ValueError for a tensor with several elements.
+    Other names of losses, such as `val/loss`, are replaced. The list is empty if the value is None. Raises TypeError if
+    the value is not a number, ValueError for a tensor with several elements.
     """
     if value is None:
-        return
+        return []
     stored, labels = logged_name(name)
-    if isinstance(value, Mapping):
-        label = LABEL_OF_GROUP.get(stored, "key")
-        for key, item in value.items():
-            for pending in take(name, item):
-                yield Pending(stored, pending.value, {**pending.labels, label: redacted_name(str(key), MAX_LABEL)})
-    else:
+    if not isinstance(value, Mapping):
         number = _copied(name, value) if isinstance(value, torch.Tensor) else float(value)
-        yield Pending(stored, number, labels)
+        return [Pending(stored, number, labels)]
+    label, found = LABEL_OF_GROUP.get(stored, "key"), []
+    for key, item in value.items():
+        for pending in take(name, item):
+            text = redacted_name(str(key), MAX_LABEL)
+            found.append(Pending(stored, pending.value, {**pending.labels, label: text}))
+    return found
 
 
 def _copied(name: str, value: torch.Tensor) -> Transfer:
-    value = _without_mesh(name, untransformed(value).detach())
+    value = untransformed(value).detach()
+    placements = getattr(value, "placements", None)
+    if placements is not None:  # a DTensor. If it is divided among ranks, reading it would be a collective.
+        if not all(placement.is_replicate() for placement in placements):
+            raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
+        value = value.to_local()  # type: ignore[attr-defined]  # see above
     if value.numel() != 1:
         raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.is_meta:
         raise ValueError(f"log({name}=…) must be a real number, not a tensor of {value.dtype} on device {value.device}")
     return Transfer.of(value.reshape(()))
-
-
-def _without_mesh(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor that is replicated on every rank; any other tensor unchanged.
-
-    Raises ValueError for other DTensors.
-
-    Reading a DTensor that is divided among ranks is a collective. On the monitor's thread, it would pair with a
-    collective of the training.
-    """
-    placements = getattr(value, "placements", None)
-    if placements is None:
-        return value
-    if not all(placement.is_replicate() for placement in placements):
-        raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
-    local: torch.Tensor = value.to_local()  # type: ignore[attr-defined]  # a DTensor: it has placements
-    return local
 
 
 AMOUNTS = ("tokens", "samples")

@@ -30,26 +30,26 @@ step, such as a wait for data, or the step raised. Neither its duration nor its 
 
 def timing(seconds: float, amounts: Mapping[str, float], cause: Cause) -> list[Pending]:
     """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
-    rates = [Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items() if seconds > 0]
-    return [] if cause == "end" else [Pending("step_seconds", seconds), *rates]
+    if cause == "end":
+        return []
+    found = [Pending("step_seconds", seconds)]
+    for name, amount in amounts.items() if seconds > 0 else ():
+        found.append(Pending(f"{name}_per_second", amount / seconds))
+    return found
 
 
 class StepObserver:
     """Base class of observers of training steps. Every event does nothing unless a subclass overrides it.
 
     Events are called on the training thread, with two exceptions. `on_record` is always called on the publisher thread.
-    `on_step_end` is called on the publisher thread if the next step does not begin in time. The class has more than 20
-    methods because it lists all events in one place.
+    `on_step_end` is called on the publisher thread if the next step does not begin in time.
     """
 
     def on_before_step(self, step: int) -> None:
         """Called before step number `step` begins. Changes of the sampling configuration take effect here."""
 
-    def on_step_begin(self, step: int) -> None:
-        """Called when a step has begun. A forward pass, a backward pass or an optimizer step follows immediately."""
-
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Called after `on_step_begin`, when it is known whether the step is sampled.
+        """Called when a step has begun. A forward pass, a backward pass or an optimizer step follows immediately.
 
         `sampled` is true if the step is a sampled step.
         """
@@ -57,60 +57,14 @@ class StepObserver:
     def on_forward_begin(self) -> None:
         """Called when a training forward pass of the whole model begins, once for each micro-batch."""
 
-    def on_forward_end(self) -> None:
-        """Called when the training forward pass has returned or raised."""
-
-    def on_forward_failed(self) -> None:
-        """Called after `on_forward_end` if the forward pass has raised. The micro-batch does not count."""
-
     def on_evaluation_begin(self) -> None:
         """Called when a forward pass of the whole model begins in evaluation mode or without gradients."""
-
-    def on_evaluation_end(self) -> None:
-        """Called when the evaluation forward pass has returned or raised."""
 
     def on_backward_begin(self) -> None:
         """Called when the first gradient of a backward pass has reached a parameter."""
 
-    def on_gradients_ready(self) -> None:
-        """Called when all gradients of a backward pass are computed. DDP has not yet waited for its reductions."""
-
-    def on_backward_end(self) -> None:
-        """Called when the framework, such as DDP, has finished its work at the end of a backward pass."""
-
-    def on_gradients_reduced(self) -> None:
-        """Called when a framework has reduced gradients outside of a backward pass."""
-
-    def on_optimizer_step_begin(self) -> None:
-        """Called before an optimizer step.
-
-        If the optimizer has a closure, forward and backward passes may follow inside of the optimizer step.
-        """
-
-    def on_optimizer_step_end(self) -> None:
-        """Called after an optimizer step, or after the gradient scaler has skipped the step."""
-
     def on_update_applied(self) -> None:
-        """Called when an update of the parameters is recorded.
-
-        An update with hooks is recorded after the call of `on_optimizer_step_end`. A compiled update calls no hooks: it
-        is recorded without a call of `on_optimizer_step_end`.
-        """
-
-    def on_measurement_begin(self) -> None:
-        """Called before quantities read tensors at an event of a sampled step.
-
-        This method is not called before hooks of single tensors.
-        """
-
-    def on_measurement_end(self) -> None:
-        """Called when quantities have read tensors at an event of a sampled step."""
-
-    def on_phase_begin(self, name: str) -> None:
-        """Called when the script has entered the phase `name`. Phases can be nested."""
-
-    def on_phase_end(self, name: str) -> None:
-        """Called when the script has left the phase `name`, which was the innermost one."""
+        """Called when an optimizer has stepped. A compiled update is detected later, see `training.step_tracker`."""
 
     def on_step_end(self, record: StepRecord) -> None:
         """Called when the step has ended. This is the last opportunity to add data to the record of the step."""
@@ -155,24 +109,11 @@ class StepEvents:
             return emit
 
         self.on_before_step = event(StepObserver.on_before_step)
-        self.on_step_begin = event(StepObserver.on_step_begin)
         self.on_sampling_decided = event(StepObserver.on_sampling_decided)
         self.on_forward_begin = event(StepObserver.on_forward_begin)
-        self.on_forward_end = event(StepObserver.on_forward_end)
-        self.on_forward_failed = event(StepObserver.on_forward_failed)
         self.on_evaluation_begin = event(StepObserver.on_evaluation_begin)
-        self.on_evaluation_end = event(StepObserver.on_evaluation_end)
         self.on_backward_begin = event(StepObserver.on_backward_begin)
-        self.on_gradients_ready = event(StepObserver.on_gradients_ready)
-        self.on_backward_end = event(StepObserver.on_backward_end)
-        self.on_gradients_reduced = event(StepObserver.on_gradients_reduced)
-        self.on_optimizer_step_begin = event(StepObserver.on_optimizer_step_begin)
-        self.on_optimizer_step_end = event(StepObserver.on_optimizer_step_end)
         self.on_update_applied = event(StepObserver.on_update_applied)
-        self.on_measurement_begin = event(StepObserver.on_measurement_begin)
-        self.on_measurement_end = event(StepObserver.on_measurement_end)
-        self.on_phase_begin = event(StepObserver.on_phase_begin)
-        self.on_phase_end = event(StepObserver.on_phase_end)
         self.on_step_end = event(StepObserver.on_step_end)
         self.on_step_timed = event(StepObserver.on_step_timed)
         self.on_training_end = event(StepObserver.on_training_end)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
@@ -45,9 +46,7 @@ class CurrentStep:
         Values and events that were added while no step was open belong to this record.
         """
         self.is_sampled = sampled
-        self.pending = pending = StepRecord(
-            step=step, ts=0, monotonic=0, sampled=sampled
-        )  # times are set when it closes
+        self.pending = pending = StepRecord(step=step, ts=0, monotonic=0, sampled=sampled)  # times: when it closes
         pending.pending, self._next_values = self._next_values, []
         pending.events, self._next_events = self._next_events, []
         return pending
@@ -87,9 +86,11 @@ class CurrentStep:
         Does not wait for a device.
         """
         if self.pending is not None:
-            groups = (group for item in monitored.optimizers for group in monitored.framework.groups_of(item))
-            rates = {str(position): group.get("lr") for position, group in enumerate(groups)}
-            self.pending.learning_rates = list(take("learning_rate", rates))
+            rates: dict[str, Any] = {}
+            for optimizer in monitored.optimizers.present():
+                for group in monitored.framework.groups_of(optimizer):
+                    rates[str(len(rates))] = group.get("lr")
+            self.pending.learning_rates = take("learning_rate", rates)
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
         """Add the scalars that `later` returns to the open step, or publish them immediately if no step is open.

@@ -10,7 +10,14 @@ from collections.abc import Callable
 
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, TensorHook, remove_all, remove_hook
+from rankscope_exporter.adapters.parameter_hooks import (
+    CallbackHandle,
+    Removable,
+    TensorHook,
+    hook_state,
+    remove_all,
+    remove_hook,
+)
 from rankscope_exporter.records.step_events import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
@@ -31,8 +38,10 @@ class GradientHooks(StepObserver):
         self._monitored = monitored
         self._hook_of: HookFactory | None = None
         self._handles: dict[int, Removable] = {}  # one object per hook: a model may have many thousands of parameters
-        self._pass: list[int] = []  # parameters with gradients in this backward pass, in order
-        self._last: int | None = None  # the parameter with the latest gradient
+        self._arrived = monitored.update.arrived
+        self._before = 0  # number of elements of it from earlier backward passes
+        self._last: int | None = None  # the parameter with the latest gradient of earlier backward passes
+        self._state: object = None  # of the hooks, see `hook_state`
         self._seen: set[int] = set()  # parameters with gradients in any pass
         self._witnesses: set[int] = set()
         self._are_few = False
@@ -46,6 +55,9 @@ class GradientHooks(StepObserver):
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         """Register hooks on all parameters if the step is sampled; otherwise remove most hooks."""
+        self.pass_begins()
+        self._arrived.clear()
+        self._before = 0
         if sampled:
             self._hook_all()
         else:
@@ -53,19 +65,22 @@ class GradientHooks(StepObserver):
 
     def _hook_all(self) -> None:
         self._are_few = False
+        found = self._monitored.found()
+        if self._state is not None and self._state == hook_state(found):
+            return
         register = self._monitored.framework.on_accumulated
-        for index, parameter in enumerate(self._monitored.found()):
+        for index, parameter in enumerate(found):
             if parameter is not None and parameter.requires_grad and self._hook_of is not None:
                 handle = self._handles.get(index)
                 if handle is None:
                     self._handles[index] = register(parameter, self._hook_of(index))
                 elif isinstance(handle, TensorHook):
                     handle.renew(parameter)
+        self._state = hook_state(found)
 
     def _keep_few(self) -> None:
-        self.pass_begins()
         if not (self._are_few or self.begin_steps):
-            self._are_few = True
+            self._are_few, self._state = True, None
             for index in (self._seen - self._witnesses) & self._handles.keys():
                 self._remove(index)
         for index, handle in self._handles.items():
@@ -89,37 +104,42 @@ class GradientHooks(StepObserver):
         A witness is a parameter with a hook that is called in every backward pass that reaches it: this hook is never
         removed.
         """
-        if not self._pass:
+        arrived = self._arrived[self._before :]
+        if not arrived:
             return
-        if self._witnesses.isdisjoint(self._pass):
-            self._witnesses.add(self._pass[0])
-        if not self._seen.issuperset(self._pass):
-            self._seen.update(self._pass)
+        if self._witnesses.isdisjoint(arrived):
+            self._witnesses.add(arrived[0])
+        if not self._seen.issuperset(arrived):
+            self._seen.update(arrived)
             self._are_few = False
-        self._pass.clear()
+        self._last = arrived[-1]
+        self._arrived[:] = dict.fromkeys(self._arrived)  # passes of many micro-batches
+        self._before = len(self._arrived)
 
-    def called(self, index: int) -> bool:
-        """Store that the gradient hook of parameter `index` was called.
-
-        Return True if this hook remains registered at steps that are not sampled too.
-        """
-        self._pass.append(index)
-        self._last = index
-        return index in self._witnesses
+    def call_order(self) -> list[int]:
+        """Return, for each parameter, the place of its gradient in the order of arrival, -1 if it did not arrive."""
+        order = [-1] * len(self._monitored.parameters)
+        for place, index in enumerate(dict.fromkeys(self._arrived)):
+            order[index] = place
+        return order
 
     def are_cleared(self) -> bool:
         """Return whether the gradient of the parameter that received a gradient last has been deleted since.
 
         Also return True if the model has replaced this parameter.
         """
-        if self._last is None:
+        last = self._arrived[-1] if len(self._arrived) > self._before else self._last
+        if last is None:
             return False
-        is_found = self._monitored.parameter(self._last) is not None or self._last not in self._monitored.missing()
-        return self.are_deleted() or not is_found
+        parameter = self._monitored.parameter(last)
+        if parameter is None:
+            return last in self._monitored.missing()
+        return not self._monitored.framework.holds_gradient(parameter)
 
     def are_deleted(self) -> bool:
         """Return whether the parameter that received a gradient last is in the model and has no gradient."""
-        parameter = None if self._last is None else self._monitored.parameter(self._last)
+        last = self._arrived[-1] if len(self._arrived) > self._before else self._last
+        parameter = None if last is None else self._monitored.parameter(last)
         return parameter is not None and not self._monitored.framework.holds_gradient(parameter)
 
     def remove(self) -> None:

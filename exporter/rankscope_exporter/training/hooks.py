@@ -5,7 +5,9 @@ They detect the beginning, the phases and the end of a step.
 
 from __future__ import annotations
 
+import operator
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -13,25 +15,23 @@ import torch
 from torch.autograd import Variable
 
 from rankscope_exporter.adapters.base import GradientSource
-from rankscope_exporter.adapters.hook_context import Hook, HookContext, IntraOpThreads
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.base.tracing import (
+    STAND_INS,
     is_dynamo_compiling,
-    is_stand_in,
     is_transformed,
     on_compilation,
     uncompiled,
 )
+from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.quantities.module_quantity import NO_PASS, current_pass, in_backward
-from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.training.current_step import CurrentStep
-from rankscope_exporter.training.gradient_hooks import GradientHooks, HookFactory
+from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
 
+_CLASS_NAME: Final = operator.attrgetter("__name__")
 _FORWARD: Final = "a forward hook"
 _GRADIENT: Final = "a gradient hook"
 _OPTIMIZER: Final = "an optimizer hook"
@@ -65,41 +65,29 @@ class Hooks(HookContext):
     """All functions of the monitor that the training calls through hooks."""
 
     def __init__(
-        self,
-        monitored: MonitoredModel,
-        recorder: Recorder,
-        events: StepEvents,
-        boundary: ErrorBoundary,
-        *,
-        current: CurrentStep,
-        gradients: GradientHooks,
-        changes: ModelChanges,
-        team: IntraOpThreads,
-        tell: Callable[[str], None],
-        beat: Callable[[], None],
+        self, recorder: Recorder, changes: ModelChanges, *, tell: Callable[[str], None], watchdog: Watchdog
     ) -> None:
-        super().__init__(boundary, team=team, lock=current.lock, tell=tell)
-        self._monitored = monitored
+        super().__init__(recorder.boundary, team=recorder.team, lock=recorder.current.lock, tell=tell)
+        monitored = self._monitored = recorder.monitored
         self._recorder = recorder
-        self._events = events
-        self._current = current
-        self._gradients = gradients
+        self._current = recorder.current
+        self._gradients = recorder.gradients
         self._changes = changes
-        self._beat = beat
-        """Function that is called at each forward pass, including evaluation, at each backward pass and at each update.
-
-        It shows the watchdog that the training makes progress.
-        """
+        self._note = recorder.note
+        self._watchdog = watchdog
         self._new_optimizers = NewOptimizers(monitored.optimizers, self._new_optimizer, monitored.in_model)
-        self._backward = self._idle = NO_PASS
+        self._backward = self._listed = NO_PASS
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
         self._updated_in_pass = False
         self._handled = id(None)  # the exception that the training handled when the forward pass began, by identity
         self._reads_in_hooks = not monitored.framework.traits.local_until_backward_ends
+        self._has_chunks = len(monitored.framework.chunks) > 1
         self._in_evaluation = False
         self._update_was_compiled = on_compilation(self._update_compiles)
         self._when_gradients_ready = Hook(self, "reading local gradients", self._gradients_ready)
         self._when_backward_ended = Hook(self, "reading reduced gradients", self._backward_ended)
+        self.log = Hook(self, "log()", recorder.log, of_script=True)
+        self.end_step = Hook(self, "end_step()", recorder.end_step, of_script=True)
 
     def install(self, active_quantities: ActiveQuantities, owner: object = None) -> None:
         """Register hooks on the forward pass of the model, on parameters with gradients, and on optimizers.
@@ -128,59 +116,60 @@ class Hooks(HookContext):
     def gradient_arrives(self) -> None:
         """Begin a step if steps begin in a backward pass and this is its first gradient."""
         if self._gradients.begin_steps:
-            self._note_pass(current_pass())
+            self._note_pass()
 
     def reduced(self) -> None:
         """Measure the reduced gradients."""
         if self.active:
-            self._events.on_gradients_reduced()
             self.call("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
 
     # Forward passes.
 
     def _forward_begins(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
-        if any(map(is_stand_in, (*inputs, *named.values()))):
+        if not STAND_INS.isdisjoint(map(_CLASS_NAME, map(type, (*inputs, *named.values())))):
             return
         if is_transformed():  # forward-mode differentiation without torch.func
             self._forward_is_transformed()
             return
-        self._beat()
+        self._watchdog.active_at = time.monotonic()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
         if self._monitored.framework.module.training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
-            self._recorder.forward_begins(self._monitored.framework.chunk(module))
+            self._recorder.forward_begins(self._monitored.framework.chunk(module) if self._has_chunks else 0)
         else:
             self._in_evaluation = True
             self._recorder.evaluation_begins()
 
     def _forward_is_transformed(self) -> None:
-        self._beat()
+        self._watchdog.active_at = time.monotonic()
         self._recorder.transformed_forward()
 
     def _forward_ended(self, module: torch.nn.Module, *_: Any) -> None:
         was_training, self.in_forward = self.in_forward, False
         was_evaluation, self._in_evaluation = self._in_evaluation, False
         if was_training:
-            self._events.on_forward_end()
+            self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
-                self._recorder.forward_failed(self._monitored.framework.chunk(module))
+                self._recorder.forward_failed(self._monitored.framework.chunk(module) if self._has_chunks else 0)
         elif was_evaluation:
-            self._events.on_evaluation_end()
+            self._note("evaluation_ended")
 
     # Backward passes.
 
     def _gradient_hooks(self) -> HookFactory:
         was_compiled = on_compilation(self._backward_compiles)
         gradient_ready = Hook(self, _GRADIENT, self._gradient_ready)
+        arrives = self._monitored.update.arrived.append
 
         def hook_of(index: int) -> Callable[[GradientSource], None]:
             def ready(holder: GradientSource) -> None:
                 if is_dynamo_compiling():  # the first line, see `Hook`
                     was_compiled()
-                # At a step that is not sampled, the call for a witness is sufficient: skip the others of the same pass.
-                elif current_pass() != self._idle:
+                elif current_pass() == self._listed:
+                    arrives(index)
+                else:
                     gradient_ready(index, holder)
 
             return ready
@@ -189,36 +178,31 @@ class Hooks(HookContext):
         return hook_of
 
     def _gradient_ready(self, index: int, holder: GradientSource) -> None:
+        """Handle the first gradient of a pass; of a sampled step, each gradient that must be read in its hook.
+
+        All other gradients of the pass are only listed.
+        """
         backward = current_pass()
         if backward != self._backward:
-            self._note_pass(backward)
-        is_witness = self._gradients.called(index)
-        if not self._current.is_sampled:
-            self._idle = backward if is_witness else self._idle
-        elif self._reads_in_hooks and self.team.clocks:
-            self.team.on_measurement_begin()
-            try:
-                self._recorder.gradient_ready(index, holder)
-            finally:
-                self.team.on_measurement_end()
-        else:
+            self._pass_begins(backward)
+        self._monitored.update.arrived.append(index)
+        if self._reads_in_hooks and self._current.is_sampled:
             self._recorder.gradient_ready(index, holder)
-
-    def _note_pass(self, backward: int) -> None:
-        if backward != self._backward:
-            # An error here must not hide the gradient that has arrived.
-            self.boundary.call("a backward hook", self._pass_begins, backward)
+        else:
+            self._listed = backward
 
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
         self._passes += 1
-        self._gradients.pass_begins()
-        self._beat()
-        if self._recorder.backward_begins():
-            self._gradients.keep_all()
-            self._note_lost_hooks()
-        self._events.on_backward_begin()
-        _when_backward_ends(self._when_gradients_ready)
+        self._watchdog.active_at = time.monotonic()
+        try:
+            self._gradients.pass_begins()
+            if self._recorder.backward_begins():
+                self._gradients.keep_all()
+                self._note_lost_hooks()
+            Variable._execution_engine.queue_callback(self._when_gradients_ready)  # noqa: SLF001 - as DDP and FSDP do
+        except Exception as error:  # noqa: BLE001 - an error here must not hide the gradient that has arrived
+            self.boundary.report("a backward hook", error)
 
     def _note_lost_hooks(self) -> None:
         """Publish a notice if a step begins with a gradient because other code has removed the forward hooks."""
@@ -226,16 +210,18 @@ class Hooks(HookContext):
         if framework.announced is None and not any(map(_has_own_hook, framework.chunks)):
             self.tell_once(_LOST_HOOKS)
 
+    def _note_pass(self) -> None:
+        if (backward := current_pass()) != self._backward:
+            self._pass_begins(backward)
+
     def _gradients_ready(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient. This first
         # callback therefore runs before reduced gradients are written back, and one queued from here runs after it.
-        _when_backward_ends(self._when_backward_ended)
-        self._events.on_gradients_ready()
-        self._recorder.measure(Quantity.on_gradients_ready)
+        Variable._execution_engine.queue_callback(self._when_backward_ended)  # noqa: SLF001 - as DDP and FSDP do
+        self._recorder.measure(Quantity.on_gradients_ready, "backward_ends")
 
     def _backward_ended(self) -> None:
-        self._events.on_backward_end()
-        self._recorder.measure(Quantity.on_backward_end)
+        self._recorder.measure(Quantity.on_backward_end, "backward_ended")
         self._passes -= 1
         if self._passes > 0:
             return
@@ -271,7 +257,7 @@ class Hooks(HookContext):
         self.tell_once(f"{event}: the monitor now observes {type(optimizer).__name__}")
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._beat()
+        self._watchdog.active_at = time.monotonic()
         self._new_optimizers.followed_begins(optimizer)
         if in_backward():
             self._updates_in_backward(optimizer)
@@ -296,13 +282,13 @@ class Hooks(HookContext):
 
     def _updates_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
         """Handle a step of `optimizer` inside a backward pass. The update ends with the pass to which it belongs."""
-        self._note_pass(current_pass())
+        self._note_pass()
         self._updated_in_pass = True
         self._recorder.update_in_backward(optimizer, has_stepped=has_stepped)
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._beat()
-        self._new_optimizers.followed_ended(optimizer)
+        self._watchdog.active_at = time.monotonic()
+        self._new_optimizers.stepping.discard(id(optimizer))
         if not in_backward():
             self._recorder.updated(optimizer)
 
@@ -315,11 +301,3 @@ class Hooks(HookContext):
 
 def _has_own_hook(module: torch.nn.Module) -> bool:
     return any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - torch has no public name for it
-
-
-def _when_backward_ends(callback: Callable[[], None]) -> None:
-    """Call `callback` when the present backward pass has computed all gradients.
-
-    Torch has no public hook for this event. DDP and FSDP use the same private function of torch.
-    """
-    Variable._execution_engine.queue_callback(callback)  # noqa: SLF001 - see above

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel
+from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
 from rankscope_exporter.quantities.base import REMEDY
 from rankscope_exporter.records.step_events import StepObserver
 
@@ -27,7 +29,7 @@ class ModelChanges(StepObserver):
         self._monitored = monitored
         self._tell = tell
         self._tree = _tree(monitored.framework.module)
-        self._optimized, self._unknown = self._count(), self._count_unknown()
+        self._optimized = identities(*monitored.optimizers.present())
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         """Report parameters that were added to the optimizers, and parameters that the model no longer uses.
@@ -40,8 +42,13 @@ class ModelChanges(StepObserver):
         added = self.added()
         if added > 0:
             self._tell(f"{added} parameters were added to the optimizer after attach() and are not measured: {REMEDY}")
-        gone = self._gone()
+        retired, found = self._monitored.retired, self._monitored.missing()
+        if _has_changed(self._tree):
+            self._tree = _tree(self._monitored.framework.module)
+            found |= self._left_behind()
+        gone = sorted(found - retired)
         if gone:
+            retired.update(gone)
             names = ", ".join(self._monitored.parameters[i].name for i in gone[:3])
             raise LookupError(
                 f"{len(gone)} parameters were replaced after attach() and are no longer measured ({names}): {REMEDY}"
@@ -49,24 +56,13 @@ class ModelChanges(StepObserver):
 
     def added(self) -> int:
         """Return how many parameters without measurements were added to the optimizers since the last call."""
-        before, self._optimized = self._optimized, self._count()
-        if before == self._optimized:
+        before, self._optimized = self._optimized, identities(*self._monitored.optimizers.present())
+        if len(before) == len(self._optimized):
             return 0
-        earlier, self._unknown = self._unknown, self._count_unknown()
-        return self._unknown - earlier
-
-    def _gone(self) -> list[int]:
-        """Stop measuring the parameters that the model no longer uses.
-
-        Return their positions, each of them only once.
-        """
-        retired, found = self._monitored.retired, self._monitored.missing()
-        if _has_changed(self._tree):
-            self._tree = _tree(self._monitored.framework.module)
-            found |= self._left_behind()
-        gone = sorted(found - retired)
-        retired.update(gone)
-        return gone
+        # The total number is not sufficient: layers are often unfrozen one by one.
+        known = {named.identity for named in self._monitored.parameters}
+        after, earlier = ([item for item in items if item not in known] for items in (self._optimized, before))
+        return len(after) - len(earlier)
 
     def _left_behind(self) -> set[int]:
         """Return the positions of parameters in modules that are no longer part of the model."""
@@ -74,48 +70,37 @@ class ModelChanges(StepObserver):
         parameters = enumerate(self._monitored.parameters)
         return {i for i, named in parameters if id(named.owner()) not in held}
 
-    def _count(self) -> int:
-        return sum([_count(optimizer.param_groups) for optimizer in self._monitored.optimizers])
 
-    def _count_unknown(self) -> int:
-        """Return how many parameters of the optimizers did not belong to the model at attach.
+_Tree = tuple[list[weakref.ref[nn.Module]], list[str], list[weakref.ref[nn.Module]]]
+"""Parent modules, the names under which they contain a module, and these modules, without scripted parents."""
 
-        The total number of parameters in the optimizers is not sufficient to detect a change: layers are often unfrozen
-        one by one.
-        """
-        known = {named.identity for named in self._monitored.parameters}
-        groups = (group for optimizer in self._monitored.optimizers for group in optimizer.param_groups)
-        return sum(id(parameter) not in known for group in groups for parameter in group["params"])
+_CALL: Final = weakref.ref.__call__
+_MODULES: Final = operator.attrgetter("_modules")  # the dictionary itself: `__getattr__` may be the user's
 
 
-_Branch = tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]
-"""Weak references to a parent module and to a module, with the name under which the parent contains the module."""
+def _has_changed(tree: _Tree) -> bool:
+    """Return whether a parent module was freed, or has another object, or none, under the name that a module had."""
+    parents, keys, references = tree
+    children = [*map(_CALL, references)]
+    if not all(map(operator.is_not, children, itertools.repeat(None))):
+        return True
+    try:
+        return not all(map(operator.is_, map(dict.get, map(_MODULES, map(_CALL, parents)), keys), children))
+    except AttributeError:
+        return True
 
 
-def _has_changed(tree: Iterable[_Branch]) -> bool:
-    """Return whether a parent module now contains another object, or none, under the name that a module had.
-
-    A parent module that was freed is left out: the change is detected at the module from which it, or a module above
-    it, was removed.
-    """
-    for parent, key, child in tree:
-        holder, module = parent(), child()
-        if holder is not None:
-            table = holder._modules  # noqa: SLF001 - the dictionary itself: `__getattr__` may be the user's
-            found = dict.get(table, key) if isinstance(table, dict) else entry(table, key)
-            if module is None or found is not module:
-                return True
-    return False
-
-
-def _tree(root: nn.Module) -> list[_Branch]:
-    """Return each module of the model below `root`, with its parent module and its name in the parent module."""
-    return [
-        (weakref.ref(module), key, weakref.ref(child))
-        for module in root.modules()
-        for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to detect changes
-        if child is not None
-    ]
+def _tree(root: nn.Module) -> _Tree:
+    tree: _Tree = [], [], []
+    parents, keys, children = tree
+    for module in root.modules():
+        table = _MODULES(module)
+        for key, child in table.items() if isinstance(table, dict) else ():
+            if child is not None:
+                parents.append(weakref.ref(module))
+                keys.append(key)
+                children.append(weakref.ref(child))
+    return tree
 
 
 Optimizer = torch.optim.Optimizer
@@ -148,51 +133,67 @@ class NewOptimizers:
         self._followed = followed
         self._follow = follow
         self._in_model = in_model
-        self._known = [_Known(optimizer) for optimizer in followed]
-        self._left: list[_Known] = []  # optimizers that were replaced
-        self._stepping: set[int] = set()  # observed optimizers in their step, by identity
+        self._known = {id(optimizer): _Known(optimizer) for optimizer in followed}
+        self._left: dict[int, _Known] = {}  # optimizers that were replaced
+        self.stepping: set[int] = set()
+        """The id() of each observed optimizer that is in its step. The caller removes it at the end of the step."""
         self._steps = 0  # of observed optimizers
         self._before: dict[int, int] = {}  # other optimizers in their step: `_steps` at its begin
 
     def install(self, keep: Callable[[Removable], None], guarded: Callable[..., Callable[..., None]]) -> None:
-        """Register the hooks on all optimizers of the process."""
-        keep(register_optimizer_step_pre_hook(guarded("a hook on optimizer steps", self._begins)))
-        keep(register_optimizer_step_post_hook(guarded("a hook on optimizer steps", self._ended)))
+        """Register the hooks on all optimizers of the process. For an observed optimizer they do nothing."""
+        where = "a hook on optimizer steps"
+        other_begins, other_ended = guarded(where, self._begins), guarded(where, self._ended)
+
+        @uncompiled
+        def begins(optimizer: Optimizer, *_: Any) -> None:
+            if is_dynamo_compiling():  # first, see `Hook`
+                return
+            known = self._known.get(id(optimizer))
+            if known is None or known.optimizer() is not optimizer:
+                other_begins(optimizer)
+
+        @uncompiled
+        def ended(optimizer: Optimizer, *_: Any) -> None:
+            if is_dynamo_compiling():
+                return
+            if self._before:
+                other_ended(optimizer)
+
+        keep(register_optimizer_step_pre_hook(begins))
+        keep(register_optimizer_step_post_hook(ended))
 
     def followed_begins(self, optimizer: Any) -> None:
         """Store that an observed optimizer begins a step. The optimizer need not be a subclass of torch's optimizer."""
-        self._stepping.add(id(optimizer))
+        self.stepping.add(id(optimizer))
         self._steps += 1
-        for known in [known for known in self._left if known.optimizer() is optimizer]:
-            self._left.remove(known)
-            self._known.append(known)
+        left = self._left.pop(id(optimizer), None)
+        if left is not None and left.optimizer() is not None:
+            self._known[id(optimizer)] = left
             self._followed[:] = [*self._followed, optimizer]
-        for known in self._known:
+        known = self._known.get(id(optimizer))
+        if known is not None:
             known.note()
 
-    def followed_ended(self, optimizer: Any) -> None:
-        """Store that an observed optimizer has ended a step."""
-        self._stepping.discard(id(optimizer))
-
-    def _begins(self, optimizer: Optimizer, *_: Any) -> None:
-        is_inside = any(id(known) in self._stepping or known is optimizer for known in self._followed)
-        if not is_inside:
+    def _begins(self, optimizer: Optimizer) -> None:
+        if not any(id(known) in self.stepping for known in self._followed):
             self._before[id(optimizer)] = self._steps
 
-    def _ended(self, optimizer: Optimizer, *_: Any) -> None:
+    def _ended(self, optimizer: Optimizer) -> None:
         if self._before.pop(id(optimizer), -1) != self._steps:
             return
-        own, in_model = _parameters(optimizer), self._in_model()
-        gone = [known for known in self._known if own & known.parameters]
+        own, in_model = set(identities(optimizer)), self._in_model()
+        gone = {key: known for key, known in self._known.items() if own & known.parameters}
         if own & in_model:
-            gone += [known for known in self._known if known not in gone and not in_model & known.parameters]
+            gone |= {key: known for key, known in self._known.items() if not in_model & known.parameters}
         elif not gone:
             return
-        replaced = [known.optimizer() for known in gone]
+        replaced = [known.optimizer() for known in gone.values()]
         kept = [item for item in self._followed if not any(item is other for other in replaced)]
         self._followed[:] = [*kept, optimizer]
-        self._known = [known for known in self._known if known not in gone] + [_Known(optimizer)]
-        self._left = [known for known in (*self._left, *gone) if known.optimizer() is not None]
+        self._known = {key: known for key, known in self._known.items() if key not in gone}
+        self._known[id(optimizer)] = _Known(optimizer)
+        self._left = {key: known for key, known in (self._left | gone).items() if known.optimizer() is not None}
         self._follow(optimizer, replaces=bool(gone))
 
 
@@ -215,18 +216,12 @@ class _Known:
         If the script has deleted the optimizer, the parameters that it had at its last step.
         """
         optimizer = self.optimizer()
-        return self._parameters if optimizer is None else _parameters(optimizer)
+        return self._parameters if optimizer is None else set(identities(optimizer))
 
     def note(self) -> None:
         """Update the stored parameters of the optimizer if their number has changed."""
         optimizer = self.optimizer()
-        if optimizer is not None and self._count != (count := _count(optimizer.param_groups)):
-            self._count, self._parameters = count, _parameters(optimizer)
-
-
-def _count(groups: Iterable[dict[str, Any]]) -> int:
-    return sum([len(group["params"]) for group in groups])
-
-
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if optimizer is not None:
+            count = sum(map(len, map(PARAMETERS, optimizer.param_groups)))
+            if count != self._count:
+                self._count, self._parameters = count, set(identities(optimizer))

@@ -14,8 +14,10 @@ from typing import Any, Final
 import torch
 
 from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.observers.step_timing.observer import Kind
 from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Pending, amounts_of, take
@@ -45,6 +47,7 @@ class _Timing:
     amounts: dict[str, float]
 
 
+@dataclass(eq=False, kw_only=True)
 class Recorder:
     """Opens and closes the steps of one attached model, and calls the observers and quantities of each step.
 
@@ -54,33 +57,26 @@ class Recorder:
     The class has many methods, because each call of a hook or of the script has its own, and all change one open step.
     """
 
-    def __init__(
-        self,
-        monitored: MonitoredModel,
-        active_quantities: ActiveQuantities,
-        current: CurrentStep,
-        *,
-        events: StepEvents,
-        tracker: StepTracker,
-        gradients: GradientHooks,
-        boundary: ErrorBoundary,
-    ) -> None:
-        self._monitored = monitored
-        self._active_quantities = active_quantities
-        self._current = current
-        self._lock = current.lock
-        self._events = events
-        self._tracker = tracker
-        self._gradients = gradients
-        self._boundary = boundary
+    monitored: MonitoredModel
+    active_quantities: ActiveQuantities
+    current: CurrentStep
+    events: StepEvents
+    note: Callable[..., None]
+    """Function that stores the time of events of the step, and raises nothing."""
+    team: IntraOpThreads
+    tracker: StepTracker
+    gradients: GradientHooks
+    boundary: ErrorBoundary
+
+    def __post_init__(self) -> None:
+        self._lock = self.current.lock
         self._began = self._last_seen = self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
         self._additional: set[int] = set()  # optimizers that `attach` did not get, next to those that it got
-        self._unseen = UnseenUpdates(monitored.optimizers)
+        self._unseen = UnseenUpdates(self.monitored.optimizers)
         self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with a compiled update
         self._awaiting: tuple[torch.optim.Optimizer, bool] | None = None  # arguments of `_measure_update`, see there
-        self._gradients_seen = 0
         self._is_transformed = False  # a forward pass under a transform begins the step, or the next one
         self.forwards_are_transformed = False
         """True if the forward passes of the latest update ran under transforms of `torch.func`, and no others did."""
@@ -93,21 +89,22 @@ class Recorder:
     def forward_begins(self, chunk: int = 0) -> None:
         """Handle the beginning of a training forward pass of the whole model, or of one of its chunks on this rank."""
         with self._lock:
-            self._notice_updates()
+            if self._unseen.are_expected:
+                self._notice_updates()
             self._is_transformed = False
-            self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
+            self._after(self.tracker.forward_begins(self.gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
-            if self._current.is_sampled:
-                self._active_quantities.forward()
-            self._events.on_forward_begin()
+            if self.current.is_sampled:
+                self.active_quantities.forward()
+            self.note("forward_begins")
+            self.events.on_forward_begin()
 
     def forward_failed(self, chunk: int) -> None:
         """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
         with self._lock:
-            if self._current.is_sampled:
-                self._active_quantities.forward(failed=True)
-            self._events.on_forward_failed()
+            if self.current.is_sampled:
+                self.active_quantities.forward(failed=True)
             self._forwards[chunk] -= 1
             self.micro_step = self._forwards[chunk]
 
@@ -116,53 +113,57 @@ class Recorder:
 
         It begins a step, outside of the transform, if the training has no other forward passes.
         """
-        is_between = self._tracker.stage in (StepStage.IDLE, StepStage.UPDATED)
-        if (is_between or not self._forwards) and torch.is_grad_enabled() and self._monitored.framework.module.training:
+        is_between = self.tracker.stage in (StepStage.IDLE, StepStage.UPDATED)
+        if (is_between or not self._forwards) and torch.is_grad_enabled() and self.monitored.framework.module.training:
             self._is_transformed = True
 
     def _begin_transformed(self) -> None:
-        is_first = self._current.pending is None and self._current.last_step is None
-        if self._is_transformed and (is_first or self.forwards_are_transformed):
-            self._after(self._tracker.forward_begins(self._gradients.are_cleared), "forward")
+        is_first = self.current.pending is None and self.current.last_step is None
+        if is_first or self.forwards_are_transformed:
+            self._after(self.tracker.forward_begins(self.gradients.are_cleared), "forward")
 
     def evaluation_begins(self) -> None:
         """Handle the beginning of a forward pass of the whole model in evaluation mode or without gradients."""
         with self._lock:
-            self._notice_updates()
-            self._events.on_evaluation_begin()
+            if self._unseen.are_expected:
+                self._notice_updates()
+            self.note("evaluation_begins")
+            self.events.on_evaluation_begin()
 
     def backward_begins(self) -> bool:
         """Handle the first gradient of a backward pass; return whether a step begins with this gradient."""
         with self._lock:
-            self._notice_updates()
-            before = self._current.pending
-            self._after(self._tracker.backward_begins(self._gradients.are_cleared), "backward")
+            if self._unseen.are_expected:
+                self._notice_updates()
+            before = self.current.pending
+            self._after(self.tracker.backward_begins(self.gradients.are_cleared), "backward")
             if self._unseen.are_expected:
                 self._await_update()
-            return self._current.pending is not before
+            self.note("backward_begins")
+            self.events.on_backward_begin()
+            return self.current.pending is not before
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
-        """Handle the gradient of parameter `index` that autograd has accumulated and that `holder` provides.
+        """Handle a gradient that a framework requires to be read in its hook. `holder` provides it."""
+        if self.current.is_sampled:
+            self.team.call(self.active_quantities.gradient_ready, index, holder)
 
-        Called at sampled steps only.
+    def measure(self, event: Callable[[Quantity, Table], None], *kinds: Kind) -> None:
+        """Store the time of events of the step, the `kinds`. At a sampled step, then measure.
+
+        The method of each measured quantity that has the name of the function `event` is called. The current parameters
+        of the model are read once during the call.
         """
-        pending = self._current.pending
-        if pending is None or not pending.sampled:
+        if not self.current.is_sampled:
+            self.note(*kinds)
             return
-        if pending.call_order[index] < 0:
-            pending.call_order[index] = self._gradients_seen
-            self._gradients_seen += 1
-        self._active_quantities.gradient_ready(index, holder)
-
-    def measure(self, event: Callable[[Quantity, Table], None]) -> None:
-        """If the step is sampled, call the method of each measured quantity that has the name of the function `event`.
-
-        The observers are notified before and after the call.
-        """
-        if self._current.is_sampled:
-            self._events.on_measurement_begin()
-            self._active_quantities.notify(event)
-            self._events.on_measurement_end()
+        self.note(*kinds, "reading_begins")
+        self.monitored.update.found = {}
+        try:
+            self.team.call(self.active_quantities.notify, event)
+        finally:
+            self.monitored.update.found = None
+            self.note("reading_ended")
 
     def update_begins(self, optimizer: torch.optim.Optimizer, *, computes_gradients: bool = False) -> None:
         """Handle the beginning of an optimizer step.
@@ -171,19 +172,22 @@ class Recorder:
         is then called after the closure.
         """
         with self._lock:
-            self._notice_updates()
-            self._begin_transformed()
+            if self._unseen.are_expected:
+                self._notice_updates()
+            if self._is_transformed:
+                self._begin_transformed()
             if self._is_transformed or self._forwards:
                 self.forwards_are_transformed = self._is_transformed and not self._forwards
                 self._is_transformed = False
             is_repeated = id(optimizer) in self._updated_by - self._additional
-            self._after(self._tracker.update_begins(repeated=is_repeated), "update")
-            self._events.on_optimizer_step_begin()
+            self._after(self.tracker.update_begins(repeated=is_repeated), "update")
+            self.note("update_begins")
             update = optimizer, self._note_update(optimizer)
-            if computes_gradients and self._current.is_sampled:
-                self._awaiting = update
-            else:
-                self._measure_update(*update)
+            if self.current.is_sampled:
+                if computes_gradients:
+                    self._awaiting = update
+                else:
+                    self._measure_update(*update)
 
     def update_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool) -> None:
         """Handle a step of `optimizer` inside a backward pass, which begins or, if `has_stepped` is true, has ended.
@@ -192,15 +196,18 @@ class Recorder:
         """
         with self._lock:
             is_first = self._note_update(optimizer)
-            if self._current.is_sampled:
-                update = self._monitored.update
-                with update.inside_backward():
+            if self.current.is_sampled:
+                update = self.monitored.update
+                update.is_inside_backward = True
+                try:
                     if is_first and not has_stepped:
                         self.measure(Quantity.on_optimizer_step_begin)
                     for index in update.positions_of(optimizer):
-                        parameter = self._monitored.parameter(index)
-                        if parameter is not None and index not in self._monitored.retired:
-                            self._active_quantities.gradient_ready(index, parameter)
+                        parameter = self.monitored.parameter(index)
+                        if parameter is not None and index not in self.monitored.retired:
+                            self.active_quantities.gradient_ready(index, parameter)
+                finally:
+                    update.is_inside_backward = False
 
     def new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
         """Handle the first step of an optimizer that `attach` did not get. The step has just ended.
@@ -208,9 +215,9 @@ class Recorder:
         If it does not replace an observed optimizer, a repeated step of it does not end the training step.
         """
         with self._lock:
-            if not replaces and len(self._monitored.optimizers) > 1:
+            if not replaces and len(self.monitored.optimizers) > 1:
                 self._additional.add(id(optimizer))
-            self._after(self._tracker.update_begins(repeated=False), "update")
+            self._after(self.tracker.update_begins(repeated=False), "update")
             self._note_update(optimizer)
 
     def gradients_computed(self) -> None:
@@ -221,7 +228,7 @@ class Recorder:
         """
         with self._lock:
             update, self._awaiting = self._awaiting, None
-            if update is not None:
+            if update is not None and self.current.is_sampled:
                 self._measure_update(*update)
 
     def updated(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -230,16 +237,15 @@ class Recorder:
         `optimizer` is None for the updates inside a backward pass, which ends now.
         """
         with self._lock:
-            self._events.on_optimizer_step_end()
-            self.measure(Quantity.on_optimizer_step_end)
-            self._events.on_update_applied()
-            self._tracker.updated()
+            self.measure(Quantity.on_optimizer_step_end, "updated")
+            self.events.on_update_applied()
+            self.tracker.updated()
             if self._unseen.are_expected:
                 self._unseen.look()
             self._last_seen = self._updated_at = time.monotonic()
             found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step on the device
-            if self._current.pending is not None and isinstance(found_inf, torch.Tensor):
-                self._current.pending.found_inf += take("found_inf", found_inf)
+            if self.current.pending is not None and isinstance(found_inf, torch.Tensor):
+                self.current.pending.found_inf += take("found_inf", found_inf)
 
     def update_compiles(self) -> None:
         """Handle the compilation of an optimizer step.
@@ -262,13 +268,15 @@ class Recorder:
         pending: list[Pending] = []
         for name, value in values.items():
             try:
-                pending += list(take(name, value))  # all numbers of a mapping, or none
+                pending += take(name, value)  # all numbers of a mapping, or none
             except Exception as error:  # noqa: BLE001 - a value that is not a number; the others are logged
-                self._boundary.report(f"log({name}=…)", error)
+                self.boundary.report(f"log({name}=…)", error)
         with self._lock:
-            self._notice_updates()
-            self._begin_transformed()
-            now, current = time.monotonic(), self._current
+            if self._unseen.are_expected:
+                self._notice_updates()
+            if self._is_transformed:
+                self._begin_transformed()
+            now, current = time.monotonic(), self.current
             if now - self._updated_at < LOGGING_SECONDS:
                 self._last_seen = now
             if (
@@ -277,16 +285,18 @@ class Recorder:
                 and current.pending is not None
                 and step != current.pending.step
             ):
-                self._after(self._tracker.end(), "script")
+                self._after(self.tracker.end(), "script")
             if current.log(pending, step) and step is not None:
-                self._tracker.step = step
+                self.tracker.step = step
 
-    def end_step(self, *, skipped: bool | None) -> None:
+    def end_step(self, skipped: bool | None) -> None:  # noqa: FBT001 - hooks have positional arguments
         """End the open step at the request of the script."""
         with self._lock:
-            self._notice_updates()
-            self._after(self._tracker.end(skipped=skipped), "script")
-            self._time_late(time.monotonic(), "script")
+            if self._unseen.are_expected:
+                self._notice_updates()
+            self._after(self.tracker.end(skipped=skipped), "script")
+            if self._late is not None:
+                self._time_late(self._late, time.monotonic(), "script")
 
     def finish(self, *, is_cut: bool) -> int | None:
         """Publish the remaining records; return the number of the last completed step, None if there was none.
@@ -294,18 +304,20 @@ class Recorder:
         With `is_cut`, an exception or a signal ends training, and a step without an update is not completed.
         """
         with self._lock:
-            self._notice_updates()
-            before, stage = self._current.last_step, self._tracker.stage
-            self._events.on_training_end()
-            self._after(self._tracker.end(skipped=False), "end")
-            self._time_late(time.monotonic(), "end")
+            if self._unseen.are_expected:
+                self._notice_updates()
+            before, stage = self.current.last_step, self.tracker.stage
+            self.events.on_training_end()
+            self._after(self.tracker.end(skipped=False), "end")
+            if self._late is not None:
+                self._time_late(self._late, time.monotonic(), "end")
             is_partial = stage is StepStage.OPEN or (is_cut and stage is StepStage.GRADIENTS)
-            return before if is_partial else self._current.last_step
+            return before if is_partial else self.current.last_step
 
     @property
     def holds_an_update(self) -> bool:
         """Return whether the open step has been trained: an optimizer has stepped in it. Takes no lock."""
-        return self._current.pending is not None and self._tracker.stage is StepStage.UPDATED
+        return self.current.pending is not None and self.tracker.stage is StepStage.UPDATED
 
     def flush_idle(self, after_seconds: float) -> None:
         """Publish the open step if all optimizers have stepped and the step was idle for `after_seconds`.
@@ -313,48 +325,47 @@ class Recorder:
         The time counts from the last hook call that began or ended a part of the step, or from a later call of `log`.
         """
         with self._lock:
-            pending = self._current.pending
-            is_updated = self._tracker.stage is StepStage.UPDATED
-            is_whole = is_updated and len(self._updated_by) >= len(self._monitored.optimizers)
+            pending = self.current.pending
+            is_updated = self.tracker.stage is StepStage.UPDATED
+            is_whole = is_updated and len(self._updated_by) >= len(self.monitored.optimizers)
             if is_whole and pending is not None and time.monotonic() - self._last_seen > after_seconds:
                 self._late = _Timing(pending.step, self._began, amounts_of(pending.pending))
-                self._close(self._tracker.end())
+                self._close(self.tracker.end())
 
     # Boundaries of steps.
 
     def _after(self, ended: Ended | None, cause: Cause) -> None:
         now = time.monotonic()
-        if ended is not None and self._current.pending is not None:
+        if ended is not None and self.current.pending is not None:
             self._close(ended, (now - self._began, cause))
-        if cause not in {"script", "end"} and self._current.pending is None:
+        if cause not in {"script", "end"} and self.current.pending is None:
             self._open(now, cause)
         self._last_seen = now
 
     def _open(self, now: float, cause: Cause) -> None:
-        self._time_late(now, cause)
-        step = self._tracker.step
-        self._events.on_before_step(step)
-        sampled = self._active_quantities.decide_sampling(step)
-        pending = self._current.open(step, sampled=sampled)
+        if self._late is not None:
+            self._time_late(self._late, now, cause)
+        step = self.tracker.step
+        self.events.on_before_step(step)
+        sampled = self.active_quantities.decide_sampling(step)
+        self.current.open(step, sampled=sampled)
         self._updated_by.clear()
-        self._monitored.update.stepped.clear()
+        self.monitored.update.stepped.clear()
         self._awaiting = None
-        self._gradients_seen = 0
         self.micro_step = -1
         self._forwards.clear()
         self._began = now
-        self._events.on_step_begin(step)
-        self._events.on_sampling_decided(sampled)
+        self.note("step_begins")
+        self.events.on_sampling_decided(sampled)
         if sampled:
-            pending.call_order = [-1] * len(self._monitored.parameters)
-            self.measure(Quantity.on_step_begin)
+            self.active_quantities.notify(Quantity.on_step_begin)
 
     def _close(self, ended: Ended | None, timed: tuple[float, Cause] | None = None) -> None:
         """Publish the open step.
 
         `timed` is the duration of the step in seconds and the cause of its end; None if the end is not known yet.
         """
-        pending = self._current.close()
+        pending = self.current.close()
         self._kept = ()
         self._awaiting = None
         pending.ts, pending.monotonic = now_microseconds(), monotonic_microseconds()
@@ -363,22 +374,22 @@ class Recorder:
         if timed is not None:
             pending.pending += timing(timed[0], amounts_of(pending.pending), timed[1])
             pending.ended_at = self._began + timed[0]
-        self._events.on_step_end(pending)
+        self.events.on_step_end(pending)
         if timed is not None:
-            self._events.on_step_timed(pending, timed[1])
+            self.events.on_step_timed(pending, timed[1])
         pending.is_skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
         pending.skip_is_certain = ended is not None and ended.is_certain
         if pending.sampled:
-            self._boundary.call("copying statistics", self._active_quantities.end, pending)
-        self._current.hand_over(pending)
+            pending.call_order = self.gradients.call_order()
+            self.boundary.call("copying statistics", self.active_quantities.end, pending)
+        self.current.hand_over(pending)
 
-    def _time_late(self, now: float, cause: Cause) -> None:
-        if self._late is not None:
-            late, self._late = self._late, None
-            pending = timing(now - late.began, late.amounts, cause)
-            timed = StepRecord.now(late.step, pending=pending, ended_at=now)
-            self._events.on_step_timed(timed, cause)
-            self._current.hand_over(timed)
+    def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
+        self._late = None
+        pending = timing(now - late.began, late.amounts, cause)
+        timed = StepRecord.now(late.step, pending=pending, ended_at=now)
+        self.events.on_step_timed(timed, cause)
+        self.current.hand_over(timed)
 
     # Updates.
 
@@ -386,9 +397,9 @@ class Recorder:
         """Store that `optimizer` steps, and return whether it is the first optimizer step of the training step."""
         is_first = not self._updated_by
         if is_first:
-            self._boundary.call("the learning rate", self._current.note_learning_rates, self._monitored)
+            self.boundary.call("the learning rate", self.current.note_learning_rates, self.monitored)
         self._updated_by.add(id(optimizer))
-        self._monitored.update.latest = id(optimizer)
+        self.monitored.update.latest = id(optimizer)
         return is_first
 
     def _measure_update(self, optimizer: torch.optim.Optimizer, is_first: bool) -> None:  # noqa: FBT001 - private
@@ -396,12 +407,13 @@ class Recorder:
 
         `is_first` is true for the first optimizer step of the training step.
         """
-        if not self._current.is_sampled:
-            return
-        update = self._monitored.update
-        with update.by(optimizer, self._monitored.optimizers, is_first=is_first) as has_parameters:
-            if has_parameters or self._monitored.framework.traits.updates_in_parts:
+        update = self.monitored.update
+        try:
+            own = update.begin(optimizer, self.monitored.optimizers.present(), is_first=is_first)
+            if own or is_first or self.monitored.framework.traits.updates_in_parts:
                 self.measure(Quantity.on_optimizer_step_begin)
+        finally:
+            update.end()
 
     def _await_update(self) -> None:
         """Store the data that no hook can read during a compiled optimizer step.
@@ -409,20 +421,18 @@ class Recorder:
         At a sampled step, references to the model and its optimizers are kept until the quantities have read the new
         values.
         """
-        self._current.note_learning_rates(self._monitored)
-        if self._current.is_sampled:
-            self._kept = (self._monitored.framework.model, *self._monitored.optimizers)
+        self.current.note_learning_rates(self.monitored)
+        if self.current.is_sampled:
+            self._kept = (self.monitored.framework.model, *self.monitored.optimizers.present())
 
     def _notice_updates(self) -> None:
         """Record the optimizer steps without hook calls that have run since the last call of this method."""
-        if not self._unseen.are_expected:
-            return
         for optimizer in self._unseen.look():
-            self._after(self._tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
-            if not self._updated_by and self._current.pending is not None and not self._current.pending.learning_rates:
-                self._current.note_learning_rates(self._monitored)
+            self._after(self.tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
+            if not self._updated_by and self.current.pending is not None and not self.current.pending.learning_rates:
+                self.current.note_learning_rates(self.monitored)
             self._updated_by.add(id(optimizer))
             self.measure(Quantity.on_optimizer_step_end)
-            self._events.on_update_applied()
-            self._tracker.updated()
+            self.events.on_update_applied()
+            self.tracker.updated()
             self._updated_at = time.monotonic()

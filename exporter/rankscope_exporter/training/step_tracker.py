@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -61,9 +61,7 @@ class UnseenUpdates:
         Must not be called before `expect`.
         """
         before, self._traces = self._traces, {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
-        known = (
-            item for item in self._optimizers if id(item) in before
-        )  # without optimizers that were added meanwhile
+        known = [item for item in self._optimizers if id(item) in before]  # without those that were added meanwhile
         return [item for item in known if before[id(item)] != self._traces[id(item)]]
 
 
@@ -95,6 +93,9 @@ class StepStage(enum.Enum):
     OPEN = "open"  # a training forward pass has begun
     GRADIENTS = "gradients"  # a backward pass has begun
     UPDATED = "updated"  # the optimizer has stepped; numbers that are logged now still belong to this step
+
+
+_MAY_BE_OVER: Final = (StepStage.GRADIENTS, StepStage.UPDATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class StepTracker:
 
         Return the previous step if this forward pass ends it, otherwise None.
         """
-        ended = self._end_if_over(cleared)
+        ended = self._end_if_over(cleared) if self.stage in _MAY_BE_OVER else None
         if self.stage is StepStage.IDLE:
             self.stage = StepStage.OPEN
         self._has_forward = True
@@ -151,7 +152,7 @@ class StepTracker:
         gradient surgery. They belong to the same step.
         """
         is_same = self._has_forward and self.stage is StepStage.GRADIENTS
-        ended = None if is_same else self._end_if_over(cleared)
+        ended = self._end_if_over(cleared) if self.stage in _MAY_BE_OVER and not is_same else None
         self.stage = StepStage.GRADIENTS
         return ended
 
@@ -195,6 +196,4 @@ class StepTracker:
     def _end_if_over(self, cleared: Cleared) -> Ended | None:
         if self._explicit or self._updating:
             return None
-        if self.stage is StepStage.UPDATED or (self.stage is StepStage.GRADIENTS and cleared()):
-            return self.end()
-        return None
+        return self.end() if self.stage is StepStage.UPDATED or cleared() else None

@@ -71,10 +71,7 @@ team.find()
 assert 0.0 == team.seconds
 earlier = {thread: time.clock_gettime(_clock(thread)) for thread in found}
 own = time.thread_time()
-team.on_measurement_begin()
-for _ in range(200):
-    tensor.add(tensor)
-team.on_measurement_end()
+team.call(lambda: [tensor.add(tensor) for _ in range(200)])
 own = time.thread_time() - own
 by_thread = [time.clock_gettime(_clock(thread)) - seconds for thread, seconds in earlier.items()]
 assert all(0.1 * own < seconds for seconds in by_thread), (own, by_thread)

@@ -14,6 +14,8 @@ from tests.programs import run_program
 from torch import nn
 from torch.func import functional_call
 
+from rankscope_exporter.adapters.base import FrameworkTraits
+from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.observers.throughput import ThroughputConfig
 from rankscope_exporter.quantities.activations.quantity import Activations
 from rankscope_exporter.quantities.gradients import Gradients
@@ -353,6 +355,8 @@ def test_hook_that_raises_is_counted_and_logged_once(quantity, moment, monkeypat
 
     alone, run = Run().train(), Run()
     monkeypatch.setattr(quantity, moment, fail)
+    if moment == "on_gradient_ready":
+        monkeypatch.setattr(Plain, "traits", FrameworkTraits(local_until_backward_ends=False))
     watched = run.watched()
 
     assert all(map(torch.equal, alone.state(), run.state()))

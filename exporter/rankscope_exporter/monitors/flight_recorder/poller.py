@@ -296,16 +296,19 @@ class FlightRecorderPoller(StepObserver):
         """CPU seconds that the thread that reads the flight record has used so far."""
         return 0.0 if self._thread is None else self._thread.cpu_seconds
 
-    def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
+    def on_before_step(self, step: int) -> None:  # noqa: ARG002 - the number may still change
         self._began_us = now_microseconds()
 
     def on_step_end(self, record: StepRecord) -> None:
         if self._share <= 0:
             return
+        if self._thread is None:
+            if not has_groups():  # there are no collectives
+                return
+            self._thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=self._boundary.report)
+            self._thread.start()
         self._ended.append((record.step, self._began_us, now_microseconds()))
-        if self._thread is None and not self._start():
-            self._ended.clear()  # without a process group there are no collectives
-        elif self._schedule.is_due(record.step, time.monotonic()):
+        if self._schedule.is_due(record.step, time.monotonic()):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
@@ -319,13 +322,6 @@ class FlightRecorderPoller(StepObserver):
     def counts(self) -> Mapping[str, tuple[int, int]]:
         """Return the number of calls and of bytes of each collective operation, by its name."""
         return self.totals.by_op()
-
-    def _start(self) -> bool:
-        if not has_groups():
-            return False
-        self._thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=self._boundary.report)
-        self._thread.start()
-        return True
 
     def _run(self) -> None:
         while True:

@@ -102,7 +102,7 @@ Above the threshold, the hang is attributed to C code that held the GIL, or to a
 class Watchdog:
     """Detects hangs of the training on a daemon thread.
 
-    Training threads call only the method `beat`, which stores the time of their activity.
+    Training threads only store the time of their activity in `active_at`.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Watchdog:
         self._progress = progress
         self._planned_steps = planned_steps
         self._print_line = print_line
-        self._active_at = time.monotonic()
+        self.active_at = time.monotonic()
+        """Time of the last activity of the training, in monotonic seconds."""
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=boundary.report)
         self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
@@ -141,10 +142,6 @@ class Watchdog:
         """CPU seconds of the watchdog thread so far."""
         return self._thread.cpu_seconds
 
-    def beat(self) -> None:
-        """Store the current time as the time of the last activity. Any thread may call it: it is only an assignment."""
-        self._active_at = time.monotonic()
-
     def start(self) -> None:
         """Register the handler of the signal in the setting `stacks_signal`, and start the watchdog thread.
 
@@ -152,7 +149,7 @@ class Watchdog:
         """
         if self._signal_name is not None:
             self._signal = self._boundary.call("stacks_signal", StackSignal, self._signal_name)
-        self.beat()
+        self.active_at = time.monotonic()
         if self._limits.is_on or self._signal is not None:
             self._thread.start()
 
@@ -192,7 +189,7 @@ class Watchdog:
             self._boundary.call("stacks_signal", self._publish_written, self._signal)
         step, phase = self._progress()
         is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
-        state = TrainingState(active_at=self._active_at, has_stepped=step is not None, is_done=is_done, phase=phase)
+        state = TrainingState(active_at=self.active_at, has_stepped=step is not None, is_done=is_done, phase=phase)
         match self._detector.check(state, now):
             case Hang(seconds):
                 self._report_hang(seconds, late, step, phase)

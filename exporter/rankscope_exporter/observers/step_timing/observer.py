@@ -146,6 +146,25 @@ def sum_by_phase(
     return PhaseTotals(phases, announced, None if is_first else pre_collective)
 
 
+_BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})
+
+
+def corrected(marks: list[Mark]) -> list[Mark]:
+    """Return `marks` with a training forward pass for each evaluation that a backward pass follows.
+
+    The model was trained in evaluation mode.
+    """
+    for position, mark in enumerate(marks):
+        if mark.kind == "backward_begins" or (mark.kind, mark.name) == ("closes", "backward"):
+            last = position - 1
+            while marks[last].kind in _BEGINNING_A_STEP:
+                last -= 1
+            if marks[last].kind == "evaluation_ended" and marks[last - 1].kind == "evaluation_begins":
+                marks[last - 1] = marks[last - 1]._replace(kind="forward_begins")
+                marks[last] = marks[last]._replace(kind="forward_ended")
+    return marks
+
+
 def segments(marks: Sequence[Mark], traits: LoopTraits) -> Iterator[PhaseInterval]:
     """Yield the interval between each mark (an event of the step with its time) and the next mark, with its phase."""
     coming = _coming(marks)
@@ -327,30 +346,12 @@ If a step has more events, for example because of thousands of micro-batches, th
 counted as the phase "other".
 """
 
-_BEGINNING_A_STEP: Final = frozenset({"step_begins", "reading_begins", "reading_ended"})
-
 
 @dataclass(slots=True)
 class _Announced:
     name: str
     began: float
     within: float = 0.0  # seconds of nested phases
-
-
-def _marking(kind: Kind, *, limited: bool = False) -> Callable[[StepTimingObserver], None]:
-    """Return a method of `StepTimingObserver` that stores the time of an event of the kind `kind`.
-
-    If `limited` is true, the method also stops storing times after MOST_MARKS (10,000) events of one step.
-    """
-
-    def note(self: StepTimingObserver) -> None:
-        self._note((kind, self._now(), ""))
-
-    def note_and_limit(self: StepTimingObserver) -> None:
-        self._note((kind, self._now(), ""))
-        self._limit_marks()
-
-    return note_and_limit if limited else note
 
 
 class StepTimingObserver(StepObserver):
@@ -365,13 +366,15 @@ class StepTimingObserver(StepObserver):
         traits: LoopTraits,
         hand_over: Callable[[StepRecord], None],
         *,
+        report: Callable[[str, BaseException], None],
         times_steps: bool = True,
     ) -> None:
         self._clock = clock
+        self._report = report
         self._now = clock.now if times_steps else time.monotonic
         self._traits = traits
         self._hand_over = hand_over
-        self._times_steps = times_steps
+        self._times_steps = self._is_noting = times_steps
         self._counters = PhaseCounters()
         self._counter_readers: dict[str, Callable[[], list[Scalar]]] = {}
         self._announced: list[_Announced] = []
@@ -396,6 +399,7 @@ class StepTimingObserver(StepObserver):
         device: torch.device,
         hand_over: Callable[[StepRecord], None],
         *,
+        report: Callable[[str, BaseException], None],
         times_steps: bool,
     ) -> StepTimingObserver:
         """Return the observer that measures the steps of a model on `device`."""
@@ -404,56 +408,43 @@ class StepTimingObserver(StepObserver):
             interleaves=monitored.framework.traits.interleaves_micro_batches,
             has_optimizer=bool(monitored.optimizers),
         )
-        return cls(clock_of(device), traits, hand_over, times_steps=times_steps)
+        return cls(clock_of(device), traits, hand_over, report=report, times_steps=times_steps)
 
-    # Events of a step.
+    def note(self, *kinds: Kind, name: str = "") -> None:
+        """Store the time of events of the step that happen now. Consecutive evaluation passes count as one.
 
-    on_forward_begin = _marking("forward_begins")
-    on_forward_end = _marking("forward_ended", limited=True)
-    on_evaluation_end = _marking("evaluation_ended")
-    on_gradients_ready = _marking("backward_ends")
-    on_backward_end = _marking("backward_ended", limited=True)
-    on_optimizer_step_end = _marking("updated")
-    on_measurement_begin = _marking("reading_begins")
-    on_measurement_end = _marking("reading_ended")
-
-    def on_step_begin(self, step: int) -> None:  # noqa: ARG002 - the number may still change
-        """Store the time at which a step begins."""
-        self._has_step = True
-        self._note(("step_begins", self._now(), ""))
-
-    def on_evaluation_begin(self) -> None:
-        """Store the time at which an evaluation forward pass begins. Consecutive evaluation passes count as one."""
-        if self._marks[-1][0] == "evaluation_ended":
-            self._clock.release(self._marks.pop()[1])
-        else:
-            self._note(("evaluation_begins", self._now(), ""))
-
-    def on_backward_begin(self) -> None:
-        """Store the time at which a backward pass begins. The forward pass before it was a training forward pass."""
-        self._correct_evaluation()
-        self._note(("backward_begins", self._now(), ""))
-
-    def on_optimizer_step_begin(self) -> None:
-        """Store the time at which an optimizer update begins, and the id of the training thread.
-
-        The id distinguishes phases of the step from phases that another thread announces, such as a checkpoint.
+        An error of the device is reported, and raises nothing into the caller.
         """
-        self._thread = threading.get_ident()  # not set in a forward or backward pass, which may run on a torch thread
-        self._note(("update_begins", self._now(), ""))
+        if "step_begins" in kinds:
+            self._has_step = True
+        elif "update_begins" in kinds:  # not a forward or backward pass, which may run on a thread of torch
+            self._thread = threading.get_ident()
+        marks = self._marks
+        if not self._is_noting or not kinds:
+            return
+        if kinds[0] == "evaluation_begins" and marks[-1][0] == "evaluation_ended":
+            self._clock.release(marks.pop()[1])
+            return
+        try:
+            now = self._now()
+        except Exception as error:  # noqa: BLE001 - the step itself goes on
+            self._report("timing a step", error)
+            return
+        for kind in kinds:
+            marks.append((kind, now, name))
+        if len(marks) > MOST_MARKS:
+            marks.append(("gives_up", now, ""))
+            self._is_noting = False
 
-    # Phases that the script announces.
+    # Phases that the script announces. Those of other threads, such as a checkpoint, are ignored.
 
-    def on_phase_begin(self, name: str) -> None:
-        """Store the time at which the announced phase `name` begins.
-
-        Phases that another thread announces are ignored.
-        """
+    def phase_begins(self, name: str) -> None:
+        """Store the time at which the announced phase `name` begins."""
         if self._is_training_thread():
             self._announced.append(_Announced(name, time.monotonic()))
-            self._note(("phase_begins", self._now(), name))
+            self.note("phase_begins", name=name)
 
-    def on_phase_end(self, name: str) -> None:
+    def phase_ended(self, name: str) -> None:
         """Add the duration of the announced phase `name`, without its nested phases, to the counter of this phase."""
         if not self._is_training_thread() or not self._announced or self._announced[-1].name != name:
             return
@@ -462,8 +453,7 @@ class StepTimingObserver(StepObserver):
         if self._announced:
             self._announced[-1].within += duration
         self._counters.add({name: duration - ended.within})
-        self._note(("phase_ended", self._now(), name))
-        self._limit_marks()
+        self.note("phase_ended", name=name)
 
     def total(self, name: str) -> Callable[[], list[Scalar]]:
         """Return a function that reads the counter of the phase `name`. Repeated calls return the same function."""
@@ -473,8 +463,6 @@ class StepTimingObserver(StepObserver):
 
     def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
         """Schedule the computation of the phases of a step on the publisher thread."""
-        if cause == "backward":
-            self._correct_evaluation()
         if self._times_steps:
             self._close(record, cause)
             self._is_first = False
@@ -489,8 +477,8 @@ class StepTimingObserver(StepObserver):
 
     def _close(self, record: StepRecord, cause: Cause) -> None:
         now = self._now() if record.ended_at is None else self._clock.at(record.ended_at)
-        self._note(("closes", now, cause))
         marks = self._marks
+        marks.append(("closes", now, cause))
         self._open(now)
         has_step, self._has_step = self._has_step and cause != "end", False
         record.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
@@ -498,12 +486,13 @@ class StepTimingObserver(StepObserver):
     def _open(self, now: Time) -> None:
         """Start to store the times of the next step. Phases that the script has announced and not ended continue."""
         self._marks: list[RawMark] = [("opens", now, "")]
-        self._marks += [("phase_begins", now, item.name) for item in self._announced]
-        self._note = self._marks.append if self._times_steps else lambda _mark: None
+        for phase in self._announced:
+            self._marks.append(("phase_begins", now, phase.name))
+        self._is_noting = self._times_steps
 
     def _read(self, raw: Sequence[RawMark], *, is_first: bool, of_step: bool) -> list[Scalar]:
         """Return the seconds by phase of one step as scalars. Runs on the publisher thread."""
-        marks = [Mark(*mark) for mark in raw]
+        marks = corrected([Mark(*mark) for mark in raw])
         times = list(dict.fromkeys(mark.at for mark in marks))
         if not all(self._clock.reached(time) for time in reversed(times)):
             self.left_out += 1
@@ -525,24 +514,6 @@ class StepTimingObserver(StepObserver):
         if found.pre_collective is not None:
             steps.append(Scalar(PRE_COLLECTIVE_SECONDS, found.pre_collective, UNIT))
         return [*steps, *counters]
-
-    def _limit_marks(self) -> None:
-        """Stop storing times of events until the step has ended, if MOST_MARKS (10,000) times are stored."""
-        if len(self._marks) > MOST_MARKS:
-            self._note(("gives_up", self._now(), ""))
-            self._note = lambda mark: self._marks.append(mark) if mark[0] == "closes" else None
-
-    def _correct_evaluation(self) -> None:
-        """Treat the last evaluation forward pass as a training forward pass.
-
-        A backward pass follows, so the model was trained in eval mode.
-        """
-        position = len(self._marks) - 1
-        while self._marks[position][0] in _BEGINNING_A_STEP:
-            position -= 1
-        if self._marks[position][0] == "evaluation_ended" and self._marks[position - 1][0] == "evaluation_begins":
-            self._marks[position - 1] = ("forward_begins", *self._marks[position - 1][1:])
-            self._marks[position] = ("forward_ended", *self._marks[position][1:])
 
     def _is_training_thread(self) -> bool:
         return self._thread in (None, threading.get_ident())

@@ -87,15 +87,13 @@ class Throughput(StepObserver):
     def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
         """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
         if self._config.method != "off" and cause != "end":
-            seconds = next((item.value for item in record.pending if item.name == "step_seconds"), 0.0)
-            if isinstance(seconds, float) and seconds > 0:
-                record.later.append(functools.partial(self._scalars, self._logged, seconds))
+            record.later.append(functools.partial(self._scalars, self._logged, record.pending))
 
     # On the publisher's thread.
 
-    def _scalars(self, logged: Sequence[Pending], seconds: float) -> list[Scalar]:
-        found = self._flops(logged)
-        if found is None:
+    def _scalars(self, logged: Sequence[Pending], timed: Sequence[Pending]) -> list[Scalar]:
+        seconds = next((item.value for item in timed if item.name == "step_seconds"), 0.0)
+        if not isinstance(seconds, float) or seconds <= 0 or (found := self._flops(logged)) is None:
             return []
         flops, method = found
         if not 0 < flops < math.inf:  # for example 0 tokens or NaN was logged
