@@ -47,7 +47,7 @@ def _step(observer: StepTimingObserver, pending_steps: list[StepRecord], micro_b
     observer.note("update_begins")
     observer.note("updated")
     record = StepRecord(step=1, ts=0, ended_at=time.monotonic())
-    observer.on_step_timed(record, "forward")
+    observer.on_step_timed(record, "forward", ())
     pending_steps.append(record)
 
 

@@ -62,8 +62,7 @@ def followed(model: nn.Module) -> float:
     def step() -> None:
         made = record()
         meter.on_forward_begin()
-        meter.on_step_end(made)
-        meter.on_step_timed(made, "forward")
+        meter.on_step_timed(made, "forward", made.pending)
 
     return seconds_of(step) - seconds_of(record)
 
@@ -71,8 +70,7 @@ def followed(model: nn.Module) -> float:
 def published(model: nn.Module) -> float:
     meter, record = metered(model)
     made = record()
-    meter.on_step_end(made)
-    meter.on_step_timed(made, "forward")
+    meter.on_step_timed(made, "forward", made.pending)
     return seconds_of(made.later[0])
 
 

@@ -7,7 +7,7 @@ from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 
 from rankscope_exporter.monitors.hardware import poller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.observers.resources import MemoryObserver, allocator_scalars
+from rankscope_exporter.observers.resources import ResourceObserver, allocator_scalars
 
 UUID = "bbbbbbbb-0000-1111-2222-333333333333"
 READINGS_PER_ERROR = 20
@@ -25,10 +25,10 @@ def simulate() -> None:
     nvml = RecordedNvml(changes={f"GPU-{UUID}": errors})
     calls = itertools.count()
 
-    def of_allocator(_observer: MemoryObserver) -> list[Any]:
+    def of_allocator(_observer: ResourceObserver) -> list[Any]:
         stats = {f"{name}_bytes.all.{when}": GIB * size for name, size in SIZES.items() for when in ("current", "peak")}
         return list(allocator_scalars(stats | {"num_alloc_retries": next(calls) // READINGS_PER_ERROR, "num_ooms": 0}))
 
     poller.uuid_of = lambda _device: UUID
     HardwarePoller.__init__.__kwdefaults__ = {"nvml": lambda: nvml}
-    MemoryObserver.of_allocator = of_allocator  # type: ignore[method-assign]
+    ResourceObserver.of_allocator = of_allocator  # type: ignore[method-assign]

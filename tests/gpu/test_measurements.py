@@ -17,7 +17,7 @@ from torch import nn
 from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
-from rankscope_exporter.observers.resources import MemoryObserver
+from rankscope_exporter.observers.resources import ResourceObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 FORWARD, BACKWARD, UPDATE = 0.03, 0.05, 0.02
@@ -141,7 +141,7 @@ def test_hardware_thread_publishes_the_gpu(cuda, device):
 
 def test_memory_is_that_of_the_allocator_of_torch(cuda):
     kept = torch.ones(1 << 20, device=cuda)
-    found = {scalar.name: scalar.value for scalar in MemoryObserver(cuda).of_allocator()}
+    found = {scalar.name: scalar.value for scalar in ResourceObserver(cuda, dict, int).of_allocator()}
 
     assert torch.cuda.memory_allocated(cuda) == found["device_memory_allocated_bytes"] >= kept.nbytes
     assert torch.cuda.memory_reserved(cuda) == found["device_memory_reserved_bytes"]

@@ -71,7 +71,9 @@ class Borrowed(Sequence[T]):
 
 
 class UpdateScope:
-    """The parameters that belong to the optimizer step which begins now, by their position in the model.
+    """State of the present step that quantities read: gradients that arrived, and parameters by their optimizer.
+
+    Positions are those in the list of all parameters of the model, unless stated otherwise.
 
     Each of several optimizers has parameters of its own. Their gradients are complete when their own optimizer steps,
     and a later backward pass of the same step may change them for another purpose, as in adversarial training.
@@ -184,9 +186,6 @@ class MonitoredModel:
 
         The caller must neither change nor keep the list.
         """
-        known = self.update.found
-        if known is not None and id(self.parameters) in known:
-            return known[id(self.parameters)]
         if self._is_plain:
             found = self._places.read()
         else:
@@ -194,8 +193,6 @@ class MonitoredModel:
         if not all(map(operator.is_not, found, itertools.repeat(None))):
             pairs = zip(self.parameters, found, strict=True)
             found = [self._from_optimizers(named) if item is None else item for named, item in pairs]
-        if known is not None:
-            known[id(self.parameters)] = found
         return found
 
     def tensors(self, *, of_update: bool = False) -> list[nn.Parameter | None]:
@@ -205,10 +202,15 @@ class MonitoredModel:
         true, it is also None if the parameter does not belong to the optimizer step that begins now. The caller must
         not keep the list, because it keeps the parameters alive.
         """
-        found, read = self.found(), self.update.positions if of_update else None
+        known, read = self.update.found, self.update.positions if of_update else None
+        found = None if known is None else known.get(id(self.parameters))
+        if found is None:
+            found = self.found()
+            if known is not None:
+                known[id(self.parameters)] = found
         if not self.retired and read is None:
             return found
-        pairs = zip(self.owners(), found, strict=True)
+        pairs = zip(self.owners, found, strict=True)
         return [
             None if owner in self.retired or (read is not None and owner not in read) else item for owner, item in pairs
         ]
@@ -264,8 +266,9 @@ class MonitoredModel:
         counts = Counter(item.device for item in self.found() if item is not None and not item.is_meta)
         return max(counts, key=counts.__getitem__) if counts else torch.device("cpu")
 
+    @functools.cached_property
     def owners(self) -> Sequence[int]:
-        """Return the position of each element of `parameters` in the list of all parameters of the model."""
+        """The position of each element of `parameters` in the list of all parameters of the model."""
         return range(len(self.parameters)) if self.positions is None else self.positions
 
     @functools.cached_property

@@ -28,7 +28,7 @@ from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.model.parameter_names import element_count
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
-from rankscope_exporter.observers.resources import OverheadReporter
+from rankscope_exporter.observers.resources import ResourceObserver
 from rankscope_exporter.observers.throughput.costs import ALONE, Parallel
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.identity import resolve_identity
@@ -255,7 +255,7 @@ class Session:
             ),
             changes,  # finds parameters under new names before their hooks are registered
             gradients,
-            OverheadReporter(self.overhead, lambda: controller.stretch),
+            ResourceObserver(self._device, self.overhead, lambda: controller.stretch),
         )
         self.events = StepEvents(boundary, observers)
         tracker = StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=config.steps == "explicit")

@@ -22,7 +22,6 @@ from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.observers.resources import MemoryObserver
 from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
 from rankscope_exporter.observers.throughput.costs import Parallel
 from rankscope_exporter.observers.throughput.meter import Throughput
@@ -185,7 +184,6 @@ class StepObservers:
         publish: Callable[[StepRecord], object],
     ) -> None:
         self._boundary = boundary
-        self.memory = MemoryObserver(device)
         self.throughput = Throughput(
             monitored.framework, config.throughput, parallel, device=device, report=notices.tell, is_first=rank == 0
         )
@@ -197,7 +195,7 @@ class StepObservers:
 
     @property
     def all(self) -> tuple[StepObserver, ...]:
-        return self.memory, self.throughput, self.phases, self.collectives
+        return self.throughput, self.phases, self.collectives
 
     def start(self) -> None:
         self._boundary.call("starting the hardware thread", self.hardware.start)

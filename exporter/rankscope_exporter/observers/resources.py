@@ -34,28 +34,6 @@ _OF_ALLOCATOR: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryObserver(StepObserver):
-    """Adds scalars about the memory of the process and of the device's allocator to each sampled step."""
-
-    device: torch.device
-
-    def on_step_end(self, record: StepRecord) -> None:
-        """Schedule a function that reads the memory on the publisher thread, before this thread publishes the step."""
-        if record.sampled:
-            record.later += [self.of_process, self.of_allocator]
-
-    def of_process(self) -> list[Scalar]:
-        """Return a scalar with the resident memory of this process in bytes."""
-        return [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
-
-    def of_allocator(self) -> list[Scalar]:
-        """Return scalars with statistics of torch's allocator for an accelerator. Does not wait for the device."""
-        if self.device.type == "cpu":
-            return []
-        return list(allocator_scalars(torch.accelerator.memory_stats(self.device)))
-
-
 def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
     """Yield a scalar for each published statistic of a device's allocator that `stats` contains."""
     for name, (key, unit) in _OF_ALLOCATOR.items():
@@ -79,30 +57,40 @@ EVERY_SECONDS: Final = 10.0
 
 
 @dataclass(slots=True)
-class OverheadReporter(StepObserver):
-    """Adds two overhead measures to a step every 10 s: CPU seconds of each monitor thread, and the sampling stretch.
+class ResourceObserver(StepObserver):
+    """Adds scalars about memory to each sampled step, and two overhead measures to a step every 10 s.
 
-    The stretch is the factor by which the overhead controller has multiplied the sampling interval. Both measures are
-    always added to the first and to the last step.
+    The overhead measures are the CPU seconds of each monitor thread, and the sampling stretch. They are always added to
+    the first and to the last step. The publisher thread reads all of them before it publishes the step.
     """
 
+    device: torch.device
     seconds: Callable[[], Mapping[str, float]]
     """Function that returns the CPU seconds that each thread of the monitor has used so far, by name of the thread."""
     stretch: Callable[[], int]
     """Function that returns the factor by which the overhead controller has multiplied the sampling interval."""
-    clock: Callable[[], float] = time.monotonic
     due_at: float = field(default=float("-inf"), init=False)
 
     def on_step_end(self, record: StepRecord) -> None:
-        """Schedule a reading of the CPU time on the publisher thread, if the previous reading was at least 10 s ago."""
-        now = self.clock()
+        if record.sampled:
+            record.later += [self.of_process, self.of_allocator]
+        now = time.monotonic()
         if now >= self.due_at:
             self.due_at = now + EVERY_SECONDS
             record.later.append(self._scalars)
 
     def on_training_end(self) -> None:
-        """Schedule a reading of the CPU time for the last step."""
         self.due_at = float("-inf")
+
+    def of_process(self) -> list[Scalar]:
+        """Return a scalar with the resident memory of this process in bytes."""
+        return [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
+
+    def of_allocator(self) -> list[Scalar]:
+        """Return scalars with statistics of torch's allocator for an accelerator. Does not wait for the device."""
+        if self.device.type == "cpu":
+            return []
+        return list(allocator_scalars(torch.accelerator.memory_stats(self.device)))
 
     def _scalars(self) -> list[Scalar]:
         spent = [

@@ -44,7 +44,7 @@ class GradientAlignment(StateQuantity):
         states = self.monitored.states(parameters)
         found = in_use(parameters, states, len(self.monitored.optimizers))
         self._expected = [KIND] if kinds_of([own.optimizer for own in found]) else ()
-        listed = zip(self.monitored.parameters, self.monitored.owners(), parameters, states, strict=True)
+        listed = zip(self.monitored.parameters, self.monitored.owners, parameters, states, strict=True)
         for named, owner, parameter, own in listed:
             gradient = None if parameter is None or owner in stepped else framework.gradient(parameter)
             momentum = None if own is None else _momentum(own.state)

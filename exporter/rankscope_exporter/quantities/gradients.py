@@ -259,7 +259,7 @@ class MicroGradients(Quantity):
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
         self._hooking.gradient_arrives()
-        if not self._gate.is_open or self.monitored.owners()[index] in self.monitored.update.stepped:
+        if not self._gate.is_open or self.monitored.owners[index] in self.monitored.update.stepped:
             return
         micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
         self._passes[index] += 1
@@ -267,7 +267,7 @@ class MicroGradients(Quantity):
         slots = table.add(
             (index, micro_step),
             lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)],
-            [self.monitored.owners()[index]],
+            [self.monitored.owners[index]],
         )
         table.measure([gradient], slots)
 
@@ -301,7 +301,7 @@ class Gradients(Quantity):
         self._reduced_by_loop = monitored.copies > 1 and not traits.reduces
         # Without a reduction and without a backward pass, the loop computes gradients by torch.autograd.grad.
         self._assigned_by_loop = not (monitored.copies > 1 or traits.reduces or self._reduces_after_last)
-        owners = self.monitored.owners()
+        owners = self.monitored.owners
         self._elsewhere = frozenset(i for i, owner in enumerate(owners) if owner in self.monitored.elsewhere)
         self._mixed = False
         self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
@@ -392,7 +392,7 @@ class Gradients(Quantity):
             table.forget(table.slots[Kind.GRAD_UNREDUCED])
         elif self._batched:
             arrived = set(self.monitored.update.arrived)
-            tensors = zip(self.monitored.owners(), self.monitored.tensors(), strict=True)
+            tensors = zip(self.monitored.owners, self.monitored.tensors(), strict=True)
             own = [None if item is None or owner not in arrived else item.grad for owner, item in tensors]
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
@@ -431,7 +431,7 @@ class Gradients(Quantity):
         self._sums.release()
         gradients, slots = self.monitored.gradients(), table.slots
         read = self.monitored.update.positions
-        owners = self.monitored.owners()
+        owners = self.monitored.owners
         self._frozen.add(
             [i for i, owner in enumerate(owners) if owner in read] if read is not None else range(len(owners))
         )

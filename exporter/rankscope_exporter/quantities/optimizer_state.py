@@ -104,13 +104,13 @@ class OptimizerState(StateQuantity):
             if kind in table.slots:
                 slots = table.slots[kind]
             else:
-                slots = table.add(key, functools.partial(self.parameter_entries, kind), self.monitored.owners())
+                slots = table.add(key, functools.partial(self.parameter_entries, kind), self.monitored.owners)
             table.measure(state_tensors(states, key), slots)
         if self._named.patterns:
             self._find_named(states)
         for key, owners in self._found.items():
             named = functools.partial(self._named_entries, key, states)
-            found = table.add(key, named, [self.monitored.owners()[index] for index in owners])
+            found = table.add(key, named, [self.monitored.owners[index] for index in owners])
             table.measure(state_tensors([states[owner] for owner in owners], key), found)
 
     def expected(self) -> ExpectedRows:

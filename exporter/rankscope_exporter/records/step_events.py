@@ -69,10 +69,10 @@ class StepObserver:
     def on_step_end(self, record: StepRecord) -> None:
         """Called when the step has ended. This is the last opportunity to add data to the record of the step."""
 
-    def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
+    def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:
         """Called when the duration of the step is known and stored in `record`.
 
-        `cause` is the reason why the step ended.
+        `cause` is the reason why the step ended, `logged` are the numbers that were logged in it.
 
         `record` is the record of the step. If the record of the step was published before its duration was known,
         `record` is a second record with the same step number.

@@ -188,7 +188,7 @@ class ActiveQuantity:
         if self.slots is None:
             entries = self.quantity.first_entries
             self.quantity.monitored.descriptions.clear()  # parameters may change until other quantities are built
-            self.slots = Table(table, entries, self.quantity.monitored.owners(), sampling.ops)
+            self.slots = Table(table, entries, self.quantity.monitored.owners, sampling.ops)
         else:
             self.slots.publish(sampling.ops)
         self.gate = GateState.SCHEDULED

@@ -18,8 +18,8 @@ from rankscope_exporter.records.step_record import StepRecord
 class CurrentStep:
     """The open step of one attached model, or the state between two steps.
 
-    `lock` serializes the training thread, the publisher thread and other threads of the script. A caller of `open`,
-    `close` or `log` must hold the lock.
+    `lock` serializes the training thread, the publisher thread and other threads of the script. A caller of `log`
+    must hold the lock.
     """
 
     def __init__(self, hand_over: Callable[[StepRecord], None]) -> None:
@@ -37,27 +37,9 @@ class CurrentStep:
         """True if the script has set the number of the open step, or that of the next step if none is open."""
         self.last_step: int | None = None
         """Number of the step that was closed last; None before the first step was closed."""
-        self._next_values: list[Pending] = []
-        self._next_events: list[Event] = []
-
-    def open(self, step: int, *, sampled: bool) -> StepRecord:
-        """Open the record of step number `step` and return it.
-
-        Values and events that were added while no step was open belong to this record.
-        """
-        self.is_sampled = sampled
-        self.pending = pending = StepRecord(step=step, ts=0, monotonic=0, sampled=sampled)  # times: when it closes
-        pending.pending, self._next_values = self._next_values, []
-        pending.events, self._next_events = self._next_events, []
-        return pending
-
-    def close(self) -> StepRecord:
-        """Close the open step and return its record."""
-        pending, self.pending = self.pending, None
-        assert pending is not None
-        self.is_sampled = self.is_numbered = False
-        self.last_step = pending.step
-        return pending
+        self.next_values: list[Pending] = []
+        self.next_events: list[Event] = []
+        """Values and events that were added while no step is open. They belong to the next step."""
 
     def log(self, values: Sequence[Pending], step: int | None) -> bool:
         """Add logged values to the open, the last or the next step.
@@ -76,7 +58,7 @@ class CurrentStep:
             self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
             return False
         else:
-            self._next_values += values
+            self.next_values += values
         self.is_numbered |= step is not None
         return step is not None
 
@@ -107,7 +89,7 @@ class CurrentStep:
     def add_event(self, event: Event) -> None:
         """Add an event to the record of the open step, or to the record of the next step if no step is open."""
         with self.lock:
-            (self._next_events if self.pending is None else self.pending.events).append(event)
+            (self.next_events if self.pending is None else self.pending.events).append(event)
 
     def publish_event(self, event: Event) -> None:
         """Publish an event immediately in a separate record.

@@ -173,7 +173,7 @@ class NewOptimizers:
             self._followed[:] = [*self._followed, optimizer]
         known = self._known.get(id(optimizer))
         if known is not None:
-            known.note()
+            known.note(optimizer)
 
     def _begins(self, optimizer: Optimizer) -> None:
         if not any(id(known) in self.stepping for known in self._followed):
@@ -205,9 +205,7 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self._count = 0
-        self._parameters: set[int] = set()
-        self.note()
+        self._parameters = identities(optimizer)
 
     @property
     def parameters(self) -> set[int]:
@@ -216,12 +214,9 @@ class _Known:
         If the script has deleted the optimizer, the parameters that it had at its last step.
         """
         optimizer = self.optimizer()
-        return self._parameters if optimizer is None else set(identities(optimizer))
+        return set(self._parameters if optimizer is None else identities(optimizer))
 
-    def note(self) -> None:
-        """Update the stored parameters of the optimizer if their number has changed."""
-        optimizer = self.optimizer()
-        if optimizer is not None:
-            count = sum(map(len, map(PARAMETERS, optimizer.param_groups)))
-            if count != self._count:
-                self._count, self._parameters = count, set(identities(optimizer))
+    def note(self, optimizer: Optimizer) -> None:
+        """Update the stored parameters of `optimizer` if their number has changed."""
+        if len(self._parameters) != sum(map(len, map(PARAMETERS, optimizer.param_groups))):
+            self._parameters = identities(optimizer)

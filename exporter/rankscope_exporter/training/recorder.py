@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,7 +44,7 @@ class _Timing:
 
     step: int | None
     began: float
-    amounts: dict[str, float]
+    logged: Sequence[Pending]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -329,7 +329,7 @@ class Recorder:
             is_updated = self.tracker.stage is StepStage.UPDATED
             is_whole = is_updated and len(self._updated_by) >= len(self.monitored.optimizers)
             if is_whole and pending is not None and time.monotonic() - self._last_seen > after_seconds:
-                self._late = _Timing(pending.step, self._began, amounts_of(pending.pending))
+                self._late = _Timing(pending.step, self._began, pending.pending)
                 self._close(self.tracker.end())
 
     # Boundaries of steps.
@@ -348,7 +348,11 @@ class Recorder:
         step = self.tracker.step
         self.events.on_before_step(step)
         sampled = self.active_quantities.decide_sampling(step)
-        self.current.open(step, sampled=sampled)
+        current = self.current
+        current.pending = StepRecord(  # its times are set when it closes
+            ts=0, step=step, sampled=sampled, pending=current.next_values, events=current.next_events
+        )
+        current.is_sampled, current.next_values, current.next_events = sampled, [], []
         self._updated_by.clear()
         self.monitored.update.stepped.clear()
         self._awaiting = None
@@ -365,7 +369,10 @@ class Recorder:
 
         `timed` is the duration of the step in seconds and the cause of its end; None if the end is not known yet.
         """
-        pending = self.current.close()
+        pending, self.current.pending = self.current.pending, None
+        assert pending is not None
+        self.current.is_sampled = self.current.is_numbered = False
+        self.current.last_step = pending.step
         self._kept = ()
         self._awaiting = None
         pending.ts, pending.monotonic = now_microseconds(), monotonic_microseconds()
@@ -376,7 +383,7 @@ class Recorder:
             pending.ended_at = self._began + timed[0]
         self.events.on_step_end(pending)
         if timed is not None:
-            self.events.on_step_timed(pending, timed[1])
+            self.events.on_step_timed(pending, timed[1], pending.pending)
         pending.is_skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
         pending.skip_is_certain = ended is not None and ended.is_certain
         if pending.sampled:
@@ -386,9 +393,9 @@ class Recorder:
 
     def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
         self._late = None
-        pending = timing(now - late.began, late.amounts, cause)
+        pending = timing(now - late.began, amounts_of(late.logged), cause)
         timed = StepRecord.now(late.step, pending=pending, ended_at=now)
-        self.events.on_step_timed(timed, cause)
+        self.events.on_step_timed(timed, cause, late.logged)
         self.current.hand_over(timed)
 
     # Updates.

@@ -37,7 +37,7 @@ from rankscope_contract.model.phases import (
 )
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.observers.step_timing.clock import HostClock, Time, clock_of
-from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.pending_step import Pending, Scalar
 from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 
@@ -461,7 +461,7 @@ class StepTimingObserver(StepObserver):
 
     # End of a step.
 
-    def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
+    def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:  # noqa: ARG002
         """Schedule the computation of the phases of a step on the publisher thread."""
         if self._times_steps:
             self._close(record, cause)

@@ -72,7 +72,6 @@ class Throughput(StepObserver):
         self._peak: float | None = config.peak_tflops
         self._peak_is_known = self._peak is not None
         self._autocast: torch.dtype | None = None
-        self._logged: Sequence[Pending] = ()
 
     # On the training thread.
 
@@ -81,13 +80,10 @@ class Throughput(StepObserver):
         if self._autocast is None and torch.is_autocast_enabled(self._device.type):
             self._autocast = torch.get_autocast_dtype(self._device.type)
 
-    def on_step_end(self, record: StepRecord) -> None:
-        self._logged = record.pending
-
-    def on_step_timed(self, record: StepRecord, cause: Cause) -> None:
+    def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:
         """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
         if self._config.method != "off" and cause != "end":
-            record.later.append(functools.partial(self._scalars, self._logged, record.pending))
+            record.later.append(functools.partial(self._scalars, logged, record.pending))
 
     # On the publisher's thread.
 

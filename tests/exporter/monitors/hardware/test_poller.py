@@ -35,7 +35,7 @@ from rankscope_exporter.monitors.hardware.poller import (
     from_psutil,
     host_scalars,
 )
-from rankscope_exporter.observers.resources import MemoryObserver
+from rankscope_exporter.observers.resources import ResourceObserver
 from rankscope_exporter.records.step_record import StepRecord
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
@@ -235,10 +235,11 @@ def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
     device = torch.device("xpu", 1)
     record = StepRecord(step=1, ts=0, sampled=True)
 
-    MemoryObserver(device).on_step_end(record)
+    ResourceObserver(device, dict, int).on_step_end(record)
     scalars = {scalar.name: scalar.value for later in record.later for scalar in later()}
 
     assert [device] == asked
+    assert scalars.pop("sampling_stretch") == 0
     assert scalars.pop("resident_memory_bytes") == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
     assert {
         "device_memory_allocated_bytes": 100,
