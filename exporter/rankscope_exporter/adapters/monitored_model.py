@@ -93,7 +93,6 @@ class UpdateScope:
         """Positions of the parameters with a gradient in a backward pass of this step, in order of arrival."""
         self.found: dict[int, list[nn.Parameter | None]] | None = None
         """The parameters that were found during the present event, by id() of their list; None between two events."""
-        self._own: set[int] = set()  # positions of the optimizer that steps now
         self._known: dict[int, tuple[list[int], set[int]]] = {}  # see `positions_of`, by id() of the optimizer
 
     def positions_of(self, optimizer: torch.optim.Optimizer) -> set[int]:
@@ -108,24 +107,19 @@ class UpdateScope:
     def begin(
         self, optimizer: torch.optim.Optimizer, optimizers: Sequence[torch.optim.Optimizer], *, is_first: bool
     ) -> set[int]:
-        """Set the attributes for a step of `optimizer`, one of `optimizers`, until `end`. Return its own positions.
+        """Set `positions` for a step of `optimizer`, one of `optimizers`. Return the positions of its own parameters.
 
         `is_first` is true for the first optimizer in the present step: its step also includes the parameters that
         belong to no optimizer.
         """
-        own = self._own = self.positions_of(optimizer)
+        own = self.positions_of(optimizer)
         if own and len(optimizers) > 1:
-            self.positions = set(own)
+            positions = set(own)
             if is_first:
-                positions = [self.positions_of(item) for item in optimizers if item is not optimizer]
-                self.positions |= set(self._positions.values()).difference(*positions)
+                others = [self.positions_of(item) for item in optimizers if item is not optimizer]
+                positions |= set(self._positions.values()).difference(*others)
+            self.positions = positions
         return own
-
-    def end(self) -> None:
-        """Reset the attributes when the parameters were read."""
-        self.positions = None
-        self.stepped |= self._own
-        self._own = set()
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,10 @@ class OptimizerState(StateQuantity):
     def on_optimizer_step_end(self, table: Table) -> None:
         """Measure the optimizer state after the update."""
         tensors = self.monitored.tensors()
-        known = self.monitored.states(tensors)
-        self._in_use = in_use(tensors, known, len(self.monitored.optimizers))
+        known, optimizers = self.monitored.states(tensors), self.monitored.optimizers.present()
+        self._in_use = in_use(tensors, known, len(optimizers))
         states: list[Mapping[str, Any]] = [_NO_STATE if own is None else own.state for own in known]
-        for key, kind in kinds_of(self.monitored.optimizers).items():
+        for key, kind in kinds_of(optimizers).items():
             if key not in self._found:
                 self._kinds.setdefault(key, kind)
         for key, kind in self._kinds.items():

@@ -415,12 +415,13 @@ class Recorder:
         `is_first` is true for the first optimizer step of the training step.
         """
         update = self.monitored.update
+        own = update.begin(optimizer, self.monitored.optimizers.present(), is_first=is_first)
         try:
-            own = update.begin(optimizer, self.monitored.optimizers.present(), is_first=is_first)
             if own or is_first or self.monitored.framework.traits.updates_in_parts:
                 self.measure(Quantity.on_optimizer_step_begin)
         finally:
-            update.end()
+            update.positions = None
+            update.stepped |= own
 
     def _await_update(self) -> None:
         """Store the data that no hook can read during a compiled optimizer step.

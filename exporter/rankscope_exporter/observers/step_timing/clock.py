@@ -42,9 +42,8 @@ class HostClock:
     now: Callable[..., Time] = staticmethod(time.monotonic)
     """Function that returns the current time. It is a C function, because it runs at each event of each step."""
 
-    def at(self, seconds: float) -> Time:
-        """Return the time for the moment, in the recent past, at which the host's monotonic clock was at `seconds`."""
-        return seconds
+    at: Callable[..., Time] = staticmethod(float)
+    """Function that returns the time for the moment, in the recent past, at which the host's clock was at `seconds`."""
 
     def reached(self, time: Time) -> bool:  # noqa: ARG002 - the signature of DeviceClock
         """Return whether the device has reached `time`, a result of `now` or `at`.
