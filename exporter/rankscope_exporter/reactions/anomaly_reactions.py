@@ -28,7 +28,7 @@ from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindC
 from rankscope_exporter.reactions.overhead_controller import OverheadController
 from rankscope_exporter.reactions.overhead_window import OverheadWindow
 from rankscope_exporter.reactions.sample_ids import BatchesByStep, SampleIds, read
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, late_text
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, ReactionChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
@@ -158,9 +158,9 @@ class CaptureController(StepObserver):
             if reason.rank != self._rank:
                 self._flight_record()
         description = {"capture": [] if config is None else list(config.quantities), "reason": reason.message}
-        return PlannedChange(step=step, description=description, apply=partial(self._begin, reason, step))
+        return ReactionChange(step=step, description=description, apply=partial(self._begin, reason))
 
-    def _begin(self, reason: Reason, agreed_step: int | None, step: int) -> list[Event]:
+    def _begin(self, reason: Reason, change: PlannedChange, step: int) -> list[Event]:
         """Start the capture at step number `step`, on the training thread, and return the event about it."""
         config = self._config
         if config is None:
@@ -170,8 +170,8 @@ class CaptureController(StepObserver):
             return []
         self._count += 1
         self._take_requested(reason.step + config.cooldown_steps)  # one capture serves all requests
-        late = 0 if agreed_step is None else step - agreed_step  # a late rank ends the capture together with the others
-        self._steps = self._left = max(1, config.steps - late)
+        # A late rank ends the capture together with the others.
+        self._steps = self._left = max(1, config.steps - change.late_steps)
         self._reason, self._first = reason, step
         last = step + self._left - 1
         self._quiet_until = max(self._quiet_until, last)
@@ -179,8 +179,8 @@ class CaptureController(StepObserver):
         self._changed()
         cause = f"{reason.message}, on rank {reason.rank} at step {reason.step}"
         text = f"capture of {', '.join(config.quantities)} in steps {step} to {last}: {cause}"
-        steps = {"first_step": step, "last_step": last, "agreed_step": agreed_step, "late_steps": late}
-        return [reason.event("began", text + late_text(late, agreed_step), **steps)]
+        steps = {"first_step": step, "last_step": last, "agreed_step": change.step}
+        return [reason.event("began", text + change.late_text(), **steps, late_steps=change.late_steps)]
 
     # Steps, on the training thread.
 

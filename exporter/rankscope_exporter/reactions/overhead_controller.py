@@ -17,7 +17,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange
+from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, ReactionChange
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
@@ -186,10 +186,10 @@ class OverheadController(StepObserver):
     def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
         """Return the change of the sampling interval for the request of a rank with the fields `document`."""
         request = DecimationRequest(**document)
-        apply = partial(self._apply, request, step)
-        return PlannedChange(step=step, description={"stretch": request.stretch, "source": BUDGET}, apply=apply)
+        description = {"stretch": request.stretch, "source": BUDGET}
+        return ReactionChange(step=step, description=description, apply=partial(self._apply, request))
 
-    def _apply(self, request: DecimationRequest, agreed_step: int | None, step: int) -> list[Event]:
+    def _apply(self, request: DecimationRequest, change: PlannedChange, step: int) -> list[Event]:
         """Adopt the factor of `request` from step number `step` on, and return an event about it.
 
         Return no event if the factor is the same as before, or if `request` is void.
@@ -203,7 +203,7 @@ class OverheadController(StepObserver):
         if request.rank == self._rank:
             self._say(_reason(request, before))
         self._active_quantities.set_stretch(request.stretch)
-        return [_event(request, before, step, agreed_step)]
+        return [_event(request, before, step, change.step)]
 
     def _hold(self, stretch: int) -> None:
         self.stretch = stretch

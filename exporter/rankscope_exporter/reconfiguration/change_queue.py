@@ -39,16 +39,25 @@ class PlannedChange:
     """The change applies at the first step with at least this number; None means the next step."""
     description: dict[str, Any]
     """A description of the change, for the HTTP path /config."""
-    apply: Callable[[int], list[Event]] = lambda step: []  # noqa: ARG005 - a default
-    """Function that applies the change when the step with the given number begins; returns events for its record."""
+    late_steps: int = 0
+    """The number of steps by which the change was late when it was applied."""
 
     def is_due(self, step: int) -> bool:
         """Return whether the change applies at step number `step` or at an earlier step."""
         return self.step is None or self.step <= step
 
-    def late_steps(self, step: int) -> int:
-        """Return the number of steps by which the change is late if it applies at step number `step`."""
-        return 0 if self.step is None else step - self.step
+    def late_text(self) -> str:
+        """Return the end of a message about the applied change; empty if the change was not late."""
+        steps = "1 step" if self.late_steps == 1 else f"{self.late_steps} steps"
+        return f"; this rank is late by {steps}: the change is valid from step {self.step}" if self.late_steps else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ReactionChange(PlannedChange):
+    """A change that a reaction of the monitor applies, such as a capture."""
+
+    apply: Callable[[PlannedChange, int], list[Event]]
+    """Function that applies this change when the step with the given number begins; returns events for its record."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +152,7 @@ class ChangeQueue(StepObserver):
 
         Without such changes, the call reads the clock and makes a few comparisons.
         """
-        now, seconds = time.monotonic(), self.pace[1]
+        now, (previous, seconds) = time.monotonic(), self.pace
         if self._began_at is not None:
             took = now - self._began_at
             seconds = took if seconds is None else _KEEP * seconds + (1 - _KEEP) * took
@@ -154,10 +163,13 @@ class ChangeQueue(StepObserver):
                 change = self._waiting.pop(0)
                 last = _last_sampling(later for later in self._waiting if later.is_due(step))
             self.changes += 1
+            if change.step is not None and change.step <= previous:
+                change.late_steps = step - change.step
+            events: list[Event] = []
             if isinstance(change, SamplingChange):
                 events = [self._replace(change, step, is_last=last is None)]
-            else:
-                events = self._boundary.call("switching", change.apply, step) or []
+            elif isinstance(change, ReactionChange):
+                events = self._boundary.call("switching", change.apply, change, step) or []
             for event in events:
                 self._record(event)
             is_changed |= bool(events)
@@ -192,11 +204,11 @@ def _last_sampling(changes: Iterable[PlannedChange]) -> SamplingChange | None:
 
 
 def _event(before: SamplingConfig, change: SamplingChange, step: int) -> Event:
-    after, late = change.sampling, change.late_steps(step)
+    after = change.sampling
     details = {
         "step": step,
         "agreed_step": change.step,
-        "late_steps": late,
+        "late_steps": change.late_steps,
         "source": change.source,
         "was": before.document(),
         "now": after.document(),
@@ -205,17 +217,11 @@ def _event(before: SamplingConfig, change: SamplingChange, step: int) -> Event:
     text = f"from step {step}: {_summary(after)} (source: {change.source})"
     if change.source == TIMES:
         text = f"from step {step}: nothing is measured, all quantities were sampled `times` times"
-    text += late_text(late, change.step)
+    text += change.late_text()
     if after.fixed:
         text += f"; {', '.join(after.fixed)} cannot change before the next start"
-    severity = Severity.WARNING if late or after.fixed else Severity.INFO
+    severity = Severity.WARNING if change.late_steps or after.fixed else Severity.INFO
     return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
-
-
-def late_text(late_steps: int, agreed_step: int | None) -> str:
-    """Return the end of a message about a change that is late by `late_steps`; empty if it is not late."""
-    steps = "1 step" if late_steps == 1 else f"{late_steps} steps"
-    return f"; this rank is late by {steps}: other ranks changed at step {agreed_step}" if late_steps else ""
 
 
 def _summary(sampling: SamplingConfig) -> str:

@@ -12,6 +12,7 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.parts import hooks_of
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.reconfiguration.change_queue import SamplingChange
 from rankscope_exporter.reconfiguration.change_sources import SwitchFile
 
 SETTINGS: dict[str, Any] = parts.QUIET | {"quantities": ["parameters"], "switch_poll_seconds": 0.01}
@@ -299,3 +300,16 @@ def test_training_with_switches_is_bit_identical(path):
 
 def test_unattached_monitor_accepts_switch():
     Monitor(MonitorConfig(console=False)).switch(on=False)
+
+
+def test_change_is_late_if_a_step_has_begun_since_it_is_valid(path):
+    """Step numbers have gaps. A change that is valid from a step without a number is not late at the next one."""
+    training = Training(path)
+    queue, change = training.change_queue, {"description": {}, "parts": [], "source": "file"}
+    queue.on_before_step(10)
+    for step, read_at in ((14, 20), (15, 30)):
+        queue.put(SamplingChange(step=step, sampling=queue.sampling, **change))
+        queue.on_before_step(read_at)
+    training.train()
+
+    assert [0, 15] == [told["late_steps"] for told in training.ended()[1]]
