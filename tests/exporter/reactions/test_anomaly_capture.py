@@ -325,7 +325,7 @@ from rankscope_exporter import Monitor
 
 LIMIT, STEP = 4000, 1.0
 QUIET = {
-    "quantities": ["parameters"], "switch_poll_seconds": 0.02, "console": False, "exit_wait_seconds": 0,
+    "quantities": ["parameters"], "switch_poll_seconds": 0.1, "console": False, "exit_wait_seconds": 0,
     "serve": {"ring_records": 3 * LIMIT},
 }
 

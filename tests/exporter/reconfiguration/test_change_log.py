@@ -192,7 +192,7 @@ MOST_STEPS = 20_000
 
 def changed(path: Path) -> dict[str, Any]:
     serve = ServeConfig(token="secret", ring_records=MOST_STEPS)
-    return {"quantities": ["parameters"], "switch_file": str(path), "switch_poll_seconds": 0.05, "serve": serve}
+    return {"quantities": ["parameters"], "switch_file": str(path), "switch_poll_seconds": 0.2, "serve": serve}
 
 
 def put(monitor: Monitor, **document: Any) -> int:

@@ -12,6 +12,7 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.parts import hooks_of
 
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.reconfiguration.change_log import ChangeLog
 from rankscope_exporter.reconfiguration.change_queue import SamplingChange
 from rankscope_exporter.reconfiguration.change_sources import SwitchFile
 
@@ -313,3 +314,25 @@ def test_change_is_late_if_a_step_has_begun_since_it_is_valid(path):
     training.train()
 
     assert [0, 15] == [told["late_steps"] for told in training.ended()[1]]
+
+
+class UnresponsiveStore(torch.distributed.HashStore):
+    """A store that answers when the event is set."""
+
+    responds = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.responds.wait()
+        return super().check(keys)
+
+
+def test_training_does_not_wait_for_an_unresponsive_store(path):
+    training, store = Training(path), UnresponsiveStore()
+    training.session.change_sources._log = ChangeLog(store, "log", lambda: (3, None), margin_seconds=1)  # 4 steps later
+    training.monitor.switch(on=False)
+    training.train(4)
+    store.responds.set()
+    wait_until(lambda: training.change_queue.state()["to_come"])
+    training.train(5)
+
+    assert (list(range(7)), [7]) == (training.ended()[0], [step for step, _ in training.events("switch")])
