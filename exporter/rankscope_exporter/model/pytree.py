@@ -27,7 +27,7 @@ Further tensors of an object, such as a cache of 1,000 tensors, are not measured
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slot:
     """One tensor in the arguments or in the result of a module.
 

@@ -78,6 +78,7 @@ class StepTable:
         """Function that publishes a notice for the user."""
         self.deferred: list[Deferred] = []
         self.rows: dict[str, list[Row]] = {}
+        self.changes = 0  # of entries that were in the plan before
         self.left_out = 0  # entries that did not fit
         self.has_left = False
         """True if a quantity has left, or is suspended, so that another one may have the same slots."""
@@ -155,6 +156,7 @@ class StepTable:
         """Replace the entry at table row `row` by `entry`, which has the same series."""
         self._items[row] = entry
         self._version = None
+        self.changes += 1
 
     def publish(self, rows: Iterable[int], ops: Ops) -> None:
         """Set the statistics `ops` that the rank publishes for the entries at `rows`, from now on."""
@@ -195,6 +197,7 @@ class StepTable:
         for slots in listed:
             slots.move(contiguous_rows([place[row] for row in slots.rows]))
         self._by_series, self._version, self._unused = {}, None, 0
+        self.changes += 1
 
 
 class Slots:
@@ -247,6 +250,8 @@ class Specs:
         self._table = table
         self._steps = 0
         self._all_vary = False
+        self._copied: set[tuple[Rows, Rows]] = set()  # whose entries agree since the plan was changed
+        self._changes = 0
         self.have_changed = False
         """True if the plan was corrected at the present step."""
 
@@ -267,6 +272,11 @@ class Specs:
         """Correct the entries at `target`. Their statistics were copied from the rows `source`."""
         if len(target) > 1 and not self.have_changed:
             return
+        if self._changes != self._table.changes:
+            self._copied, self._changes = set(), self._table.changes
+        if (source, target) in self._copied:
+            return
+        self._copied.add((source, target))
         for row, of in zip(target, source, strict=True):
             entry = self._table.entry(of)
             if not entry.shape_varies:

@@ -21,16 +21,17 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.base.validation import table
@@ -49,8 +50,7 @@ from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_integer, why_not_measurable
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleCall:
+class ModuleCall(NamedTuple):
     """One call of one module.
 
     In a micro-batch, `seq` is the number of earlier calls of the module; None for the first call.
@@ -121,7 +121,7 @@ class Calls:
 SIDES: Final = {Kind.ACT_IN: "input", Kind.ACT_OUT: "output", Kind.ACT_GRAD_IN: "input", Kind.ACT_GRAD_OUT: "output"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorSite:
     """The tensor of one row: an input or output of a module call, or the gradient of an input or output."""
 
@@ -337,7 +337,7 @@ class _Step:
 
     calls: Calls = field(default_factory=Calls)
     micro_step: int = -1
-    slots: dict[int, set[Slots]] = field(default_factory=dict)  # by micro-batch
+    slots: defaultdict[int, list[Slots]] = field(default_factory=lambda: defaultdict(list))  # by micro-batch
     open: dict[str, list[ModuleCall | None]] = field(default_factory=dict)  # running calls; None: not measured
     measured: TensorCache[Slots] = field(default_factory=TensorCache)
     leaves: Leaves[Slots] = field(default_factory=Leaves)
@@ -377,6 +377,7 @@ class Activations(ModuleQuantity):
         self._step = _Step()
         self._handles = TensorHooks(monitored)
         self._vpp_stages: dict[str, int | None] = {}  # by name of the module
+        self._gradient_hook: Hook
 
     def kinds(self) -> set[str]:
         """Return the kinds of tensors that the options select to be measured, such as `act_in`."""
@@ -385,6 +386,7 @@ class Activations(ModuleQuantity):
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register hooks on every module that is measured."""
         if self.options.objects:
+            self._gradient_hook = hooking.guarded("gradients of activations", self._arrived, gate)
             super().install(hooking, gate)
         else:
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
@@ -511,21 +513,21 @@ class Activations(ModuleQuantity):
         if reason is not None:
             self._notes.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
             return
-        table = self._gate.table
-        call = site.call
+        table, call = self._gate.table, site.call
         slot = table.add(
             (site.kind, call.module, site.index, call.micro_step, call.seq),
             lambda: [activation_entry(site, tensor, self._vpp_stages.get(call.module))],
         )
         if slot is None:
             return
-        self._step.slots.setdefault(call.micro_step, set()).add(slot)
+        self._step.slots[call.micro_step].append(slot)
         known = memory.get(tensor)
         if known is None:
             table.measure([tensor], slot)
         else:
             table.copy(known, slot)
-        memory.keep(tensor, slot)
+        if known is None or memory is self._step.leaves:  # a leaf is kept for each running call
+            memory.keep(tensor, slot)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         """Measure the gradient of `tensor` for `site`, the input or output of a module call to which it belongs.
@@ -545,8 +547,7 @@ class Activations(ModuleQuantity):
                     lost.call.module,
                 )
         sites = [site]
-        hook = self._hooking.guarded("gradients of activations", functools.partial(self._arrived, sites), self._gate)
-        number = self._handles.hook(tensor, hook)
+        number = self._handles.hook(tensor, functools.partial(self._gradient_hook, sites))
         if tensor.is_leaf:
             self._step.watched_leaves[number] = sites
         else:
