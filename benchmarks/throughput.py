@@ -52,7 +52,7 @@ def metered(model: nn.Module) -> tuple[Throughput, Callable[[], StepRecord]]:
         report=print,
     )
     return meter, lambda: StepRecord(
-        step=1, ts=0, pending=[Pending("tokens", 1024.0), *timing(0.1, {"tokens": 1024.0}, "forward")]
+        step=1, ts=0, pending=[Pending("tokens", 1024.0), *timing(0.1, [Pending("tokens", 1024.0)], "forward")]
     )
 
 

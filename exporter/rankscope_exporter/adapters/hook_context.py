@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -183,6 +184,7 @@ class Gate(Protocol):
         """True if the quantity is measured at the current step."""
 
 
+@dataclass(eq=False, repr=False)
 class Hook(NotCopied):
     """A function of the monitor that torch calls. It is wrapped once, when it is registered.
 
@@ -201,30 +203,22 @@ class Hook(NotCopied):
     If the module or tensor with this hook is copied, the copy has a function that does nothing instead.
     """
 
-    def __init__(
-        self,
-        context: HookContext,
-        where: str,
-        function: Callable[..., Any],
-        *,
-        gate: Gate | None = None,
-        was_compiled: Callable[[], int] | None = None,
-        transformed: Callable[[], None] | None = None,
-        owner: object = None,
-        of_script: bool = False,
-    ) -> None:
-        super().__init__(function)
-        self._context = context
-        self._where = where
-        self._gate = gate
-        self._was_compiled = was_compiled
-        self._transformed = transformed
-        self._owner = owner
-        self._of_script = of_script
-        self.was_called = False
-        """True if torch has called the hook, which has a gate, since its registration."""
-        self.on_inactive_call: Callable[[], None] | None = None
-        """Function that is called instead of the hook while its gate is closed."""
+    context: HookContext
+    where: str
+    function: InitVar[Callable[..., Any]]
+    _: KW_ONLY
+    gate: Gate | None = None
+    was_compiled: Callable[[], int] | None = None
+    transformed: Callable[[], None] | None = None
+    owner: object = None
+    of_script: bool = False
+    was_called: bool = field(default=False, init=False)
+    """True if torch has called the hook, which has a gate, since its registration."""
+    on_inactive_call: Callable[[], None] | None = field(default=None, init=False)
+    """Function that is called instead of the hook while its gate is closed."""
+
+    def __post_init__(self, function: Callable[..., Any]) -> None:
+        NotCopied.__init__(self, function)
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:
@@ -232,13 +226,13 @@ class Hook(NotCopied):
         # First, and a constant to the compiler: nothing below it becomes part of a graph, and no graph is compiled
         # again when a gate opens or closes.
         if is_dynamo_compiling():
-            if self._was_compiled is not None:
-                self._was_compiled()
+            if self.was_compiled is not None:
+                self.was_compiled()
             return None
-        context, call = self._context, self._call
-        if self._gate is not None:
+        context, call = self.context, self._call
+        if self.gate is not None:
             self.was_called = True
-            if not self._gate.is_open:
+            if not self.gate.is_open:
                 if self.on_inactive_call is not None:
                     self.on_inactive_call()
                 return None
@@ -250,22 +244,22 @@ class Hook(NotCopied):
         try:
             return call(*args) if is_plain() else self._call_beside_modes(call, args)
         except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
-            context.boundary.report(self._where, error)
+            context.boundary.report(self.where, error)
             return None
         finally:
             context.cpu_seconds = before + time.thread_time() - began + _CLOCK_READ_SECONDS
 
     def _read(self, *args: Any) -> None:
-        self._context.grad_enabled = torch.is_grad_enabled()
+        self.context.grad_enabled = torch.is_grad_enabled()
         with torch.no_grad():
-            self._context.team.call(self._call, *args)
+            self.context.team.call(self._call, *args)
 
     def _call_beside_modes(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the function outside of the modes of the script; return None without a call under a tracer."""
         if is_traced():
             return None
-        if self._gate is not None and self._context.in_forward and is_transformed():
+        if self.gate is not None and self.context.in_forward and is_transformed():
             return call(*args)
-        if has_transform() and not self._of_script:
-            return None if self._transformed is None else self._transformed()
+        if has_transform() and not self.of_script:
+            return None if self.transformed is None else self.transformed()
         return call_outside_of_modes(call, *args)

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -200,6 +201,7 @@ def remove_hook(handle: Removable, parameter: nn.Parameter | None) -> None:
         handle.tidy(parameter)
 
 
+@dataclass(slots=True, eq=False)
 class ParameterHook:
     """A hook on a parameter. The object stores no reference to the parameter, and calls `find` each time it needs it.
 
@@ -207,19 +209,16 @@ class ParameterHook:
     registers the hook on the parameter that it receives.
     """
 
-    __slots__ = ("_find", "_handle", "_register")
-
-    def __init__(self, find: Callable[[], nn.Parameter | None], register: Callable[[nn.Parameter], Removable]) -> None:
-        self._find = find
-        self._register = register
-        self._handle: Removable | None = None
+    find: Callable[[], nn.Parameter | None]
+    register: Callable[[nn.Parameter], Removable]
+    _handle: Removable | None = field(default=None, init=False)
 
     def renew_found(self) -> bool:
         """Find the parameter, and register the hook if it is missing; return whether the hook is registered.
 
         A hook cannot be registered on a frozen parameter.
         """
-        parameter = self._find()
+        parameter = self.find()
         if parameter is None or not parameter.requires_grad:
             return False
         self.renew(parameter)
@@ -231,7 +230,7 @@ class ParameterHook:
         The caller has just found the parameter, which requires gradients.
         """
         if self._handle is None:
-            self._handle = self._register(parameter)
+            self._handle = self.register(parameter)
         elif isinstance(self._handle, TensorHook):
             self._handle.renew(parameter)
 
@@ -239,4 +238,4 @@ class ParameterHook:
         """Remove the hook from the parameter."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            remove_hook(handle, self._find())
+            remove_hook(handle, self.find())

@@ -190,10 +190,10 @@ class Session:
             self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], boundary
         )
         self.watchdog = Watchdog(
-            HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
-            config.stacks_signal,
-            self.diagnosis,
-            boundary,
+            limits=HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
+            stack_signal=config.stacks_signal,
+            diagnosis=self.diagnosis,
+            boundary=boundary,
             progress=self.channel.progress,
             planned_steps=total_steps,
             print_line=self.console.line,

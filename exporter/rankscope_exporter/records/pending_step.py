@@ -202,15 +202,3 @@ def skipped_event() -> Event:
         severity=Severity.INFO,
         message="gradients were computed, but the optimizer did not run",
     )
-
-
-def amounts_of(pending: Iterable[Pending]) -> dict[str, float]:
-    """Return the sum of each logged amount by name.
-
-    An amount that was logged as a tensor is left out, because its value is not known yet.
-    """
-    amounts: dict[str, float] = {}
-    for item in pending:
-        if item.name in AMOUNTS and not isinstance(item.value, Transfer):
-            amounts[item.name] = amounts.get(item.name, 0.0) + item.value
-    return amounts

@@ -10,11 +10,11 @@ called at sampled steps only. A method that may measure gets the table to which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Concatenate, Literal, ParamSpec
 
 from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.records.pending_step import Pending
+from rankscope_exporter.records.pending_step import AMOUNTS, Pending
 from rankscope_exporter.records.step_record import StepRecord
 
 P = ParamSpec("P")
@@ -28,12 +28,19 @@ step, such as a wait for data, or the step raised. Neither its duration nor its 
 """
 
 
-def timing(seconds: float, amounts: Mapping[str, float], cause: Cause) -> list[Pending]:
-    """Return the duration of a step in seconds, and the rates per second of its logged amounts."""
+def timing(seconds: float, logged: Iterable[Pending], cause: Cause) -> list[Pending]:
+    """Return the duration of a step in seconds, and the rates per second of the amounts that were logged in it.
+
+    An amount that was logged as a tensor has no rate, because its value is not known yet.
+    """
     if cause == "end":
         return []
+    amounts: dict[str, float] = {}
+    for item in logged if seconds > 0 else ():
+        if item.name in AMOUNTS and isinstance(item.value, float):
+            amounts[item.name] = amounts.get(item.name, 0.0) + item.value
     found = [Pending("step_seconds", seconds)]
-    for name, amount in amounts.items() if seconds > 0 else ():
+    for name, amount in amounts.items():
         found.append(Pending(f"{name}_per_second", amount / seconds))
     return found
 

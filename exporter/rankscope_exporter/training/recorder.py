@@ -20,7 +20,7 @@ from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.observers.step_timing.observer import Kind
 from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Table
-from rankscope_exporter.records.pending_step import Pending, amounts_of, take
+from rankscope_exporter.records.pending_step import Pending, take
 from rankscope_exporter.records.step_events import Cause, StepEvents, timing
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
@@ -379,7 +379,7 @@ class Recorder:
         if "learning_rate" not in map(_name_of, pending.pending):
             pending.pending += pending.learning_rates
         if timed is not None:
-            pending.pending += timing(timed[0], amounts_of(pending.pending), timed[1])
+            pending.pending += timing(timed[0], pending.pending, timed[1])
             pending.ended_at = self._began + timed[0]
         self.events.on_step_end(pending)
         if timed is not None:
@@ -393,7 +393,7 @@ class Recorder:
 
     def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
         self._late = None
-        pending = timing(now - late.began, amounts_of(late.logged), cause)
+        pending = timing(now - late.began, late.logged, cause)
         timed = StepRecord.now(late.step, pending=pending, ended_at=now)
         self.events.on_step_timed(timed, cause, late.logged)
         self.current.hand_over(timed)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from rankscope_contract.diagnostics.rank_groups import Standing
@@ -99,43 +99,37 @@ Above the threshold, the hang is attributed to C code that held the GIL, or to a
 """
 
 
+@dataclass(eq=False, kw_only=True)
 class Watchdog:
     """Detects hangs of the training on a daemon thread.
 
     Training threads only store the time of their activity in `active_at`.
     """
 
-    def __init__(
-        self,
-        limits: HangLimits,
-        stack_signal: str | None,
-        diagnosis: Diagnosis,
-        boundary: ErrorBoundary,
-        *,
-        progress: Callable[[], tuple[int | None, str | None]],
-        planned_steps: int | None,
-        print_line: Callable[[str], None],
-    ) -> None:
-        """Store the arguments; `start` starts the thread.
+    limits: HangLimits
+    stack_signal: str | None
+    diagnosis: Diagnosis
+    boundary: ErrorBoundary
+    progress: Callable[[], tuple[int | None, str | None]]
+    """Function that returns the last published step, or None before the first one, and the name of the announced phase.
 
-        The function `progress` returns the last published step, or None before the first one, and the name of the
-        announced phase, or None outside of phases. The function `print_line` writes its argument to the console.
-        """
-        # At an interactive prompt, minutes without a step are normal.
-        self._limits = HangLimits(training=0, in_phase=0) if hasattr(sys, "ps1") else limits
-        self._signal_name = stack_signal
-        self._signal: StackSignal | None = None
-        self._detector = HangDetector(self._limits)
-        self._diagnosis = diagnosis
-        self._boundary = boundary
-        self._progress = progress
-        self._planned_steps = planned_steps
-        self._print_line = print_line
-        self.active_at = time.monotonic()
-        """Time of the last activity of the training, in monotonic seconds."""
-        self._stopped = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=boundary.report)
+    The name is None outside of phases.
+    """
+    planned_steps: int | None
+    print_line: Callable[[str], None]
+    """Function that writes its argument to the console."""
+    active_at: float = field(default_factory=time.monotonic, init=False)
+    """Time of the last activity of the training, in monotonic seconds."""
+
+    def __post_init__(self) -> None:
+        limits = self.limits
         self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
+        if hasattr(sys, "ps1"):  # at an interactive prompt, minutes without a step are normal
+            self.limits = HangLimits(training=0, in_phase=0)
+        self._signal: StackSignal | None = None
+        self._detector = HangDetector(self.limits)
+        self._stopped = threading.Event()
+        self._thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=self.boundary.report)
 
     @property
     def cpu_seconds(self) -> float:
@@ -147,10 +141,10 @@ class Watchdog:
 
         If another handler in C code uses the signal, this is reported and that handler remains.
         """
-        if self._signal_name is not None:
-            self._signal = self._boundary.call("stacks_signal", StackSignal, self._signal_name)
+        if self.stack_signal is not None:
+            self._signal = self.boundary.call("stacks_signal", StackSignal, self.stack_signal)
         self.active_at = time.monotonic()
-        if self._limits.is_on or self._signal is not None:
+        if self.limits.is_on or self._signal is not None:
             self._thread.start()
 
     def stop(self) -> None:
@@ -182,13 +176,13 @@ class Watchdog:
         while not self._stopped.wait(self._seconds):
             now = time.monotonic()
             late, before = now - before - self._seconds, now
-            self._boundary.call("the watchdog", self._check, now, late)
+            self.boundary.call("the watchdog", self._check, now, late)
 
     def _check(self, now: float, late: float) -> None:
         if self._signal is not None:
-            self._boundary.call("stacks_signal", self._publish_written, self._signal)
-        step, phase = self._progress()
-        is_done = self._planned_steps is not None and step is not None and step >= self._planned_steps
+            self.boundary.call("stacks_signal", self._publish_written, self._signal)
+        step, phase = self.progress()
+        is_done = self.planned_steps is not None and step is not None and step >= self.planned_steps
         state = TrainingState(active_at=self.active_at, has_stepped=step is not None, is_done=is_done, phase=phase)
         match self._detector.check(state, now):
             case Hang(seconds):
@@ -201,7 +195,7 @@ class Watchdog:
     def _publish_written(self, signal: StackSignal) -> None:
         text = signal.written()
         if text is not None:
-            self._diagnosis.take_written(text, "signal")
+            self.diagnosis.take_written(text, "signal")
 
     def _report_hang(self, seconds: float, late: float, step: int | None, phase: str | None) -> None:
         held = late if late > _GIL_SHARE * seconds else None
@@ -211,21 +205,21 @@ class Watchdog:
             text += f"; no Python code ran for {held:.0f} s: C code held the GIL, or the process was stopped"
         details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
-        where = self._boundary.call("publishing the event and stacks of a hang", self._place, event)
-        self._print_line(f"rank {self._diagnosis.rank}: {text}" + (f": {where}" if where else ""))
+        where = self.boundary.call("publishing the event and stacks of a hang", self._place, event)
+        self.print_line(f"rank {self.diagnosis.rank}: {text}" + (f": {where}" if where else ""))
 
     def _place(self, event: Event) -> str | None:
         """Publish the event, the stacks and the flight record of a hang."""
         # Return a text with the function or collective in which this rank waits. Return None if neither stacks nor
         # flight record were read.
-        taken = self._diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
+        taken = self.diagnosis.take("hang", severity=Severity.CRITICAL, first=event)
         if not taken.stacks.threads and taken.flight is None:
             return None
-        return str(Standing.of(self._diagnosis.rank, taken.stacks, taken.flight))
+        return str(Standing.of(self.diagnosis.rank, taken.stacks, taken.flight))
 
     def _report_end(self, seconds: float) -> None:
         details = json.dumps({"state": "ended", "seconds": seconds})
         text = f"training continues after {seconds:.0f} s without activity"
         event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
-        self._boundary.call("recording the end of a hang", self._diagnosis.publish, event)
-        self._print_line(f"rank {self._diagnosis.rank}: {text}")
+        self.boundary.call("recording the end of a hang", self.diagnosis.publish, event)
+        self.print_line(f"rank {self.diagnosis.rank}: {text}")

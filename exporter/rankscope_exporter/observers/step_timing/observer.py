@@ -390,7 +390,7 @@ class StepTimingObserver(StepObserver):
 
         In these steps, the device did not reach an event within the time limit.
         """
-        self._open(self._now())
+        self._marks: list[RawMark] = [("opens", self._now(), "")]
 
     @classmethod
     def of(
@@ -477,18 +477,13 @@ class StepTimingObserver(StepObserver):
 
     def _close(self, record: StepRecord, cause: Cause) -> None:
         now = self._now() if record.ended_at is None else self._clock.at(record.ended_at)
-        marks = self._marks
+        marks, self._marks = self._marks, [("opens", now, "")]
         marks.append(("closes", now, cause))
-        self._open(now)
+        for phase in self._announced:  # they continue
+            self._marks.append(("phase_begins", now, phase.name))
+        self._is_noting = True
         has_step, self._has_step = self._has_step and cause != "end", False
         record.later.append(partial(self._read, marks, is_first=self._is_first, of_step=has_step))
-
-    def _open(self, now: Time) -> None:
-        """Start to store the times of the next step. Phases that the script has announced and not ended continue."""
-        self._marks: list[RawMark] = [("opens", now, "")]
-        for phase in self._announced:
-            self._marks.append(("phase_begins", now, phase.name))
-        self._is_noting = self._times_steps
 
     def _read(self, raw: Sequence[RawMark], *, is_first: bool, of_step: bool) -> list[Scalar]:
         """Return the seconds by phase of one step as scalars. Runs on the publisher thread."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
 import torch
@@ -42,34 +42,29 @@ def _amount(logged: Sequence[Pending], name: str) -> float | None:
     return sum(parts) if parts else None
 
 
+@dataclass(eq=False)
 class Throughput(StepObserver):
     """Computes TFLOP/s and MFU from the duration and the amount of work of each step."""
 
-    def __init__(
-        self,
-        framework: Framework,
-        config: ThroughputConfig,
-        parallel: Parallel,
-        *,
-        device: torch.device,
-        report: Callable[[str], None],
-        is_first: bool = True,
-    ) -> None:
-        """Store the function `report`, which publishes its text as an event and as a console line.
+    framework: Framework
+    config: ThroughputConfig
+    parallel: Parallel
+    _: KW_ONLY
+    device: torch.device
+    report: Callable[[str], None]
+    """Function that publishes its text as an event and as a console line."""
+    is_first: bool = True
+    """True on rank 0."""
 
-        `is_first` is true on rank 0.
-        """
-        self._framework = framework
-        self._config = config
-        self._parallel = replace(parallel, ranks=config.model_parallel or parallel.ranks)
-        self._device = device
-        self._report = report
-        self._reports_absence = is_first or parallel.pipeline > 1  # without pipeline, all ranks have the same reason
+    def __post_init__(self) -> None:
+        self.parallel = replace(self.parallel, ranks=self.config.model_parallel or self.parallel.ranks)
+        # Without a pipeline, all ranks have the same reason.
+        self._reports_absence = self.is_first or self.parallel.pipeline > 1
         self._flops_per_token: float | None = None
         self._is_known = False
         self._absence = "the steps log no tokens; call monitor.log(tokens=…)"
         self._has_reported = False
-        self._peak: float | None = config.peak_tflops
+        self._peak: float | None = self.config.peak_tflops
         self._peak_is_known = self._peak is not None
         self._autocast: torch.dtype | None = None
 
@@ -77,12 +72,12 @@ class Throughput(StepObserver):
 
     def on_forward_begin(self) -> None:
         """Store the dtype of autocast in the first forward pass that uses it."""
-        if self._autocast is None and torch.is_autocast_enabled(self._device.type):
-            self._autocast = torch.get_autocast_dtype(self._device.type)
+        if self._autocast is None and torch.is_autocast_enabled(self.device.type):
+            self._autocast = torch.get_autocast_dtype(self.device.type)
 
     def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:
         """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
-        if self._config.method != "off" and cause != "end":
+        if self.config.method != "off" and cause != "end":
             record.later.append(functools.partial(self._scalars, logged, record.pending))
 
     # On the publisher's thread.
@@ -105,7 +100,7 @@ class Throughput(StepObserver):
 
         Return None if the FLOPs are unknown.
         """
-        config, ranks = self._config, self._parallel.ranks
+        config, ranks = self.config, self.parallel.ranks
         flops, tokens, samples = (_amount(logged, name) for name in ("flops", "tokens", "samples"))
         if flops is not None:
             return flops, GIVEN
@@ -130,7 +125,7 @@ class Throughput(StepObserver):
             return
         self._is_known = True
         try:
-            self._flops_per_token = six_n(self._framework, self._parallel)
+            self._flops_per_token = six_n(self.framework, self.parallel)
         except NoFormulaError as error:
             self._absence = f"{error}; use rankscope.count_flops()"
 
@@ -142,18 +137,18 @@ class Throughput(StepObserver):
         if self._has_reported or not self._reports_absence:
             return
         self._has_reported = True
-        if is_expected or self._config != ThroughputConfig():
-            self._report(f"TFLOP/s and MFU are absent: {self._absence}")
+        if is_expected or self.config != ThroughputConfig():
+            self.report(f"TFLOP/s and MFU are absent: {self._absence}")
 
     def _known_peak(self) -> float | None:
         if not self._peak_is_known:
             self._peak_is_known = True
-            name = device_name(self._device)
+            name = device_name(self.device)
             if name is not None:
-                dtype = compute_dtype(self._framework, self._autocast)
+                dtype = compute_dtype(self.framework, self._autocast)
                 self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
                 if self._peak is None:
-                    self._report(
+                    self.report(
                         f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU"
                     )
         return self._peak
