@@ -140,8 +140,7 @@ class LazyGradient:
         return self._compute()
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterState:
+class ParameterState(NamedTuple):
     """The state that an optimizer stores for one parameter. Its tensors are this rank's part of the state."""
 
     optimizer: torch.optim.Optimizer

@@ -19,13 +19,12 @@ from torch import nn
 
 from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.model.parameter_names import NamedParameter, ParameterPlaces, Targets
+from rankscope_exporter.model.parameter_names import NamedParameter, Targets, found_in_place
 from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.records.plan_entries import Descriptions
 
 T = TypeVar("T")
 
-_CALL: Final = weakref.ref.__call__
 _GROUPS: Final = operator.attrgetter("param_groups")
 PARAMETERS: Final = operator.itemgetter("params")
 """Function that returns the parameters of a parameter group."""
@@ -50,7 +49,7 @@ class Borrowed(Sequence[T]):
 
     def present(self) -> list[T]:
         """Return the items that exist."""
-        items = [*map(_CALL, self._references)]
+        items = [*map(operator.call, self._references)]
         if all(map(operator.is_not, items, itertools.repeat(None))):
             return items  # type: ignore[return-value]  # see above
         return [item for item in items if item is not None]
@@ -171,17 +170,13 @@ class MonitoredModel:
         """True if the framework stores parameters in their modules only."""
         return type(self.framework).parameter is Framework.parameter
 
-    @functools.cached_property
-    def _places(self) -> ParameterPlaces:
-        return ParameterPlaces(self.parameters)
-
     def found(self) -> list[nn.Parameter | None]:
         """Return the current parameter for each element of the attribute `parameters`; None if the model replaced it.
 
         The caller must neither change nor keep the list.
         """
         if self._is_plain:
-            found = self._places.read()
+            found = found_in_place(self.parameters)
         else:
             found = [self.framework.parameter(named) for named in self.parameters]
         if not all(map(operator.is_not, found, itertools.repeat(None))):
@@ -233,7 +228,7 @@ class MonitoredModel:
         """
         named = list(enumerate(self.parameters))
         if type(self.framework).is_in_place is Framework.is_in_place:  # a parameter that is found is in its place
-            found = self._places.read()
+            found = found_in_place(self.parameters)
             if all(map(operator.is_not, found, itertools.repeat(None))):
                 return set()
             named = [item for item, parameter in zip(named, found, strict=True) if parameter is None]

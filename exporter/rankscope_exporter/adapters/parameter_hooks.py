@@ -9,7 +9,6 @@ swap then works as it does without a monitor.
 
 from __future__ import annotations
 
-import operator
 import sys
 import weakref
 from collections import OrderedDict
@@ -150,22 +149,6 @@ class TensorHook:
         table = self._hooks = getattr(tensor, self._table)
         self._content = _content(tensor, table)
         _own_numbers.add(self.number)
-
-
-_STATE: Final = operator.attrgetter("requires_grad", "_cdata", ACCUMULATED)
-
-
-def hook_state(parameters: Iterable[nn.Parameter | None]) -> object:
-    """Return a value that changes if `TensorHook.renew` has to be called for one of `parameters`, of all of them.
-
-    The hooks are those after the accumulation of gradients. Return None if a parameter is unavailable.
-    """
-    try:
-        trained, contents, tables = zip(*map(_STATE, parameters), strict=True)
-    except (AttributeError, ValueError):
-        return None
-    held = [*filter(None, tables)]
-    return trained, contents, [*map(id, tables)], [*map(sys.getrefcount, held)], [*map(tuple, held)]
 
 
 def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int:

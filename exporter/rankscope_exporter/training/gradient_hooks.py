@@ -10,14 +10,7 @@ from collections.abc import Callable
 
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import (
-    CallbackHandle,
-    Removable,
-    TensorHook,
-    hook_state,
-    remove_all,
-    remove_hook,
-)
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, TensorHook, remove_all, remove_hook
 from rankscope_exporter.records.step_events import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
@@ -41,7 +34,6 @@ class GradientHooks(StepObserver):
         self._arrived = monitored.update.arrived
         self._before = 0  # number of elements of it from earlier backward passes
         self._last: int | None = None  # the parameter with the latest gradient of earlier backward passes
-        self._state: object = None  # of the hooks, see `hook_state`
         self._seen: set[int] = set()  # parameters with gradients in any pass
         self._witnesses: set[int] = set()
         self._are_few = False
@@ -65,22 +57,18 @@ class GradientHooks(StepObserver):
 
     def _hook_all(self) -> None:
         self._are_few = False
-        found = self._monitored.found()
-        if self._state is not None and self._state == hook_state(found):
-            return
         register = self._monitored.framework.on_accumulated
-        for index, parameter in enumerate(found):
+        for index, parameter in enumerate(self._monitored.found()):
             if parameter is not None and parameter.requires_grad and self._hook_of is not None:
                 handle = self._handles.get(index)
                 if handle is None:
                     self._handles[index] = register(parameter, self._hook_of(index))
                 elif isinstance(handle, TensorHook):
                     handle.renew(parameter)
-        self._state = hook_state(found)
 
     def _keep_few(self) -> None:
         if not (self._are_few or self.begin_steps):
-            self._are_few, self._state = True, None
+            self._are_few = True
             for index in (self._seen - self._witnesses) & self._handles.keys():
                 self._remove(index)
         for index, handle in self._handles.items():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 import weakref
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
+from rankscope_exporter.model.parameter_names import entry
 from rankscope_exporter.quantities.base import REMEDY
 from rankscope_exporter.records.step_events import StepObserver
 
@@ -71,36 +70,34 @@ class ModelChanges(StepObserver):
         return {i for i, named in parameters if id(named.owner()) not in held}
 
 
-_Tree = tuple[list[weakref.ref[nn.Module]], list[str], list[weakref.ref[nn.Module]]]
-"""Parent modules, the names under which they contain a module, and these modules, without scripted parents."""
-
-_CALL: Final = weakref.ref.__call__
-_MODULES: Final = operator.attrgetter("_modules")  # the dictionary itself: `__getattr__` may be the user's
+_Branch = tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]
+"""Weak references to a parent module and to a module, with the name under which the parent contains the module."""
 
 
-def _has_changed(tree: _Tree) -> bool:
-    """Return whether a parent module was freed, or has another object, or none, under the name that a module had."""
-    parents, keys, references = tree
-    children = [*map(_CALL, references)]
-    if not all(map(operator.is_not, children, itertools.repeat(None))):
-        return True
-    try:
-        return not all(map(operator.is_, map(dict.get, map(_MODULES, map(_CALL, parents)), keys), children))
-    except AttributeError:
-        return True
+def _has_changed(tree: Iterable[_Branch]) -> bool:
+    """Return whether a parent module now contains another object, or none, under the name that a module had.
+
+    A parent module that was freed is left out: the change is detected at the module from which it, or a module above
+    it, was removed.
+    """
+    for parent, key, child in tree:
+        holder, module = parent(), child()
+        if holder is not None:
+            table = holder._modules  # noqa: SLF001 - the dictionary itself: `__getattr__` may be the user's
+            found = dict.get(table, key) if isinstance(table, dict) else entry(table, key)
+            if module is None or found is not module:
+                return True
+    return False
 
 
-def _tree(root: nn.Module) -> _Tree:
-    tree: _Tree = [], [], []
-    parents, keys, children = tree
-    for module in root.modules():
-        table = _MODULES(module)
-        for key, child in table.items() if isinstance(table, dict) else ():
-            if child is not None:
-                parents.append(weakref.ref(module))
-                keys.append(key)
-                children.append(weakref.ref(child))
-    return tree
+def _tree(root: nn.Module) -> list[_Branch]:
+    """Return each module of the model below `root`, with its parent module and its name in the parent module."""
+    return [
+        (weakref.ref(module), key, weakref.ref(child))
+        for module in root.modules()
+        for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to detect changes
+        if child is not None
+    ]
 
 
 Optimizer = torch.optim.Optimizer
