@@ -67,7 +67,7 @@ class ParameterEntries(Sequence[PlanEntry]):
 
     def by_kind(self) -> Iterator[tuple[str, ParameterEntries]]:
         """Yield each kind with its entries."""
-        return ((kind, ParameterEntries([(kind, described)])) for kind, described in self._groups if self._count)
+        return ((kind, ParameterEntries([(kind, described)])) for kind, described in self._groups)
 
     def specs(self, positions: Iterable[int]) -> Sequence[Spec]:
         """Return shape and dtype of the entries at `positions`."""
