@@ -1,5 +1,6 @@
 """The compiled kernel for CPUs: its results on any number of threads and any processor, and its absence."""
 
+import array
 import os
 import subprocess
 import sys
@@ -85,6 +86,14 @@ def test_more_elements_than_the_interpreter_lock_is_kept_for(monkeypatch, measur
 
     for entry, tensor in enumerate(tensors):
         check(finished, entry, tensor)
+
+
+def test_older_torch_without_the_exchange_interface_of_dlpack(monkeypatch, measured, check):
+    kernel = c_kernel.c_kernel()
+    monkeypatch.setattr(kernel, "python", array.array("q", (0, *kernel.python[1:])))
+    tensors = [numbers(9, torch.float32), numbers(8, torch.float64).view(2, 4).t(), numbers(9, torch.bfloat16)[::2]]
+    for entry, tensor in enumerate(tensors):
+        check(measured(tensors), entry, tensor)
 
 
 @pytest.mark.parametrize(
