@@ -250,9 +250,18 @@ class Hook(NotCopied):
             context.cpu_seconds = before + time.thread_time() - began + _CLOCK_READ_SECONDS
 
     def _read(self, *args: Any) -> None:
-        self.context.grad_enabled = torch.is_grad_enabled()
-        with torch.no_grad():
-            self.context.team.call(self._call, *args)
+        team, enabled = self.context.team, torch.is_grad_enabled()
+        self.context.grad_enabled = enabled
+        if enabled:
+            torch.set_grad_enabled(False)  # takes a third of the time of `no_grad`
+        try:
+            if team.clocks:
+                team.call(self._call, *args)
+            else:
+                self._call(*args)
+        finally:
+            if enabled:
+                torch.set_grad_enabled(True)
 
     def _call_beside_modes(self, call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the function outside of the modes of the script; return None without a call under a tracer."""
