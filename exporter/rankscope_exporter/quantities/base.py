@@ -194,7 +194,7 @@ class Quantity:
     def on_optimizer_step_end(self, table: Table) -> None:
         """Handle the end of an optimizer step."""
 
-    def on_step_end(self) -> None:
+    def on_step_end(self, table: Table) -> None:
         """Handle the end of a sampled step, whether or not an optimizer has stepped."""
 
     def parameter_entries(self, *kinds: str, local: bool = False, reduced: bool = False) -> ParameterEntries:

@@ -307,7 +307,6 @@ class Gradients(Quantity):
         self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
         self._has_reduced = False  # whether the reduced gradients of this step were measured after a backward pass
         self._frozen = FrozenRows()
-        self._table: Table | None = None  # of the present step
 
     def entries(self) -> ParameterEntries:
         """Return the plan entries: `grad_unreduced` of all parameters, then `grad_reduced`, then `grad_clipped`."""
@@ -336,21 +335,18 @@ class Gradients(Quantity):
         """Prepare the sums of gradients over micro-batches, which are needed for frameworks that keep no such sums."""
         self._sums.install(hooking, gate)
 
-    def on_step_begin(self, table: Table) -> None:
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Reset the state at the beginning of a step, when no gradient is reduced yet."""
-        self._table = table
         self._frozen = FrozenRows()
         self._mixed = False
         self._has_reduced = False
         self._arrived.clear()
         self._sums.on_step_begin()
 
-    def on_step_end(self) -> None:
+    def on_step_end(self, table: Table) -> None:
         """Release the sums of gradients over micro-batches, and restore the rows of parameters that have stepped."""
         self._sums.release()
-        if self._table is not None:
-            self._frozen.restore(self._table)
-            self._table = None
+        self._frozen.restore(table)
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Measure one gradient inside a gradient hook, before the framework reduces it in place or shards it.

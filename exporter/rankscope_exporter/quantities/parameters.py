@@ -47,7 +47,7 @@ class Parameters(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._copies: list[torch.Tensor | None] = []  # of the parameters before the first update of the step
-        self._moved: list[tuple[Table, list[str], torch.Tensor]] = []
+        self._moved: list[tuple[list[str], torch.Tensor]] = []
         self._names = [named.name for named in self.monitored.parameters]
 
     @staticmethod
@@ -91,7 +91,7 @@ class Parameters(Quantity):
                 if before is not None and after is not None and before.shape == _values(after).shape:
                     norms[self._names[position]] = _distance(before, _values(after))
             if norms:
-                moved.append((table, list(norms), torch.stack(list(norms.values()))))
+                moved.append((list(norms), torch.stack(list(norms.values()))))
 
         if self._copies:
             table.isolate(UPDATE_NORM, self._names, tensors, compare)
@@ -103,9 +103,9 @@ class Parameters(Quantity):
             kinds |= {Kind.PARAM_BEFORE, *([UPDATE_NORM] if self.options.updates else [])}
         return ExpectedRows(self.name, frozenset(kinds))
 
-    def on_step_end(self) -> None:
+    def on_step_end(self, table: Table) -> None:
         """Copy the norms of the update of the step to the host, and free the copies of the parameters."""
-        for table, names, norms in self._moved:
+        for names, norms in self._moved:
             table.defer("features", norms, functools.partial(_rows, names))
         self._copies, self._moved = [], []
 

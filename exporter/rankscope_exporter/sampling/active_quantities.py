@@ -84,7 +84,7 @@ class ActiveQuantities:
         self.table = StepTable(table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._deferred_before = 0  # rows of other datasets before the present forward pass
-        self._expected: dict[str, ExpectedRows | None] = {}  # of the present step, by quantity
+        self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(quantities)
@@ -254,11 +254,15 @@ class ActiveQuantities:
                     except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                         self._boundary.report(f"{member.quantity.name} ({event.__name__})", error)
             if event is Quantity.on_optimizer_step_end:
-                for member in self._measured:
-                    if member.is_open:
-                        self._expected[member.quantity.name] = self._boundary.call(
-                            member.where, member.quantity.expected
-                        )
+                self._expect()
+
+    def _expect(self) -> None:
+        for member in self._measured:
+            if member.is_open:
+                try:
+                    self._expected[member.quantity.name] = member.quantity.expected()
+                except Exception as error:  # noqa: BLE001 - see above
+                    self._boundary.report(f"{member.quantity.name} (expected)", error)
 
     def forward(self, *, failed: bool = False) -> None:
         """Handle the beginning of a training forward pass of a sampled step.
@@ -295,17 +299,15 @@ class ActiveQuantities:
         Add this copy and the rows for other datasets to the record of the step.
         """
         opened = [member for member in self._measured if member.is_open]
-        for member, call, _ in self._calls[Quantity.on_step_end]:
-            if member.is_open:
-                self._boundary.call(member.where, call)
+        self.notify(Quantity.on_step_end)
         for member in opened:
             member.closes()
         measured = [member.slots for member in opened if member.slots is not None]
         is_wasteful = self.table.end_step(measured)
         record.deferred, record.rows = self.table.take_rows()
-        record.expected, self._expected = tuple(filter(None, self._expected.values())), {}
+        record.expected, self._expected = tuple(self._expected.values()), {}
         record.plan = self.table.version()
-        record.copy = HostCopy(self.table.statistics, len(record.plan))
+        record.copy = HostCopy(self.table.statistics, len(self.table))
         if is_wasteful:
             self.table.rebuild(self._tables)
         self._is_clear = True

@@ -17,8 +17,7 @@ from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions
 from rankscope_exporter.quantities.table import StepTable, Table
-from rankscope_exporter.sampling.sampling_config import QuantitySampling
-from rankscope_exporter.sampling.schedule import Schedule, Timing
+from rankscope_exporter.sampling.sampling_config import QuantitySampling, Timing
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 
@@ -107,6 +106,51 @@ class TransientHooks:
 
     def _on_inactive_call(self) -> None:
         self.may_be_removed = True
+
+
+class Schedule:
+    """Decides at which steps one quantity is sampled. `begins` must be called once for each step, in order.
+
+    The first sampled step is the first one with a number of at least `start_step`. After it, every n-th step is
+    sampled.
+    """
+
+    def __init__(self, timing: Timing) -> None:
+        self.stretch = 1
+        """Factor by which the sampling interval is multiplied.
+
+        It does not change the number of sampled steps, `times`.
+        """
+        self._timing = timing
+        self._seen = 0
+        self._sampled = 0
+        self._is_due = False  # the present step is selected
+        self.is_over = timing.times == 0
+        """True if no further step will be sampled."""
+
+    @property
+    def period(self) -> int:
+        """The number of steps from one sampled step to the next."""
+        return self._timing.every * self.stretch
+
+    def begins(self, step: int) -> bool:
+        """Count step number `step`, which begins; return whether it is selected for sampling.
+
+        Step numbers may have gaps.
+        """
+        timing = self._timing
+        if self.is_over or (timing.start_step is not None and not self._seen and step < timing.start_step):
+            self._is_due = False
+        else:
+            self._is_due = self._seen % (timing.every * self.stretch) == 0
+            self._seen += 1
+        return self._is_due
+
+    def sampled(self) -> None:
+        """Count the present step, at which the quantity was measured, if it is selected."""
+        if self._is_due:
+            self._sampled += 1
+            self.is_over = self._timing.times is not None and self._sampled >= self._timing.times
 
 
 class GateState(enum.Enum):

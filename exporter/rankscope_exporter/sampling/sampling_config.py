@@ -15,8 +15,19 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig, own_settings
 from rankscope_exporter.quantities import Quantity, select_quantities
-from rankscope_exporter.sampling.schedule import Timing
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops, chosen_ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """The steps to sample: every n-th step from `start_step` on, until `times` steps were sampled.
+
+    If `start_step` is None, sampling begins with the first step. If `times` is None, it does not end.
+    """
+
+    start_step: int | None = None
+    every: int = 1
+    times: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.schedule import Schedule, Timing
+from rankscope_exporter.sampling.active_quantity import Schedule
+from rankscope_exporter.sampling.sampling_config import Timing
 from rankscope_exporter.sinks.memory import rows_of
 from rankscope_exporter.statistics import StatisticsTable
 from rankscope_exporter.statistics.selection import EVERY_OP

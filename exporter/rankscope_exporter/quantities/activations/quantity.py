@@ -430,11 +430,11 @@ class Activations(ModuleQuantity):
         """Clear the cache of gradients, because the next backward pass computes new gradients."""
         self._step.gradients.clear()
 
-    def on_step_end(self) -> None:
-        """Release all cached tensors, and remove the gradient hooks on tensors.
+    def on_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
+        """Release all cached tensors, and remove the gradient hooks on tensors."""
+        self._release_tensors()
 
-        Called at the end of a step, also if no optimizer has stepped.
-        """
+    def _release_tensors(self) -> None:
         self._handles.remove()
         self._step.release_tensors()
 
@@ -565,7 +565,7 @@ class Activations(ModuleQuantity):
 
         Hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
         """
-        self.on_step_end()
+        self._release_tensors()
         if self._step.calls.called:
             self._note_uncalled(self._step.calls.called)
         super()._release()

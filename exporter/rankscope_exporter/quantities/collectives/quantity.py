@@ -308,7 +308,7 @@ class Collectives(Quantity):
         """Publish notices about the calls that were logged since the last report, if `log_only` is true."""
         self._log.report(self._notice)
 
-    def on_step_end(self) -> None:
+    def on_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Release the tensors of calls that the script has not waited for."""
         self._step.works.release_tensors()
 
