@@ -36,6 +36,7 @@ _BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Spec = tuple[tuple[int, ...], torch.dtype]
 _is_neg = torch.Tensor.is_neg
+_PLAIN: Final = PLAIN_TYPES | {type(None)}
 
 
 class MeasureGroup:
@@ -83,6 +84,9 @@ class MeasureGroup:
         request = self._request or self._new_request(kernel)
         request[_TABLE] = table.arguments
         found = kernel.read(self._address, tensors)
+        if found & UNREAD:  # some may be DTensors
+            tensors = _locals(tensors)
+            found = kernel.read(self._address, tensors)
         # The kernel does not see whether elements are negated. All tensors are plain here, and none is absent.
         if found & IRREGULAR or (found & MOVED and True in map(_is_neg, tensors)):  # type: ignore[arg-type]
             self._complete(kernel, request, found, tensors, table)
@@ -112,13 +116,12 @@ class MeasureGroup:
     ) -> None:
         """Measure the tensors that the kernel could not read by itself, and describe all of them."""
         with torch.no_grad():
-            local, others, copies = list(tensors), [], []
+            others, copies = [], []
             for position, tensor in enumerate(tensors):
                 job = _REQUEST_FIELDS + _JOB_FIELDS * position
                 if tensor is None or (request[job + _SIZE] >= 0 and not tensor.is_neg()):
                     continue
-                local[position] = own = tensor if type(tensor) in PLAIN_TYPES else _local(tensor)
-                if (readable := readable_by_kernel(own)) is None:
+                if (readable := readable_by_kernel(tensor)) is None:
                     others.append(position)
                     request[job + _SIZE], request[job + _DTYPE] = -1, -1
                 else:
@@ -128,9 +131,9 @@ class MeasureGroup:
             if found & (UNREAD | LARGE):
                 self._measure_read(kernel, request)
             if others:
-                self._with_torch(local, others, table)
+                self._with_torch(tensors, others, table)
             if found & ~(MOVED | ABSENT | LARGE):
-                self._describe(local)
+                self._describe(tensors)
 
     def _measure_read(self, kernel: CKernel, request: array.array[int]) -> None:
         sizes = request[_REQUEST_FIELDS + _SIZE :: _JOB_FIELDS]
@@ -144,7 +147,7 @@ class MeasureGroup:
     ) -> None:
         """Measure with torch operations or, for an accelerator, with its kernel."""
         with torch.no_grad():
-            local = [tensor if tensor is None or type(tensor) in PLAIN_TYPES else _local(tensor) for tensor in tensors]
+            local = _locals(tensors)
             others: Sequence[int] = range(len(local))
             has_changed = True
             if kernel is not None:
@@ -190,12 +193,17 @@ class MeasureGroup:
         torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor; return any other tensor unchanged."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    shard: torch.Tensor = tensor.to_local()
-    return shard
+def _locals(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Return `tensors` with the local shards of DTensors in their places."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return tensors
+    with torch.no_grad():
+        return [
+            tensor
+            if tensor is None or type(tensor) in PLAIN_TYPES or not hasattr(tensor, "to_local")
+            else tensor.to_local()
+            for tensor in tensors
+        ]
 
 
 def readable_by_kernel(tensor: torch.Tensor) -> torch.Tensor | None:
