@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits, TensorSpec
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod, unwrapped
 from rankscope_exporter.adapters.partitioned_optimizer import FROZEN, ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
@@ -308,7 +308,7 @@ class DeepSpeed(_Engine):
             hooking.reduced()
             self._reduced = False
 
-        before = hooking.always("reporting the beginning of an update", reduced)
+        before = Hook(hooking, "reporting the beginning of an update", reduced)
 
         def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before()

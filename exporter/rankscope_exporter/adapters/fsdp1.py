@@ -26,7 +26,7 @@ from rankscope_exporter.adapters.base import (
     TensorSpec,
     is_temporarily_replaced,
 )
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 from rankscope_exporter.base.tracing import uncompiled
@@ -132,7 +132,7 @@ class FullyShardedData(Framework):
         for unit in self._units():
             views = [view for view in self._views.values() if view.unit() is unit]
             if views:
-                hook = hooking.always("hooking gathered parameters", lambda *_, views=views: _hook_all(views))
+                hook = Hook(hooking, "hooking gathered parameters", lambda *_, views=views: _hook_all(views))
                 hooking.keep(unit.module.register_forward_pre_hook(hook))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:

@@ -23,7 +23,7 @@ from rankscope_exporter.adapters.base import (
     LazyGradient,
     TensorSpec,
 )
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import Layout, loaded
 from rankscope_exporter.base.tracing import uncompiled
@@ -102,7 +102,7 @@ class FullyShard(Framework):
         # Install a forward hook on the model that registers the monitor's gradient hooks on gathered parameters. It
         # runs after each forward pass, because FSDP makes the gathered parameters in the first forward pass that uses
         # them.
-        register = hooking.always("finding gathered parameters", self._register_waiting)
+        register = Hook(hooking, "finding gathered parameters", self._register_waiting)
         hooking.keep(self.model.register_forward_hook(register))
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:

@@ -141,10 +141,6 @@ class HookContext:
         """
         return Hook(self, where, function, gate=gate, was_compiled=was_compiled)
 
-    def always(self, where: str, function: Callable[..., None]) -> Hook:
-        """Return a hook that calls `function` at every step, sampled or not."""
-        return Hook(self, where, function)
-
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
         return Hook(self, where, function, of_script=True)(*args)

@@ -21,7 +21,7 @@ from rankscope_exporter.adapters.base import (
     ParameterState,
     TensorSpec,
 )
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
@@ -231,8 +231,8 @@ class PartitionedOptimizer(Framework):
 
         A call is one update of the parameters. Its beginning and its end are reported separately.
         """
-        before = hooking.always("reporting the beginning of an update", self._update_begins)
-        after = hooking.always("reporting the end of an update", self._update_ended)
+        before = Hook(hooking, "reporting the beginning of an update", self._update_begins)
+        after = Hook(hooking, "reporting the end of an update", self._update_ended)
 
         def watched(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             before(hooking)

@@ -183,7 +183,7 @@ class Session:
                 sampling_state=self.sampling_state,
                 queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
                 stretch=lambda: self.reactions.overhead_controller.stretch,
-                collectives=lambda: self.step_observers.collectives.counts(),  # noqa: PLW0108 - built later
+                collectives=lambda: self.step_observers.collectives.totals.by_op(),  # noqa: PLW0108 - built later
             ),
         )
         self.diagnosis = Diagnosis(

@@ -22,7 +22,8 @@ from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.observers.step_timing.observer import StepTimingObserver
+from rankscope_exporter.observers.step_timing.clock import clock_of
+from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
 from rankscope_exporter.observers.throughput.costs import Parallel
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.publishing.console import Console, records_note
@@ -187,8 +188,13 @@ class StepObservers:
         self.throughput = Throughput(
             monitored.framework, config.throughput, parallel, device=device, report=notices.tell, is_first=rank == 0
         )
-        self.phases = StepTimingObserver.of(
-            monitored, device, hand_over, report=boundary.report, times_steps=config.phases
+        traits = LoopTraits(
+            shows_reductions=monitored.framework.traits.waits_for_reductions,
+            interleaves=monitored.framework.traits.interleaves_micro_batches,
+            has_optimizer=bool(monitored.optimizers),
+        )
+        self.phases = StepTimingObserver(
+            clock_of(device), traits, hand_over, report=boundary.report, times_steps=config.phases
         )
         self.collectives = FlightRecorderPoller(config.collectives_share, publish, boundary)
         self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, boundary)

@@ -104,7 +104,7 @@ class Hooks(HookContext):
         self.boundary.call("registering gradient hooks", self._gradients.install, self._gradient_hooks())
         for optimizer in self._monitored.optimizers:
             self._follow(optimizer)
-        self._new_optimizers.install(self.keep, self.always)
+        self._new_optimizers.install(self)
 
     # Reports of quantities and adapters.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
-from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
 from rankscope_exporter.model.parameter_names import entry
 from rankscope_exporter.quantities.base import REMEDY
@@ -103,13 +103,6 @@ def _tree(root: nn.Module) -> list[_Branch]:
 Optimizer = torch.optim.Optimizer
 
 
-class Follow(Protocol):
-    """A function that registers the hooks on a new optimizer."""
-
-    def __call__(self, optimizer: Optimizer, *, replaces: bool) -> None:
-        """Register hooks on `optimizer`. `replaces` is true if it replaces observed optimizers."""
-
-
 class NewOptimizers:
     """Detects further optimizers of the model's parameters, by torch's global hooks on the steps of all optimizers.
 
@@ -125,7 +118,10 @@ class NewOptimizers:
     """
 
     def __init__(
-        self, followed: list[Optimizer] | Borrowed[Optimizer], follow: Follow, in_model: Callable[[], set[int]] = set
+        self,
+        followed: list[Optimizer] | Borrowed[Optimizer],
+        follow: Callable[..., None],
+        in_model: Callable[[], set[int]] = set,
     ) -> None:
         self._followed = followed
         self._follow = follow
@@ -137,10 +133,10 @@ class NewOptimizers:
         self._steps = 0  # of observed optimizers
         self._before: dict[int, int] = {}  # other optimizers in their step: `_steps` at its begin
 
-    def install(self, keep: Callable[[Removable], None], guarded: Callable[..., Callable[..., None]]) -> None:
+    def install(self, hooking: HookContext) -> None:
         """Register the hooks on all optimizers of the process. For an observed optimizer they do nothing."""
         where = "a hook on optimizer steps"
-        other_begins, other_ended = guarded(where, self._begins), guarded(where, self._ended)
+        other_begins, other_ended = Hook(hooking, where, self._begins), Hook(hooking, where, self._ended)
 
         @uncompiled
         def begins(optimizer: Optimizer, *_: Any) -> None:
@@ -157,8 +153,8 @@ class NewOptimizers:
             if self._before:
                 other_ended(optimizer)
 
-        keep(register_optimizer_step_pre_hook(begins))
-        keep(register_optimizer_step_post_hook(ended))
+        hooking.keep(register_optimizer_step_pre_hook(begins))
+        hooking.keep(register_optimizer_step_post_hook(ended))
 
     def followed_begins(self, optimizer: Any) -> None:
         """Store that an observed optimizer begins a step. The optimizer need not be a subclass of torch's optimizer."""

@@ -319,10 +319,6 @@ class FlightRecorderPoller(StepObserver):
             self._thread.join(seconds)
             _read_before.update(self._assignment.last_id)
 
-    def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Return the number of calls and of bytes of each collective operation, by its name."""
-        return self.totals.by_op()
-
     def _run(self) -> None:
         while True:
             self._wake.wait()

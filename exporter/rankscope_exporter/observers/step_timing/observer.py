@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal, NamedTuple
 
-import torch
-
 from rankscope_contract.model.phases import (
     COMPUTING,
     LABEL,
@@ -35,8 +33,7 @@ from rankscope_contract.model.phases import (
     STEP_PHASE_SECONDS,
     Phase,
 )
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.observers.step_timing.clock import HostClock, Time, clock_of
+from rankscope_exporter.observers.step_timing.clock import HostClock, Time
 from rankscope_exporter.records.pending_step import Pending, Scalar
 from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import StepRecord
@@ -391,24 +388,6 @@ class StepTimingObserver(StepObserver):
         In these steps, the device did not reach an event within the time limit.
         """
         self._marks: list[RawMark] = [("opens", self._now(), "")]
-
-    @classmethod
-    def of(
-        cls,
-        monitored: MonitoredModel,
-        device: torch.device,
-        hand_over: Callable[[StepRecord], None],
-        *,
-        report: Callable[[str, BaseException], None],
-        times_steps: bool,
-    ) -> StepTimingObserver:
-        """Return the observer that measures the steps of a model on `device`."""
-        traits = LoopTraits(
-            shows_reductions=monitored.framework.traits.waits_for_reductions,
-            interleaves=monitored.framework.traits.interleaves_micro_batches,
-            has_optimizer=bool(monitored.optimizers),
-        )
-        return cls(clock_of(device), traits, hand_over, report=report, times_steps=times_steps)
 
     def note(self, *kinds: Kind, name: str = "") -> None:
         """Store the time of events of the step that happen now. Consecutive evaluation passes count as one.
