@@ -99,6 +99,11 @@ class TensorHook:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
         self._table = table
         self._content = (0, 0)
+        """Address of the tensor, and number of references to its table of hooks.
+
+        It differs after the tensor behind its Python object was swapped. The number of references detects a new tensor
+        at the address of a freed one, because the freed tensor also referred to the table.
+        """
         self._is_shared = False
         self._hooks: dict[int, Any] = {}
         self._attach(tensor)
@@ -110,14 +115,14 @@ class TensorHook:
             _own_numbers.discard(self.number)
             self._attach(tensor)
             return
-        content = _content(tensor, table)
+        content = getattr(tensor, "_cdata", 0), sys.getrefcount(table)  # torch has no public name for the address
         if content == self._content and len(table) == 1:
             return
         # After the table is set again, torch calls the hooks in it. If the script had a hook before the swap, torch
         # would not call it without a monitor, so the table is not set.
         if content != self._content and not self._is_shared:
             setattr(tensor, self._table, table)
-            content = _content(tensor, table)
+            content = getattr(tensor, "_cdata", 0), sys.getrefcount(table)
         self._content = content
         self._is_shared |= _has_others(table)
 
@@ -147,7 +152,7 @@ class TensorHook:
         else:
             self.number = int(tensor.register_post_accumulate_grad_hook(self._hook).id)  # type: ignore[no-untyped-call]  # as above
         table = self._hooks = getattr(tensor, self._table)
-        self._content = _content(tensor, table)
+        self._content = getattr(tensor, "_cdata", 0), sys.getrefcount(table)
         _own_numbers.add(self.number)
 
 
@@ -163,14 +168,6 @@ def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int
     table[number] = hook
     setattr(parameter, ACCUMULATED, table)
     return number
-
-
-def _content(tensor: torch.Tensor, table: dict[int, Any]) -> tuple[int, int]:
-    """Return a value that differs after the tensor behind the Python object `tensor` was swapped."""
-    # It consists of the address of the tensor and the number of references to the table of hooks. The number of
-    # references detects a new tensor at the address of a freed one, because the freed tensor also referred to the
-    # table.
-    return getattr(tensor, "_cdata", 0), sys.getrefcount(table)  # torch has no public name for it
 
 
 def _has_others(table: dict[int, Any]) -> bool:

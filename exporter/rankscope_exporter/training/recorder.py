@@ -5,6 +5,7 @@ Nothing in this module waits for a device, performs I/O or formats text. The pub
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,8 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._lock = self.current.lock
+        notify = self.active_quantities.notify
+        self._notify = functools.partial(self.team.call, notify) if self.team.clocks else notify
         self._began = self._last_seen = self._updated_at = 0.0
         self._late: _Timing | None = None
         self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
@@ -160,7 +163,7 @@ class Recorder:
         self.note(*kinds, "reading_begins")
         self.monitored.update.found = {}
         try:
-            self.team.call(self.active_quantities.notify, event)
+            self._notify(event)
         finally:
             self.monitored.update.found = None
             self.note("reading_ended")
