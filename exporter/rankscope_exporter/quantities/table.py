@@ -340,7 +340,7 @@ class Table:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiled kernel is used on a CPU."""
+        """True if the compiled kernel is used on a CPU."""
         return self._table.measurement.compiled
 
     def begin(self, step: int) -> None:

@@ -301,7 +301,8 @@ class ActiveQuantities:
         opened = [member for member in self._measured if member.is_open]
         self.notify(Quantity.on_step_end)
         for member in opened:
-            member.closes()
+            member.is_open = False
+            member.schedule.sampled()
         measured = [member.slots for member in opened if member.slots is not None]
         is_wasteful = self.table.end_step(measured)
         record.deferred, record.rows = self.table.take_rows()

@@ -246,11 +246,6 @@ class ActiveQuantity:
             self.slots.begin(step)
         return self.is_open
 
-    def closes(self) -> None:
-        """End the measurement of the present step. If the schedule had selected the step, count it as sampled."""
-        self.is_open = False
-        self.schedule.sampled()
-
     def adjust_hooks(self) -> None:
         """Register the hooks that the present step needs if it is measured; otherwise remove unneeded hooks."""
         if self.is_open:

@@ -114,7 +114,7 @@ class MeasureGroup:
         tensors: Sequence[torch.Tensor | None],
         table: StatisticsTable,
     ) -> None:
-        """Measure the tensors that the kernel could not read by itself, and describe all of them."""
+        """Measure the tensors that the kernel could not read, and describe all of them."""
         with torch.no_grad():
             others, copies = [], []
             for position, tensor in enumerate(tensors):

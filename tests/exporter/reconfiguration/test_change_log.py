@@ -111,7 +111,7 @@ def test_all_ranks_change_at_the_step_after_the_margin(is_of_torch):
     assert [[("new", 17)]] * 3 == [rank.applied for rank in all_ranks]
 
 
-def test_ranks_that_write_at_once_add_both_changes_and_read_the_same():
+def test_ranks_that_write_together_add_both_changes_and_read_the_same():
     one, other, third = ranks(3)
     shelf: Any = one.log._store
 
