@@ -32,8 +32,9 @@ from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.monitors.hardware.gpu import READINGS, Gpu, load_nvml, uuid_of
 from rankscope_exporter.quantities import quantity_classes
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name
-from rankscope_exporter.statistics.kernels import kernel_of
+from rankscope_exporter.statistics.kernels import backend_name, kernel_of
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import StatisticsTable
 
 STAND_IN: Final = os.environ.get("RANKSCOPE_GPU_STAND_IN")
 DEVICE: Final = torch.device(STAND_IN or "cuda")

@@ -17,7 +17,9 @@ from pathlib import Path
 WORKER = """
 import json, sys, time, torch
 from pathlib import Path
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name, warm_up
+from rankscope_exporter.statistics.kernels import backend_name, warm_up
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import StatisticsTable
 torch.set_num_threads(int(sys.argv[1]))
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024

@@ -17,7 +17,9 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
-from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.selection import Finished
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
 
 PARAMETERS = 10_000_000
 TENSORS = 150

@@ -2,7 +2,7 @@
 
 import gc
 
-import rankscope_exporter.statistics  # noqa: F401 - programs need it
+from rankscope_exporter.statistics import kernels, measure_group  # noqa: F401 - programs need them
 
 gc.collect()
 gc.freeze()

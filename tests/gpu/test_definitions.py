@@ -16,9 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, finish
 from rankscope_exporter.statistics.hashes import Hasher, finished
 from rankscope_exporter.statistics.kernels import kernel_of
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.selection import Finished
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_freed
 
 

@@ -130,7 +130,7 @@ with monitor:
         optimizer.zero_grad()
         monitor.log(loss=1.0)
 assert monitor.faults == 0, monitor.faults
-from rankscope_exporter.statistics import backend_name
+from rankscope_exporter.statistics.kernels import backend_name
 print(rankscope.__file__, backend_name())
 """
 

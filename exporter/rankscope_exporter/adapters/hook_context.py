@@ -30,7 +30,7 @@ from rankscope_exporter.base.tracing import (
     is_transformed,
     uncompiled,
 )
-from rankscope_exporter.process.threads import intra_op_threads
+from rankscope_exporter.process.openmp import intra_op_threads
 
 
 def _seconds(call: Callable[[], object]) -> float:

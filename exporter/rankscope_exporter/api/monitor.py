@@ -33,11 +33,10 @@ from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import EndedRun, Owner, SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, missing_name
+from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, encodable, missing_name
 from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
-from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.standard_streams import occupy_standard_descriptors

@@ -47,7 +47,7 @@ from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.rank_state import RankServerSources
 from rankscope_exporter.sinks.memory import Row
-from rankscope_exporter.statistics import backend_name, warm_up_seconds
+from rankscope_exporter.statistics.kernels import backend_name, warm_up_seconds
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks

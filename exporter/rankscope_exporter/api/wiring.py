@@ -17,9 +17,8 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import ErrorBoundary, fault_text
+from rankscope_exporter.base.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.model.parameter_names import encodable
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.step_timing.clock import clock_of
@@ -38,8 +37,8 @@ from rankscope_exporter.serving.spool_writer import SpoolWriter
 from rankscope_exporter.sinks import sink_class
 from rankscope_exporter.sinks.base import Sinks
 from rankscope_exporter.sinks.memory import Row, rows_of
-from rankscope_exporter.statistics import Finished, warm_up
-from rankscope_exporter.statistics.selection import Ops, op_notices, rule_notices
+from rankscope_exporter.statistics.kernels import warm_up
+from rankscope_exporter.statistics.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.current_step import CurrentStep
 
 WARM_UP_AT_STEP: Final = 3

@@ -21,8 +21,6 @@ from collections.abc import Callable
 from types import ModuleType, TracebackType
 from typing import Any
 
-import torch
-
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.spool import SpoolError
 
@@ -36,7 +34,7 @@ def torch_name(path: str, absent: Any, without: str = "", *, earlier: str = "") 
         with contextlib.suppress(AttributeError, ImportError):
             return pkgutil.resolve_name(name)
     if without:
-        log.warning("torch %s has no %s: %s; training continues", torch.__version__, path, without)
+        log.warning("torch %s has no %s: %s; training continues", sys.modules["torch"].__version__, path, without)
     return absent
 
 
@@ -56,7 +54,7 @@ def missing_name(error: BaseException) -> str | None:
 
 
 def _is_of_torch(module: str | None) -> bool:
-    return (module or "").partition(".")[0] == "torch"
+    return (module or "").partition(".")[0] == "torch" and "torch" in sys.modules
 
 
 class RankscopeError(Exception):
@@ -155,7 +153,8 @@ class ErrorBoundary:
 def fault_text(where: str, error: BaseException) -> str:
     """Return the message that describes an error: the failed operation, and the type and text of the exception."""
     missing = missing_name(error)
-    reason = error_text(error) if missing is None else f"torch {torch.__version__} has no {missing}, which it needs"
+    version = missing and sys.modules["torch"].__version__
+    reason = error_text(error) if missing is None else f"torch {version} has no {missing}, which it needs"
     return f"{where} failed, training continues: {reason}"
 
 
@@ -164,3 +163,11 @@ def error_text(error: BaseException) -> str:
     has_path = isinstance(error, OSError) and error.filename is not None  # repr omits the path
     text = f"{type(error).__name__}: {error}" if has_path else repr(error)
     return redacted_text(str(error) if isinstance(error, SpoolError | RankscopeError) else text)
+
+
+def encodable(text: str) -> str:
+    """Return `text` with escapes for characters that UTF-8 cannot encode.
+
+    File names and tokenizers produce such characters.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

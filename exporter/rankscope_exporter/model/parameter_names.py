@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankscope_contract.model.redaction import MAX_NAME, short_name
+from rankscope_exporter.base.errors import encodable
 
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")
@@ -208,14 +209,6 @@ def entry(table: Any, key: str) -> Any:
     if isinstance(table, dict):
         return dict.get(table, key)
     return table[key] if key in table else None  # noqa: SIM401 - a scripted module's tables have no `get`
-
-
-def encodable(text: str) -> str:
-    """Return `text` with escapes for characters that UTF-8 cannot encode.
-
-    File names and tokenizers produce such characters.
-    """
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def plain_name(name: str) -> str:

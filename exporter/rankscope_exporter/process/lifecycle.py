@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn, Protocol
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_exporter.model.parameter_names import encodable
+from rankscope_exporter.base.errors import encodable
 from rankscope_exporter.process import stop_signals
 
 

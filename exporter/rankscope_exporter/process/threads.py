@@ -1,14 +1,4 @@
-"""Threads of the monitor inside the training process: their use of CPU threads of torch, and their CPU time.
-
-torch divides a CPU operation among an OpenMP team, and each thread that runs such an operation has a separate team.
-With a second team, the process has more OpenMP threads than cores. libgomp then lets the workers of every team sleep
-between two operations, including those of the training thread. Each operation of training has to wake the workers up,
-and a step takes up to 1.6 times as long.
-
-Threads of the monitor therefore compute with numpy. torch may still compute on these threads: in functions of torch
-that are called for another purpose, and in code of the user such as `on_anomaly`. `OwnThread` limits torch to one CPU
-thread, only on the thread itself. `torch.set_num_threads` is not used for this, because it sets the default of every
-thread that the process starts later.
+"""Threads of the monitor inside the training process: their start and end, and their CPU time.
 
 Forks of the process while threads of the monitor use libraries with locks of their own, such as pyarrow.
 
@@ -20,18 +10,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from rankscope_exporter.base.errors import ErrorBoundary
 
@@ -76,13 +63,7 @@ def _after_in_parent() -> None:
     _sections.changed.release()
 
 
-_is_child = False
-
-
 def _after_in_child() -> None:
-    global _is_child  # noqa: PLW0603 - a process becomes a child once
-    _is_child = True
-    openmp_parallel.cache_clear()
     _sections.changed = threading.Condition()  # other threads waited at the old one
     _sections.inside = getattr(_own, "depth", 0)
 
@@ -90,21 +71,8 @@ def _after_in_child() -> None:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_in_parent, after_in_child=_after_in_child)
 
 
-_TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
-_TASKS: Final = Path("/proc/self/task")
-_OPENMP: Final = "ATen parallel backend: OpenMP"
-_NATIVE_POOL: Final = "PTThreadPool"
-"""Name of the threads of torch's pool if torch was built without OpenMP (aten/src/ATen/PTThreadPool.h)."""
-
 RESTART_SECONDS: Final = 1.0
 _MOST_STARTS: Final = 10
-
-_NAMING_SECONDS: Final = 0.1
-"""Maximum seconds until the threads of a new pool have their name, which each thread sets when it begins to run."""
-
-_ELEMENTS_PER_THREAD: Final = 1 << 15
-"""Minimum number of elements per thread of an operation that torch divides (at::internal::GRAIN_SIZE)."""
-
 
 EXIT_SECONDS: Final = 5.0
 """Maximum seconds for which the exit of the interpreter waits for threads of the monitor that are ending."""
@@ -153,7 +121,10 @@ class OwnThread(threading.Thread):
 
     def run(self) -> None:
         """Limit torch to one CPU thread on this thread, then call the target of the thread."""
-        limit_this_thread()
+        if "torch" in sys.modules:
+            from rankscope_exporter.process.openmp import limit_this_thread  # noqa: PLC0415 - it imports torch
+
+            limit_this_thread()
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
@@ -167,12 +138,11 @@ class OwnThread(threading.Thread):
 
     def _attempt(self) -> bool:
         """Call the target; return False if its error was reported."""
-        if self._on_fault is None:
-            self._work()
-            return True
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 - thread boundary: no thread of the monitor ends unseen
+        except Exception as error:
+            if self._on_fault is None:
+                raise
             self._on_fault(f"the thread {self.name}", error)
             return False
         return True
@@ -184,119 +154,6 @@ class OwnThread(threading.Thread):
             with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 return time.clock_gettime(self._clock)
         return self._spent or 0.0
-
-
-def limit_this_thread() -> bool:
-    """Limit torch to one CPU thread, only on the calling thread. Return whether this succeeded.
-
-    It fails if the OpenMP library of torch cannot be found.
-    """
-    # torch sets the number of OpenMP threads of a new thread at its first operation that may be divided. This call
-    # causes that now, so that torch does not replace the number that is set below.
-    if torch.get_num_threads() > 1:
-        for library in _libraries():
-            library.omp_set_num_threads(1)
-            if torch.get_num_threads() == 1:
-                break
-        else:
-            return False
-    for library in _libraries():
-        # After a call of torch.set_num_threads(), torch sets the number of MKL threads separately on each thread.
-        # This number takes precedence over the number of OpenMP threads.
-        if (set_mkl := getattr(library, "MKL_Set_Num_Threads_Local", None)) is not None:
-            set_mkl(1)
-            break
-    return True
-
-
-def intra_op_threads() -> tuple[int, ...]:
-    """Return the native ids of torch's threads that compute for the calling thread; missing ones are started."""
-    if torch.get_num_threads() == 1 or not _TASKS.is_dir():
-        return ()
-    found = _openmp_team() if _OPENMP in torch.__config__.parallel_info() else _native_pool()
-    return tuple(sorted(found - {threading.get_native_id()}))
-
-
-def _openmp_team() -> set[int]:
-    """Return the native ids of the OpenMP team of the calling thread: each thread of the team reports its own id."""
-    found: list[int] = []
-    region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    report = region(lambda _: found.append(threading.get_native_id()))
-    if address := _gomp_parallel():
-        parallel = ctypes.CFUNCTYPE(None, region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
-        parallel(report, None, 0, 0)  # 0: as many threads as torch uses
-    return set(found)
-
-
-@functools.cache
-def openmp_parallel() -> int:
-    """Return the address of `GOMP_parallel`, which runs a function on torch's OpenMP team; 0 without a team."""
-    # The threads of a team are not forked, and a call in a child would wait for them.
-    return 0 if _is_child else _gomp_parallel()
-
-
-@functools.cache
-def _gomp_parallel() -> int:
-    if _OPENMP not in torch.__config__.parallel_info():
-        return 0
-    for library in reversed(_libraries()):  # torch uses a preloaded OpenMP library instead of its own
-        if hasattr(library, "GOMP_parallel"):  # libgomp, libomp and libiomp5 have it
-            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
-    return 0
-
-
-def _native_pool() -> set[int]:
-    """Return the native ids of the threads of torch's own pools.
-
-    Threads for operations that run in parallel (`torch.jit.fork`) have the same name, and are included.
-    """
-    expected = torch.get_num_threads() - 1
-    torch.ones(_ELEMENTS_PER_THREAD * (expected + 1), device="cpu").add_(1)  # creates the pool
-    deadline = time.monotonic() + _NAMING_SECONDS
-    while len(found := _threads_with_name(_NATIVE_POOL)) < expected and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return found
-
-
-def _threads_with_name(name: str) -> set[int]:
-    found = set()
-    for task in _TASKS.iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
-            if (task / "comm").read_text().strip() == name:
-                found.add(int(task.name))
-    return found
-
-
-@functools.cache
-def _libraries() -> tuple[Any, ...]:
-    """Return the loaded libraries that may contain the OpenMP functions of torch.
-
-    The first is the library of torch itself; preloaded libraries follow in the result.
-
-    A library handle also finds symbols of linked libraries, so the name of the OpenMP library (libgomp, libomp,
-    libiomp5) does not matter.
-    """
-    found = []
-    for path in (*_torch_libraries(), None):
-        try:
-            library = ctypes.CDLL(path, mode=ctypes.DEFAULT_MODE if path is None else os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:  # not loaded from there
-            continue
-        if hasattr(library, "omp_set_num_threads"):
-            library.omp_set_num_threads.argtypes = [ctypes.c_int]
-            library.omp_set_num_threads.restype = None
-            found.append(library)
-    return tuple(found)
-
-
-def _torch_libraries() -> Iterator[str]:
-    folder = Path(torch.__file__).parent / "lib"
-    yield from (str(folder / name) for name in _TORCH_LIBRARIES)
-    try:  # a build of torch for a distribution keeps it elsewhere
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    yield from sorted({line.split(maxsplit=5)[-1] for line in maps if line.endswith(_TORCH_LIBRARIES)})
 
 
 class CpuMeter:

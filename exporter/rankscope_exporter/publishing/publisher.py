@@ -37,8 +37,8 @@ from rankscope_exporter.records.pending_step import Deferred, Row, Scalar, skipp
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.sampling.active_quantities import StepBacklog
 from rankscope_exporter.serving.latest_values import NO_KIND
-from rankscope_exporter.statistics import Finished, finish
-from rankscope_exporter.statistics.selection import Published
+from rankscope_exporter.statistics.selection import Finished, Published
+from rankscope_exporter.statistics.table import finish
 
 MOST_PASSES: Final = 8
 """Largest number of backward passes before an update that is considered. More skipped steps in a row are reported."""

@@ -25,9 +25,9 @@ from rankscope_exporter.quantities.base import Quantity, QuantityOptions, Target
 from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers, Row
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
 from rankscope_exporter.statistics.hashes import Hasher, finished, hashable
-from rankscope_exporter.statistics.table import SUMS
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import SUMS, StatisticsTable
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, dtype_name, is_code
 
 DATASET: Final = "hashes"

@@ -21,12 +21,13 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.records.pending_step import Deferred, Numbers, Row, Transfer
+from rankscope_exporter.records.pending_step import Deferred, Numbers, Row
 from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable
+from rankscope_exporter.records.transfers import copied_to_host
 from rankscope_exporter.statistics.isolation import Isolation, without_frames
+from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops
-from rankscope_exporter.statistics.table import Rows, contiguous_rows, on_device
+from rankscope_exporter.statistics.table import Rows, StatisticsTable, contiguous_rows, on_device
 from rankscope_exporter.statistics.tensor_access import dtype_name, is_freed
 
 MAX_ENTRIES: Final = 200_000
@@ -490,7 +491,7 @@ class Table:
         The training thread does not wait for the device. The publisher thread calls `rows` with a numpy array, so the
         dtype of `tensor` must exist in numpy.
         """
-        self._table.deferred.append(Deferred(dataset, Transfer.of(tensor), rows))
+        self._table.deferred.append(Deferred(dataset, copied_to_host(tensor), rows))
 
     def withdraw(self, dataset: str) -> None:
         """Discard the rows of `dataset` that `defer` scheduled at this step, because the caller reads them again."""

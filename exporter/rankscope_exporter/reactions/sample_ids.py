@@ -19,6 +19,7 @@ import torch
 from rankscope_exporter.records.pending_step import Transfer
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.transfers import copied_to_host
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024
@@ -43,7 +44,7 @@ class Batch:
         """
         if isinstance(ids, torch.Tensor):
             flat = ids.detach().reshape(-1)
-            return cls(Transfer.of(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
+            return cls(copied_to_host(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
         if isinstance(ids, Mapping):
             return cls(dict(ids))
         if isinstance(ids, Collection) and not isinstance(ids, str | bytes):  # an iterator must not be consumed here

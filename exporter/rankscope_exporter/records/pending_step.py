@@ -1,7 +1,7 @@
 """Data of a record that the publisher thread reads: numbers that the script logged, and copies of tensors to the host.
 
-Each tensor is copied without waiting for the device, and the publisher thread reads the copy. Rows are made from numpy
-arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
+`records.transfers` starts the copies without waiting for the device, and the publisher thread reads them. Rows are made
+from numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
 """
 
 from __future__ import annotations
@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy.typing as npt
-import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
-from rankscope_contract.model.scalar_names import logged_name
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_exporter.base.tracing import untransformed
-from rankscope_exporter.statistics.table import queued_event
+
+if TYPE_CHECKING:
+    import torch
 
 Row = Mapping[str, Any]
 """One row of a dataset of the step record, such as `scalars`: a mapping from field names to values.
@@ -37,19 +35,6 @@ class Transfer:
 
     value: torch.Tensor
     copied: Any = None  # the CUDA event after the copy
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Transfer:
-        """Start to copy `tensor` to the host.
-
-        Never waits for the device. Afterwards `tensor` may be changed in place.
-        """
-        tensor = tensor.detach()
-        if tensor.device.type != "cuda":
-            return cls(tensor.clone())
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        return cls(host, queued_event(tensor.device))
 
     def wait(self) -> torch.Tensor:
         """Return the copied tensor on the host.
@@ -133,40 +118,6 @@ class Pending:
         """
         value = self.value.wait() if isinstance(self.value, Transfer) else self.value
         return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
-
-
-def take(name: str, value: Any) -> list[Pending]:
-    """Return the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
-
-    Other names of losses, such as `val/loss`, are replaced. The list is empty if the value is None. Raises TypeError if
-    the value is not a number, ValueError for a tensor with several elements.
-    """
-    if value is None:
-        return []
-    stored, labels = logged_name(name)
-    if not isinstance(value, Mapping):
-        number = _copied(name, value) if isinstance(value, torch.Tensor) else float(value)
-        return [Pending(stored, number, labels)]
-    label, found = LABEL_OF_GROUP.get(stored, "key"), []
-    for key, item in value.items():
-        for pending in take(name, item):
-            text = redacted_name(str(key), MAX_LABEL)
-            found.append(Pending(stored, pending.value, {**pending.labels, label: text}))
-    return found
-
-
-def _copied(name: str, value: torch.Tensor) -> Transfer:
-    value = untransformed(value).detach()
-    placements = getattr(value, "placements", None)
-    if placements is not None:  # a DTensor. If it is divided among ranks, reading it would be a collective.
-        if not all(placement.is_replicate() for placement in placements):
-            raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
-        value = value.to_local()  # type: ignore[attr-defined]  # see above
-    if value.numel() != 1:
-        raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
-    if value.is_complex() or value.is_meta:
-        raise ValueError(f"log({name}=…) must be a real number, not a tensor of {value.dtype} on device {value.device}")
-    return Transfer.of(value.reshape(()))
 
 
 AMOUNTS = ("tokens", "samples")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
-
-import torch
+from typing import TYPE_CHECKING, Any, overload
 
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_exporter.statistics.selection import Ops, Published, carried_ops, masks
 
-Spec = tuple[tuple[int, ...], torch.dtype]
+if TYPE_CHECKING:
+    import torch
+
+Spec = tuple[tuple[int, ...], "torch.dtype"]
 """Shape and dtype of a tensor."""
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import pyarrow as pa
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter.records.pending_step import Deferred, ExpectedRows, Pending, Scalar
 from rankscope_exporter.records.plan_entries import NamedPlan, PlanVersion
-from rankscope_exporter.statistics import HostCopy
+
+if TYPE_CHECKING:
+    from rankscope_exporter.statistics.table import HostCopy
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

@@ -21,8 +21,8 @@ from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity, GateState
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
-from rankscope_exporter.statistics import Finished, HostCopy, StatisticsTable
-from rankscope_exporter.statistics.selection import NO_OP, Ops, carried_ops
+from rankscope_exporter.statistics.selection import NO_OP, Finished, Ops, carried_ops
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 
 MAX_BACKLOG: Final = 64
 """Largest number of sampled steps that may wait for the publisher.

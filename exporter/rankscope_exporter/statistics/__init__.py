@@ -18,18 +18,3 @@ is nothing to measure (None, meta, freed or packed memory), the entry is absent.
 A DTensor is measured as its local shard. Norms and other statistics of shards are not combined here, because that needs
 communication: the view `tensor_global` of the store combines them.
 """
-
-from rankscope_exporter.statistics.kernels import backend_name, warm_up, warm_up_seconds
-from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import Finished, HostCopy, StatisticsTable, finish
-
-__all__ = [
-    "Finished",
-    "HostCopy",
-    "MeasureGroup",
-    "StatisticsTable",
-    "backend_name",
-    "finish",
-    "warm_up",
-    "warm_up_seconds",
-]

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.process.threads import openmp_parallel
+from rankscope_exporter.process.openmp import openmp_parallel
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.c_kernel import ABSENT, CODES, IRREGULAR, LARGE, MOVED, UNREAD, CKernel
 from rankscope_exporter.statistics.device_arguments import DeviceArguments

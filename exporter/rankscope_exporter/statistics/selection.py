@@ -1,4 +1,4 @@
-"""Selection of the statistics (ops) to publish.
+"""The statistics of a step on the host, and the selection of those (ops) to publish.
 
 All ops are measured in one pass over a tensor. The publisher thread then masks the ops that are not published.
 """
@@ -15,7 +15,6 @@ import numpy.typing as npt
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_exporter.base.validation import listed
-from rankscope_exporter.statistics import Finished
 
 Ops = frozenset[str]
 
@@ -90,6 +89,18 @@ def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> 
 
 def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool:
     return any(rule.judges(kind, op) and op not in ops for kind, ops in published.items() if ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The statistics of one step on the host. `values` is NaN for an entry that is absent or has no finite element.
+
+    The arrays are numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
+    """
+
+    values: npt.NDArray[np.float32]  # [len(VALUE_OPS), T]
+    counts: npt.NDArray[np.int64]  # [len(COUNT_OPS), T], 0 where absent
+    present: npt.NDArray[np.bool_]  # [T]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.process.threads import openmp_parallel
+from rankscope_exporter.process.openmp import openmp_parallel
 from rankscope_exporter.statistics.c_kernel import CODES, c_kernel
 from rankscope_exporter.statistics.measure_group import readable_by_kernel
 

@@ -10,7 +10,6 @@ import array
 import collections
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, OPS, VALUE_OPS
 from rankscope_exporter.statistics.c_kernel import CKernel
+from rankscope_exporter.statistics.selection import Finished
 
 SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
 ROWS: Final = len(SUMS) + len(COUNT_OPS)
@@ -34,18 +34,6 @@ Rows = range | tuple[int, ...]
 DeviceKernel = Callable[..., None]
 """Measures the tensors of `DeviceJobs`: see `triton_kernels.measure_jobs`."""
 Kernel = CKernel | DeviceKernel
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The statistics of one step on the host. `values` is NaN for an entry that is absent or has no finite element.
-
-    The arrays are numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
-    """
-
-    values: npt.NDArray[np.float32]  # [len(VALUE_OPS), T]
-    counts: npt.NDArray[np.int64]  # [len(COUNT_OPS), T], 0 where absent
-    present: npt.NDArray[np.bool_]  # [T]
 
 
 class StatisticsTable:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from rankscope_exporter import AnomalyNan, Monitor
-from rankscope_exporter.process import threads as own_threads
+from rankscope_exporter.process import openmp
 
 WARM_UP_STEPS = 45
 """Steps before the measurement, in which the rules fire."""
@@ -137,7 +137,7 @@ def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
     if how == "call":
         torch.set_num_threads(threads)
     if case != LIMITED:
-        own_threads.limit_this_thread = lambda: True
+        openmp.limit_this_thread = lambda: True
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)

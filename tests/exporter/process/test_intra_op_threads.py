@@ -24,7 +24,7 @@ def program(request):
 THREADS_OF_OTHERS = """
 import os, threading, time
 import duckdb, pyarrow, torch
-from rankscope_exporter.process.threads import intra_op_threads
+from rankscope_exporter.process.openmp import intra_op_threads
 from rankscope_exporter.adapters.hook_context import IntraOpThreads, _clock
 
 def native_threads():

@@ -19,8 +19,8 @@ from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantity import Schedule
 from rankscope_exporter.sampling.sampling_config import Timing
 from rankscope_exporter.sinks.memory import rows_of
-from rankscope_exporter.statistics import StatisticsTable
 from rankscope_exporter.statistics.selection import EVERY_OP
+from rankscope_exporter.statistics.table import StatisticsTable
 
 
 def layers() -> nn.Sequential:

@@ -11,14 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_exporter.statistics import (
-    Finished,
-    HostCopy,
-    MeasureGroup,
-    StatisticsTable,
-    backend_name,
-    finish,
-)
+from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.selection import Finished
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
 
 CPU = torch.device("cpu")
 

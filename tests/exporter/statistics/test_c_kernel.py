@@ -12,7 +12,10 @@ import torch
 from tests.exporter.statistics.conftest import CPU, numbers
 
 from rankscope_exporter.api.wiring import COMPILED_FROM_STEP, KernelWarmUp
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name, c_kernel
+from rankscope_exporter.statistics import c_kernel
+from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import StatisticsTable
 
 HERE = Path(__file__).parent
 SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g")
@@ -38,7 +41,9 @@ def test_sanitizers_find_no_fault_and_each_processor_gives_the_same_bits(require
 
 THREADS = """
 import os, torch
-from rankscope_exporter.statistics import MeasureGroup, StatisticsTable, backend_name
+from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import StatisticsTable
 from tests.exporter.statistics.conftest import CPU, numbers
 def measured(threads):
     torch.set_num_threads(threads)

@@ -21,7 +21,9 @@ OP = """    Op(
 MEASURE = """
 import torch
 from rankscope_contract.model.kinds import VALUE_OPS
-from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, backend_name, finish
+from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
 from rankscope_exporter.statistics import triton_kernels
 from rankscope_exporter.statistics.device_arguments import CHUNK, DeviceArguments
 sizes, dtypes = (7, CHUNK + 3), (torch.float32, torch.float64)

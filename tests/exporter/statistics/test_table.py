@@ -16,9 +16,10 @@ from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish, torch_backend
+from rankscope_exporter.statistics import torch_backend
+from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import EVERY_OP, chosen_ops, op_notices, rule_notices
-from rankscope_exporter.statistics.table import NUMEL_ROW
+from rankscope_exporter.statistics.table import NUMEL_ROW, HostCopy, StatisticsTable, finish
 
 MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
 

@@ -16,7 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 
 from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics import HostCopy, MeasureGroup, StatisticsTable, finish
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 

@@ -12,9 +12,12 @@ import torch
 from tests.exporter.statistics.conftest import CPU, numbers
 
 from rankscope_contract.model.kinds import DEFAULT_OPS, VALUE_OPS
-from rankscope_exporter.statistics import Finished, HostCopy, MeasureGroup, StatisticsTable, device_arguments, finish
+from rankscope_exporter.statistics import device_arguments
 from rankscope_exporter.statistics import kernels as loading
 from rankscope_exporter.statistics.device_arguments import DeviceArguments
+from rankscope_exporter.statistics.measure_group import MeasureGroup
+from rankscope_exporter.statistics.selection import Finished
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
 
 CHUNK = 64
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
