@@ -28,7 +28,7 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 KERNEL = $(BIN)/python hatch_build.py || echo "the kernel for statistics was not compiled: torch operations are used"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo budget test test-thorough test-all test-crashes soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
+.PHONY: help env demo budget test test-thorough test-compatible test-all test-crashes soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -44,7 +44,10 @@ test: $(VENV)/.compiled ## run the tests (PYTEST="-k name" for some of them)
 test-thorough: $(VENV)/.compiled ## the same with four times the examples of each property, and cases that take long
 	RANKSCOPE_THOROUGH=1 $(BIN)/python -m pytest $(SPREAD) $(PYTEST)
 
-test-all: test-thorough test-crashes soak test-hour test-fuzz test-examples test-frameworks test-readers $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
+test-compatible: $(VENV)/.installed-dev ## ranks, services and spools of an earlier commit with those of this checkout
+	RANKSCOPE_COMPATIBLE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility $(PYTEST)
+
+test-all: test-thorough test-crashes soak test-hour test-fuzz test-examples test-frameworks test-readers test-compatible $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
