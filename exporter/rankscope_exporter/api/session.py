@@ -249,7 +249,7 @@ class Session:
             *self.reactions.observers,
             self.change_queue,  # after the observers that request changes for the same step
             *(
-                [KernelWarmUp(self._device, self.active_quantities.use_compiled_kernel)]
+                [KernelWarmUp(self._device, self.active_quantities.table.statistics.use_compiled)]
                 if config.statistics == "auto" and self._device.type == "cuda"
                 else []
             ),

@@ -79,7 +79,7 @@ class ActiveQuantities:
         self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
         table = StatisticsTable(first, device)
-        table.may_compile = device.type == "cpu"  # elsewhere from `use_compiled_kernel` on
+        table.may_compile = device.type == "cpu"  # elsewhere from `use_compiled` on
         tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
         self.table = StepTable(table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
@@ -211,10 +211,6 @@ class ActiveQuantities:
     def quantity(self, name: str) -> Quantity | None:
         """Return the active quantity `name`; None if there is none."""
         return next((member.quantity for member in self._measured if member.quantity.name == name), None)
-
-    def use_compiled_kernel(self) -> None:
-        """Measure with the compiled kernel from the present step on."""
-        self.table.statistics.may_compile = True
 
     # One step.
 

@@ -87,6 +87,10 @@ class StatisticsTable:
         self.is_decided = True
         return self.kernel
 
+    def use_compiled(self) -> None:
+        """Measure with the compiled kernel from the present step on."""
+        self.may_compile = True
+
     def grow(self, size: int) -> None:
         """Extend the table to at least `size` entries.
 

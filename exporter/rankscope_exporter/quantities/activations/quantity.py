@@ -432,9 +432,6 @@ class Activations(ModuleQuantity):
 
     def on_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Release all cached tensors, and remove the gradient hooks on tensors."""
-        self._release_tensors()
-
-    def _release_tensors(self) -> None:
         self._handles.remove()
         self._step.release_tensors()
 
@@ -565,7 +562,8 @@ class Activations(ModuleQuantity):
 
         Hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
         """
-        self._release_tensors()
+        self._handles.remove()
+        self._step.release_tensors()
         if self._step.calls.called:
             self._note_uncalled(self._step.calls.called)
         super()._release()
