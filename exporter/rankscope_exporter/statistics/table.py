@@ -56,7 +56,7 @@ class StatisticsTable:
         """True if `kernel` is valid."""
         self.arguments = array.array("q", bytes(4 * 8))
         """Address and columns of the buffer, and address and number of the functions for `extra_sums` (kernel.c)."""
-        buffer = self._new_buffer(device)
+        buffer = _new_buffer(self, device)
         self.device = buffer.device  # with an index, like the devices of tensors
         self.clear(buffer)
 
@@ -101,7 +101,7 @@ class StatisticsTable:
         old, kept = self.buffer, self.size
         self.size = max(size, 2 * self.size, _LEAST_GROWN)
         with torch.no_grad():
-            self._use(self._new_buffer(self.device))
+            self._use(_new_buffer(self, self.device))
             self.numbers[NUMEL_ROW] = ABSENT
             self.buffer[:, :kept].copy_(old)
 
@@ -119,7 +119,7 @@ class StatisticsTable:
             self.extra_sums += missing
             self.is_decided = False  # the kernel may not have these sums
             with torch.no_grad():
-                self._use(self._new_buffer(self.device))
+                self._use(_new_buffer(self, self.device))
                 self.extras.fill_(math.nan)
                 self.buffer[:kept].copy_(old)
 
@@ -198,18 +198,18 @@ class StatisticsTable:
             if buffer.shape == self.buffer.shape:  # otherwise the table has grown since
                 return buffer
         # All in use: the publisher is behind.
-        return self._new_buffer(torch.device("cpu"), pinned=self.device.type == "cuda")
+        return _new_buffer(self, torch.device("cpu"), pinned=self.device.type == "cuda")
 
     def give_host_buffer(self, buffer: torch.Tensor) -> None:
         """Add a host buffer that is no longer read to the free buffers. Called on the publisher thread."""
         if len(self._free_host_buffers) < _HOST_BUFFERS_KEPT:
             self._free_host_buffers.append(buffer)
 
-    def _new_buffer(self, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
-            return torch.zeros(
-                ROWS + len(self.extra_sums), self.size, dtype=torch.int64, device=device, pin_memory=pinned
-            )
+
+def _new_buffer(table: StatisticsTable, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    rows = ROWS + len(table.extra_sums)
+    with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+        return torch.zeros(rows, table.size, dtype=torch.int64, device=device, pin_memory=pinned)
 
 
 _HOST_BUFFERS_KEPT: Final = 4

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.autograd import Variable
 
-from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.base.tracing import (
     STAND_INS,
@@ -115,8 +115,8 @@ class Hooks(HookContext):
 
     def gradient_arrives(self) -> None:
         """Begin a step if steps begin in a backward pass and this is its first gradient."""
-        if self._gradients.begin_steps:
-            self._note_pass()
+        if self._gradients.begin_steps and current_pass() != self._backward:
+            self._pass_begins(current_pass())
 
     def reduced(self) -> None:
         """Measure the reduced gradients."""
@@ -199,20 +199,11 @@ class Hooks(HookContext):
             self._gradients.pass_begins()
             if self._recorder.backward_begins():
                 self._gradients.keep_all()
-                self._note_lost_hooks()
+                if _has_lost_hooks(self._monitored.framework):
+                    self.tell_once(_LOST_HOOKS)
             Variable._execution_engine.queue_callback(self._when_gradients_ready)  # noqa: SLF001 - as DDP and FSDP do
         except Exception as error:  # noqa: BLE001 - an error here must not hide the gradient that has arrived
             self.boundary.report("a backward hook", error)
-
-    def _note_lost_hooks(self) -> None:
-        """Publish a notice if a step begins with a gradient because other code has removed the forward hooks."""
-        framework = self._monitored.framework
-        if framework.announced is None and not any(map(_has_own_hook, framework.chunks)):
-            self.tell_once(_LOST_HOOKS)
-
-    def _note_pass(self) -> None:
-        if (backward := current_pass()) != self._backward:
-            self._pass_begins(backward)
 
     def _gradients_ready(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient. This first
@@ -282,7 +273,8 @@ class Hooks(HookContext):
 
     def _updates_in_backward(self, optimizer: torch.optim.Optimizer, *, has_stepped: bool = False) -> None:
         """Handle a step of `optimizer` inside a backward pass. The update ends with the pass to which it belongs."""
-        self._note_pass()
+        if current_pass() != self._backward:
+            self._pass_begins(current_pass())
         self._updated_in_pass = True
         self._recorder.update_in_backward(optimizer, has_stepped=has_stepped)
 
@@ -299,5 +291,7 @@ class Hooks(HookContext):
             self.tell_once(_COMPILED_UPDATE)
 
 
-def _has_own_hook(module: torch.nn.Module) -> bool:
-    return any(isinstance(hook, Hook) for hook in module._forward_pre_hooks.values())  # noqa: SLF001 - torch has no public name for it
+def _has_lost_hooks(framework: Framework) -> bool:
+    """Return whether other code has removed the forward hooks, so that a step begins with a gradient."""
+    tables = [chunk._forward_pre_hooks.values() for chunk in framework.chunks]  # noqa: SLF001 - torch has no public name for it
+    return framework.announced is None and not any(isinstance(hook, Hook) for hooks in tables for hook in hooks)

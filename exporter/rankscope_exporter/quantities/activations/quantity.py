@@ -332,7 +332,7 @@ _OBJECT: Final[dict[Kind, str]] = {
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepTensors:
     """The state of the quantity `activations` during a sampled step: module calls, and caches of tensors."""
 
     calls: Calls = field(default_factory=Calls)
@@ -374,7 +374,7 @@ class Activations(ModuleQuantity):
 
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
-        self._step = _Step()
+        self._step = _StepTensors()
         self._handles = TensorHooks(monitored)
         self._vpp_stages: dict[str, int | None] = {}  # by name of the module
         self._gradient_hook: Hook
@@ -405,7 +405,7 @@ class Activations(ModuleQuantity):
         """Delete the stored module calls of the last sampled step."""
         self._note_lost_hooks()
         self._release()
-        self._step = _Step()
+        self._step = _StepTensors()
 
     def expected(self) -> ExpectedRows:
         """Return the kinds that the options select. Modules that were never measured are reported separately."""

@@ -231,7 +231,7 @@ class _MeasuredCall:
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepCalls:
     """The state of the quantity `collectives` during a sampled step.
 
     It contains the number of calls by name, and the asynchronous calls that the script has not waited for.
@@ -255,7 +255,7 @@ class Collectives(Quantity):
         super().__init__(monitored, options)
         self._device = monitored.device
         self._sites = CallSites(self.options.call_sites)
-        self._step = _Step()
+        self._step = _StepCalls()
         self._notes = CoverageNotes()
         self._seen: dict[str, str] = {}  # name of a call -> its function
         self._on_other_threads: set[str] = set()  # functions that were called on other threads
@@ -302,7 +302,7 @@ class Collectives(Quantity):
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         """Delete the stored collective calls of the last sampled step."""
         self._release()
-        self._step = _Step(threading.get_ident(), stream_of(self._device))
+        self._step = _StepCalls(threading.get_ident(), stream_of(self._device))
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         """Publish notices about the calls that were logged since the last report, if `log_only` is true."""
@@ -427,7 +427,7 @@ class Collectives(Quantity):
             self._notes.add("is asynchronous and has no wait() within its step, so its outputs have no rows", name)
         for function in sorted(self._on_other_threads.copy()):
             self._notes.add("is called on another thread than the training and is not measured", function)
-        was_measured, self._step = step.thread, _Step()
+        was_measured, self._step = step.thread, _StepCalls()
         if was_measured and not self._has_noted_uncalled and not (self.options.log_only and self._log.has_reported):
             self._has_noted_uncalled = True
             self._note_uncalled()
