@@ -136,7 +136,6 @@ class LazyGradient:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Compute and return the gradient of the parameter; None if the parameter has no gradient."""
         return self._compute()
 
 
@@ -197,18 +196,12 @@ class WrappedModel:
         return (self.model,)
 
     def chunk(self, module: nn.Module) -> int:
-        """Return the number of the model chunk that `module` is, counted from 0.
-
-        Return 0 if `module` is not a chunk.
-        """
+        """Return the number of the model chunk that `module` is, counted from 0; 0 if it is not a chunk."""
         chunks = self.chunks
         return 0 if len(chunks) == 1 else next((i for i, chunk in enumerate(chunks) if chunk is module), 0)
 
     def vpp_stage(self, part: torch.Tensor | nn.Module) -> int | None:
-        """Return the number of the model chunk that contains `part`, a parameter or module.
-
-        Return None if this rank has a single chunk.
-        """
+        """Return the number of the model chunk that contains `part`; None if this rank has a single chunk."""
         return self.chunk_numbers.get(id(part))
 
     def copies(self, world_size: int) -> int:
@@ -216,26 +209,16 @@ class WrappedModel:
         return world_size
 
     def layout(self, parameter: torch.Tensor) -> Layout:
-        """Return how a parameter is distributed over the ranks.
-
-        Its reduced gradient and optimizer state have the same layout.
-        """
+        """Return how a parameter, its reduced gradient and its optimizer state are distributed over the ranks."""
         return layout_of(parameter, REPLICA if self.traits.replicated else FULL)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
-        """Return the layout over the ranks of this rank's own gradient of `parameter`, before it is reduced.
-
-        The layout has the placement "partial" if several ranks compute gradients that are summed. Otherwise, it is the
-        layout of the parameter.
-        """
+        """Return the layout of this rank's own gradient: "partial" if several ranks compute gradients to be summed."""
         layout = self.layout(parameter)
         return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's part of `parameter`, which the optimizer of this rank updates.
-
-        The optimizer state of this part has the same shape.
-        """
+        """Return shape and dtype of the part of `parameter`, and of its optimizer state, that this rank updates."""
         return TensorSpec.of(parameter)
 
     def reduced_spec(self, parameter: torch.Tensor) -> TensorSpec:
@@ -243,10 +226,7 @@ class WrappedModel:
         return self.spec(parameter)
 
     def local_spec(self, parameter: torch.Tensor) -> TensorSpec:
-        """Return shape and dtype of this rank's own gradient of `parameter`, before it is reduced.
-
-        The shape may be that of the whole parameter, which some frameworks gather to compute the gradient.
-        """
+        """Return shape and dtype of this rank's own gradient, which may be that of a whole gathered parameter."""
         return self.spec(parameter)
 
     def has_plain_gradients(self, world_size: int) -> bool:
@@ -260,17 +240,11 @@ class WrappedModel:
         )
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether a parameter is known to be equal on all `ranks` by construction.
-
-        If so, its reduced gradient and its optimizer state are equal as well.
-        """
+        """Return whether a parameter, and so its reduced gradient and state, is equal on `ranks` by construction."""
         return is_replicated_over(parameter, ranks)
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
-        """Return the ranks, including this rank, that have the same elements of a parameter by construction.
-
-        Empty if no other rank is known to have them.
-        """
+        """Return the ranks, with this one, that have the same elements by construction; empty if none is known."""
         return replicas_of(parameter)
 
     def parameter(self, named: NamedParameter) -> nn.Parameter | None:
@@ -282,11 +256,7 @@ class WrappedModel:
         return named.parameter
 
     def is_in_place(self, named: NamedParameter) -> bool:
-        """Return whether the model still uses the parameter that `named` described when the monitor was attached.
-
-        Also return True while `torch.func.functional_call` replaces the parameter by a plain tensor for one forward
-        pass.
-        """
+        """Return whether the model uses the parameter, also while `functional_call` replaces it for one pass."""
         current = named.current()
         return id(current) == named.identity or is_temporarily_replaced(current)
 
@@ -318,10 +288,7 @@ class Framework(WrappedModel):
         return parameter.grad is not None
 
     def on_accumulated(self, parameter: nn.Parameter, hook: Callable[[GradientSource], None]) -> Removable:
-        """Register `hook` for each backward pass in which `parameter` gets a gradient.
-
-        `hook` is called after this gradient has been added to this rank's own gradient of the parameter.
-        """
+        """Register `hook`, called after a gradient was added to this rank's own gradient of `parameter`."""
         return TensorHook(parameter, hook, table=ACCUMULATED)
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
@@ -331,25 +298,15 @@ class Framework(WrappedModel):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers that `given` contains.
-
-        An element of `given` is an object that the script calls `step` of: a torch optimizer or a wrapper of one.
-        """
+        """Return the torch optimizers in `given`; its elements are the objects whose `step` a script calls."""
         return tuple(unwrapped(item) for item in given)
 
     def updated_tensors(self, parameters: Sequence[nn.Parameter | None]) -> Sequence[torch.Tensor | None]:
-        """Return the tensor that this rank updates for each parameter. It may be a copy or a part of the parameter.
-
-        An element is None if the current update does not include this tensor.
-        """
+        """Return the tensor (a copy or part) that this rank updates of each parameter; None: not in this update."""
         return parameters
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the present gradient of the tensor that this rank updates for `parameter`.
-
-        The gradient is reduced, and it is also clipped if the training has clipped it by now. Return None if there is
-        no gradient.
-        """
+        """Return the present gradient of the tensor that this rank updates: reduced, and clipped by now or not."""
         return parameter.grad
 
     def optimizer_states(
@@ -380,17 +337,11 @@ class Framework(WrappedModel):
     def on_update(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
-        """Register the hook `begins` before and the hook `updated` after each step of `optimizer`.
-
-        Both have the signatures of torch's step hooks.
-        """
+        """Register hooks before and after each step of `optimizer`, with the signatures of torch's step hooks."""
         return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` before each forward pass of the model or of a chunk.
-
-        The hook gets the module, its positional and its keyword arguments.
-        """
+        """Register `hook`, which gets module, args and kwargs, before each forward pass of the model or of a chunk."""
         if self.announced is not None:
             return self.announced.before(hook)
         handles = [chunk.register_forward_pre_hook(hook, with_kwargs=True) for chunk in self.chunks]

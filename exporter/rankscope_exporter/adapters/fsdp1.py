@@ -194,11 +194,7 @@ class _View:
         return handle
 
     def hook_view(self) -> None:
-        """Register the hooks that `register` has stored on the present view of the parameter.
-
-        A view that has the hooks already is not changed: with activation checkpointing, a module computes twice with
-        the same view.
-        """
+        """Register the hooks on the present view once: with checkpointing, a module computes twice with one view."""
         view = getattr(self._owner(), self._key, None)
         if self._hooks and is_temporarily_replaced(view) and view.requires_grad:
             present: dict[int, Any] = view._backward_hooks or {}  # noqa: SLF001 - torch has no public list of hooks
@@ -206,11 +202,7 @@ class _View:
                 view.register_hook(self._call)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def sum_with(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return `gradient` plus the sum of earlier gradients of the parameter that FSDP has accumulated.
-
-        `gradient` is the gradient of a view of the parameter. FSDP adds it to the gradient of the flat parameter
-        afterwards.
-        """
+        """Return `gradient`, that of a view, plus the sum of earlier ones, to which FSDP adds it afterwards."""
         parameter = self.parameter
         # Inside `no_sync()` this is a view of the gathered gradient, otherwise a shard or None.
         earlier = None if parameter is None else parameter.grad

@@ -122,7 +122,6 @@ class HookContext:
         raise NotImplementedError
 
     def keep(self, handle: Removable) -> None:
-        """Store `handle`, the handle of a hook that must be removed at detach."""
         self._handles.append(handle)
 
     def remove(self) -> None:
@@ -135,10 +134,7 @@ class HookContext:
     def guarded(
         self, where: str, function: Callable[..., None], gate: Gate, was_compiled: Callable[[], int] | None = None
     ) -> Hook:
-        """Return a hook that calls `function` only while `gate` is open, that is, at sampled steps of a quantity.
-
-        During a call, gradients are disabled. `where` describes the operation in error messages.
-        """
+        """Return a hook that calls `function` without gradients while `gate` is open; `where` is for error messages."""
         return Hook(self, where, function, gate=gate, was_compiled=was_compiled)
 
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -146,10 +142,7 @@ class HookContext:
         return Hook(self, where, function, of_script=True)(*args)
 
     def between(self, function: Callable[[], None]) -> None:
-        """Call `function` under a lock, so that no step begins or ends during the call.
-
-        Hooks that may run long after the optimizer update of a step need this.
-        """
+        """Call `function` while no step begins or ends: for hooks that may run long after the update of a step."""
         with self._lock:
             function()
 

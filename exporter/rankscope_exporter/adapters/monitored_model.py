@@ -157,10 +157,7 @@ class MonitoredModel:
     quantity requests them. Emptied when the plan has the entries of the quantities."""
 
     def parameter(self, index: int) -> nn.Parameter | None:
-        """Return the parameter at the position `index` of the attribute `parameters`.
-
-        Return None if the model has replaced the parameter, or if its module was freed.
-        """
+        """Return the parameter at position `index`; None if the model replaced it, or its module was freed."""
         named = self.parameters[index]
         found = named.parameter if self._is_plain else self.framework.parameter(named)
         return self._from_optimizers(named) if found is None else found
@@ -211,10 +208,7 @@ class MonitoredModel:
         return [None if parameter is None else gradient(parameter) for parameter in self.tensors(of_update=True)]
 
     def states(self, parameters: Sequence[nn.Parameter | None]) -> list[ParameterState | None]:
-        """Return the optimizer state of each of `parameters`; None for a parameter without an optimizer.
-
-        If several optimizers have a parameter, its state is that of the optimizer which has stepped last.
-        """
+        """Return the optimizer states, None without one; of several optimizers, the state of the latest to step."""
         optimizers = self.optimizers.present()
         if len(optimizers) > 1:
             optimizers.sort(key=lambda optimizer: id(optimizer) != self.update.latest)
@@ -262,7 +256,6 @@ class MonitoredModel:
 
     @functools.cached_property
     def copies(self) -> int:
-        """The number of ranks that compute gradients of the same elements from different data."""
         return self.framework.copies(self.world_size)
 
     @property
@@ -273,10 +266,7 @@ class MonitoredModel:
 
     @property
     def state_elsewhere(self) -> frozenset[int]:
-        """Return the positions of parameters for which another rank publishes the optimizer state.
-
-        Empty if an optimizer divides its state among replicas.
-        """
+        """Return positions of parameters whose state another rank publishes; empty for a divided state."""
         return frozenset() if self.has_divided_state else self.elsewhere
 
     def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> MonitoredModel:
@@ -307,10 +297,7 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
-    """Return one module that contains all chunks.
-
-    The names of its parameters and submodules begin with the number of a chunk. A single chunk is returned unchanged.
-    """
+    """Return one module of all chunks, whose numbers begin the names in it; a single chunk is returned unchanged."""
     return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
 
 

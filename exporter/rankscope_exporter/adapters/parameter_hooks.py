@@ -127,10 +127,7 @@ class TensorHook:
         self._is_shared |= _has_others(table)
 
     def remove(self) -> None:
-        """Remove the hook from the table of hooks in which it was registered.
-
-        Afterwards, `tidy` can remove the table if it is empty.
-        """
+        """Remove the hook from its table, which `tidy` can remove afterwards if it is empty."""
         self._hooks.pop(self.number, None)
         _own_numbers.discard(self.number)
 
@@ -205,10 +202,7 @@ class ParameterHook:
         return True
 
     def renew(self, parameter: nn.Parameter) -> None:
-        """Register the hook on `parameter` if the parameter does not have it.
-
-        The caller has just found the parameter, which requires gradients.
-        """
+        """Register the hook unless present; `parameter` has just been found, and requires gradients."""
         if self._handle is None:
             self._handle = self.register(parameter)
         elif isinstance(self._handle, TensorHook):

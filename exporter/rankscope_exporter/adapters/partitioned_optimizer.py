@@ -57,7 +57,6 @@ class ParameterPartition:
 
     @property
     def spec(self) -> TensorSpec:
-        """Return the shape and the dtype of this part."""
         return TensorSpec(tuple(self.tensor.shape) if self.count is None else (self.count,), self.tensor.dtype)
 
     def optimizer_state(self, groups: Sequence[Mapping[str, Any]]) -> ParameterState:
@@ -115,25 +114,15 @@ class PartitionedOptimizer(Framework):
         self._with_gradient: set[int] = set()  # id() of the parameters with a gradient since the last update
 
     def reduced_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the reduced gradient of this rank's part of `parameter`, as it is before the update begins.
-
-        Return None if there is no gradient or no part.
-        """
+        """Return the reduced gradient of this rank's part before the update; None without gradient or part."""
         raise NotImplementedError
 
     def earlier_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of `parameter` over earlier micro-batches of the step.
-
-        Return None if there is no such sum.
-        """
+        """Return the sum of this rank's own gradients of earlier micro-batches of the step, if there is one."""
         raise NotImplementedError
 
     def local_sum(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far.
-
-        The sum includes `gradient`, the gradient of the latest micro-batch. If there is no sum of earlier
-        micro-batches, return `gradient`.
-        """
+        """Return the sum of this rank's gradients over the micro-batches so far; `gradient` is the latest."""
         earlier = self.earlier_gradient(parameter)
         return gradient if earlier is None else earlier + gradient.to(earlier.dtype)
 

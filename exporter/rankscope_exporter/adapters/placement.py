@@ -12,10 +12,7 @@ import torch.distributed as dist
 
 
 def loaded(module: str, name: str) -> Any:
-    """Return the class `name` of `module` for isinstance().
-
-    If `module` is not imported yet, return a value that no object matches.
-    """
+    """Return the class `name` of `module` for isinstance(); a value that matches no object before the import."""
     return getattr(sys.modules.get(module), name, ())
 
 

@@ -51,7 +51,6 @@ class Targets:
 
     @property
     def selects_all(self) -> bool:
-        """Return whether the patterns select every name."""
         return "*" in self._exact
 
     def selects(self, *names: str) -> bool:
@@ -83,19 +82,13 @@ def regex_pattern(name: str, expression: str) -> str:
 
 
 def display_name(pattern: str) -> str:
-    """Return the name that messages display for `pattern`.
-
-    If `regex_pattern` made the pattern, it is the name in the pattern; otherwise it is the pattern itself.
-    """
+    """Return the name that messages display for `pattern`: that given to `regex_pattern`, or the pattern itself."""
     found = _SAID.match(pattern)
     return pattern if found is None else found[1]
 
 
 def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
-    """Return a sentence for each target that selects none of `names`, with the most similar names.
-
-    `of` is the kind of the named objects, such as "parameter" or "module".
-    """
+    """Return a sentence for each target that selects none of `names`, with the most similar; `of` is their kind."""
     return [
         f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
         for target, near in targets.unmatched(names).items()
@@ -147,11 +140,7 @@ class NamedParameter:
 
     @property
     def parameter(self) -> nn.Parameter | None:
-        """Return the parameter.
-
-        Return None if the module now has another object under the name of the parameter, or if the module no longer
-        exists.
-        """
+        """Return the parameter; None if its module has another object under its name, or no longer exists."""
         current = self.current()
         # A module that replaces its parameter creates the new one while it still holds the old one: the ids differ.
         return current if id(current) == self.identity else None  # type: ignore[return-value]  # the very parameter
@@ -181,7 +170,6 @@ class NamedParameter:
 
     @property
     def module(self) -> str:
-        """Return the name of the module that owns the parameter."""
         return self.name.rpartition(".")[0]
 
 
@@ -201,10 +189,10 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
 
 
 def entry(table: Any, key: str) -> Any:
-    """Return the value of `key` in `table`, the attribute `_parameters` or `_modules` of a module.
+    """Return the value of `key` in `table`, the attribute `_parameters` or `_modules` of a module; None without it.
 
-    Return None if the key is missing. No method of a subclass of `dict` is called: DeepSpeed's table gathers the
-    parameter from all ranks when it is read during a forward pass, also when another thread reads it.
+    No method of a subclass of `dict` is called: DeepSpeed's table gathers the parameter from all ranks when it is
+    read during a forward pass, also when another thread reads it.
     """
     if isinstance(table, dict):
         return dict.get(table, key)
@@ -212,10 +200,7 @@ def entry(table: Any, key: str) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """Return the dotted `name` without the parts that wrapper modules add, such as `_orig_mod`.
-
-    Characters that UTF-8 cannot encode are escaped, and a long name is cut.
-    """
+    """Return the dotted `name` without parts of wrappers, such as `_orig_mod`, encodable in UTF-8, and cut if long."""
     if name.isascii() and name.isalnum() and len(name) <= MAX_NAME:  # a single level, such as "weight" or "0"
         return name
     return short_name(encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS)))
@@ -299,7 +284,6 @@ class NamedModule:
 
     @property
     def module(self) -> nn.Module | None:
-        """Return the module; None if it no longer exists."""
         return self.reference()
 
 
@@ -338,10 +322,7 @@ def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedMod
 
 
 def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
-    """Return a sentence for each target that selects no module.
-
-    The sentence suggests the most similar names of modules.
-    """
+    """Return a sentence for each target that selects no module, with the most similar names."""
     return target_notices(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
 
 
@@ -350,8 +331,5 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def defines_forward(kind: type[nn.Module]) -> bool:
-    """Return whether the class `kind` defines `forward`.
-
-    The attribute `forward` is looked up without a normal attribute access, which fails for a scripted module.
-    """
+    """Return whether `kind` defines `forward`; a normal attribute access fails for a scripted module."""
     return inspect.getattr_static(kind, "forward") is not inspect.getattr_static(nn.Module, "forward")

@@ -342,7 +342,6 @@ class Attention(ModuleQuantity):
             way.append(int(causal))
 
     def on_step_begin(self, table: Table) -> None:
-        """Delete the stored module calls of the last sampled step."""
         super().on_step_begin(table)
         self._unseen.clear()
 

@@ -112,17 +112,11 @@ class Quantity:
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:  # noqa: ARG004 - for quantities that are the same on ranks
-        """Return the positions of the parameters for which another rank publishes all rows of this quantity.
-
-        A position counts in the list of all parameters of the model.
-        """
+        """Return the positions, among all parameters, of those for which another rank publishes all rows."""
         return frozenset()
 
     def notices(self) -> list[str]:
-        """Return the notices of this quantity for the user: one for each target that selects no parameter.
-
-        A quantity that reads modules publishes notices about its targets when it finds the modules.
-        """
+        """Return notices: for each target without a parameter. Quantities of modules report theirs on finding these."""
         if self.of_modules:
             return []
         names = (name for item in self._offered.parameters for name in (item.name, *item.aliases))
@@ -138,10 +132,7 @@ class Quantity:
         return self.entries()
 
     def kinds(self) -> set[str]:
-        """Return the kinds of all plan entries, including entries that are added later.
-
-        A counter for each kind exists from the start.
-        """
+        """Return the kinds of all entries, also of later ones: a counter for each kind exists from the start."""
         return self.first_entries.kinds
 
     def expected(self) -> ExpectedRows:
@@ -167,10 +158,7 @@ class Quantity:
         """Handle the beginning of a sampled step. `table`, the table for the statistics of this step, is empty then."""
 
     def on_forward_failed(self, table: Table) -> None:
-        """Handle a training forward pass that raised an error: delete all data of the present micro-batch.
-
-        A further attempt has the same number as the failed micro-batch.
-        """
+        """Delete all data of a micro-batch whose forward pass raised; a further attempt has the same number."""
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         """Handle a gradient that was accumulated just now, inside the backward pass.
@@ -180,10 +168,7 @@ class Quantity:
         """
 
     def on_gradients_ready(self, table: Table) -> None:
-        """Handle the end of the accumulation of gradients in a backward pass.
-
-        The framework has not yet written reduced gradients to the parameters.
-        """
+        """Handle the end of a pass's accumulation; reduced gradients are not yet written to the parameters."""
 
     def on_backward_end(self, table: Table) -> None:
         """Handle the end of a backward pass, after the framework has finished its work in this pass."""
@@ -249,8 +234,5 @@ class Quantity:
 
     @property
     def placement(self) -> str:
-        """Return the placement of tensors that are not sharded.
-
-        It is "replica" if the framework keeps the copies on all ranks equal, else "full".
-        """
+        """Return the placement of tensors that are not sharded: "replica" if copies are kept equal, else "full"."""
         return "replica" if self.monitored.framework.traits.replicated else "full"

@@ -34,7 +34,6 @@ class GradientAlignment(StateQuantity):
     needed: ClassVar[str] = "momentum"
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Compare the signs of gradients and momenta; copy the results of all parameters to the host together."""
         if self.monitored.update.is_inside_backward:  # the other gradients are incomplete
             return
         names: list[str] = []

@@ -239,7 +239,6 @@ class MicroGradients(Quantity):
         self._hooks: MicroGradientHooks
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Register a gradient hook on every parameter that requires gradients."""
         self._hooking, self._gate = hooking, gate
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
         self._hooks = MicroGradientHooks(
@@ -248,12 +247,10 @@ class MicroGradients(Quantity):
         self._hooks.register()
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Count micro-batches from 0 again, and register hooks on parameters that were unfrozen since the last step."""
         self._passes = [0] * len(self.monitored.parameters)
-        self._hooks.register()
+        self._hooks.register()  # on parameters that were unfrozen since the last step
 
     def expected(self) -> ExpectedRows:
-        """Return the gradients of micro-batches if some parameter is trained and hooks run in the backward pass."""
         is_read = BACKWARD not in self.monitored.compiled and self.is_trained()
         return ExpectedRows(self.name, frozenset({OF_MICRO_BATCHES} if is_read else ()))
 
@@ -309,7 +306,6 @@ class Gradients(Quantity):
         self._frozen = FrozenRows()
 
     def entries(self) -> ParameterEntries:
-        """Return the plan entries: `grad_unreduced` of all parameters, then `grad_reduced`, then `grad_clipped`."""
         if self.monitored.framework.has_plain_gradients(self.monitored.world_size):  # takes a third of the time
             return self.parameter_entries(Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED)
         return (
@@ -319,11 +315,7 @@ class Gradients(Quantity):
         )
 
     def expected(self) -> ExpectedRows:
-        """Return the kinds of gradients that exist whenever some parameter is trained.
-
-        `grad_clipped` is absent if it is equal to `grad_reduced`. Without other ranks, `grad_unreduced` repeats
-        `grad_reduced`.
-        """
+        # `grad_clipped` is absent if it is equal to `grad_reduced`.
         kinds = set()
         if self.is_trained():
             kinds = {Kind.GRAD_REDUCED} if len(self._elsewhere) < len(self.monitored.parameters) else set()
@@ -332,11 +324,9 @@ class Gradients(Quantity):
         return ExpectedRows(self.name, frozenset(kinds))
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Prepare the sums of gradients over micro-batches, which are needed for frameworks that keep no such sums."""
         self._sums.install(hooking, gate)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Reset the state at the beginning of a step, when no gradient is reduced yet."""
         self._frozen = FrozenRows()
         self._mixed = False
         self._has_reduced = False
@@ -344,17 +334,13 @@ class Gradients(Quantity):
         self._sums.on_step_begin()
 
     def on_step_end(self, table: Table) -> None:
-        """Release the sums of gradients over micro-batches, and restore the rows of parameters that have stepped."""
         self._sums.release()
         self._frozen.restore(table)
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
-        """Measure one gradient inside a gradient hook, before the framework reduces it in place or shards it.
-
-        Gradients that are complete until the backward pass ends are measured together then, except the gradients that
-        an optimizer step inside the backward pass uses. A framework that shards gradients has reduced them before this
-        optimizer step.
-        """
+        # Before the framework reduces the gradient in place or shards it. Gradients that are complete until the pass
+        # ends are measured together then, except those that an optimizer step inside the backward pass uses: a
+        # framework that shards gradients has reduced them before this optimizer step.
         if self.monitored.update.is_inside_backward and not self._batched:
             parameter = self.monitored.parameter(index)
             gradient = None if parameter is None else self.monitored.framework.gradient(parameter)
@@ -375,10 +361,6 @@ class Gradients(Quantity):
             table.measure([gradient], slot)
 
     def on_gradients_ready(self, table: Table) -> None:
-        """Measure the rank's own gradients of all parameters at the same time, before they are reduced.
-
-        A gradient that no backward pass of this step has reached is left over from an earlier step.
-        """
         self._frozen.protect(table)
         if self._sums.are_kept:
             self._read_sums(table)
@@ -387,13 +369,13 @@ class Gradients(Quantity):
             self._sums.learn()
             table.forget(table.slots[Kind.GRAD_UNREDUCED])
         elif self._batched:
+            # A gradient that no backward pass of this step has reached is left over from an earlier step.
             arrived = set(self.monitored.update.arrived)
             tensors = zip(self.monitored.owners, self.monitored.tensors(), strict=True)
             own = [None if item is None or owner not in arrived else item.grad for owner, item in tensors]
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
-        """Measure the reduced gradients. Without a reduction, the reduced gradients are the rank's own gradients."""
         if self.monitored.framework.reduces_in_backward():
             self._mixed = True
             if self._reduces_after_last:  # no further micro-batch comes
@@ -403,7 +385,7 @@ class Gradients(Quantity):
             return
         elif self._elsewhere:
             table.measure(self._own(self.monitored.gradients()), table.slots[Kind.GRAD_REDUCED])
-        else:
+        else:  # without a reduction, the reduced gradients are the rank's own gradients
             table.copy(table.slots[Kind.GRAD_UNREDUCED], table.slots[Kind.GRAD_REDUCED])
         self._has_reduced = True
 
@@ -421,7 +403,6 @@ class Gradients(Quantity):
             self._sums.learn()
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Measure gradients that the training loop has reduced, and gradients that changed since the backward pass."""
         if self.monitored.update.is_inside_backward:
             return
         self._sums.release()

@@ -93,7 +93,6 @@ class Hashes(Quantity):
                 self._groups[index] = ranks_text(ranks) if len(ranks) > 1 else None
 
     def notices(self) -> list[str]:
-        """Return one notice for each target that selects no parameter, and one if no parameter has replicas."""
         found = super().notices()
         if not self._groups:
             found.append(
@@ -103,11 +102,7 @@ class Hashes(Quantity):
         return found
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Compute the hashes and norms of all selected tensors.
-
-        If a step has several optimizers, the values after the last update are published.
-        """
-        table.withdraw(DATASET)
+        table.withdraw(DATASET)  # with several optimizers, the values after the last update are published
         by_device: dict[torch.device, list[_Item]] = {}
         for item in self._items():
             if hashable(item.elements):

@@ -74,7 +74,6 @@ class Linear(ModuleQuantity):
         self._has_modules = False
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Find the modules with a weight. Register hooks on modules whose weight is sharded or freed between calls."""
         super().install(hooking, gate)
         if not self._has_modules:
             self.tell("no module of the targets has a 2-D weight, so nothing is measured")
@@ -94,7 +93,6 @@ class Linear(ModuleQuantity):
             self.missing(whole, named)
 
     def on_step_begin(self, table: Table) -> None:
-        """Measure all weights that are whole between calls of their modules."""
         super().on_step_begin(table)
         self._measured.clear()
         self._measure(self._whole, table)

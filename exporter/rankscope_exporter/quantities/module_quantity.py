@@ -57,10 +57,7 @@ class CoverageNotes:
             self._new.setdefault(reason, []).append(module or MODEL)
 
     def report(self, notice: Callable[[str], None]) -> None:
-        """Call `notice` once for each reason to which modules were added since the last report.
-
-        The text of a notice contains the new modules and the reason.
-        """
+        """Call `notice` once for each reason to which modules were added since the last report."""
         new, self._new = self._new, {}
         for reason, modules in new.items():
             notice(f"{listed(modules)}: {reason}")
@@ -197,7 +194,6 @@ class ModuleQuantity(Quantity):
         self._gate: SamplingGate
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Find the modules that the targets select, and register hooks on them."""
         self._hooking, self._gate = hooking, gate
         gate.keep(CallbackHandle(self._release))
         for named in self._find():
@@ -208,10 +204,7 @@ class ModuleQuantity(Quantity):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Release the state of the last sampled step, and publish new notices about modules that are not measured.
-
-        Called before each sampled step and at detach.
-        """
+        """Release the state of the last sampled step, and publish new notices: before each one and at detach."""
         self._notes.report(self.tell)
 
     def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
@@ -227,7 +220,6 @@ class ModuleQuantity(Quantity):
         return modules if all_modules else selected(modules, self.targets)
 
     def tell(self, message: str) -> None:
-        """Publish a notice for the user immediately."""
         self._hooking.tell(f"{self.name}: {message}")
 
     def missing(self, reason: str, named: NamedModule) -> None:
@@ -259,19 +251,16 @@ class ModuleQuantity(Quantity):
         self._register(named, hook_after, f"{self.name} of modules", ended)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Delete the stored module calls of the last sampled step."""
         self._note_lost_hooks()
         self._release()
         self._seen.clear()
         self._called.clear()
 
     def on_forward_failed(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Delete the stored module calls of the micro-batch."""
         micro_step = self._hooking.micro_step
         self._seen = {key for key in self._seen if key[1] != micro_step}
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Publish notices about the modules that were not measured in this step."""
         self._note_uncalled(self._called)
         self._notes.report(self.tell)
 
@@ -318,10 +307,7 @@ class ModuleQuantity(Quantity):
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
 
     def expected_of(self, kinds: AbstractSet[str]) -> ExpectedRows:
-        """Return `kinds` as expected rows; none if hooks were lost, or do not run in the backward pass.
-
-        Both have notices of their own.
-        """
+        """Return `kinds`, none if hooks were lost or run in no backward pass, which both have own notices."""
         is_explained = self._lost or BACKWARD in self.monitored.compiled
         return ExpectedRows(self.name, frozenset() if is_explained else frozenset(kinds), names_unmeasured=True)
 

@@ -55,15 +55,9 @@ class StateQuantity(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of parameters with optimizer state that another rank publishes.
-
-        A position counts in the list of all parameters of the model. The state of these parameters is whole on each
-        rank, not divided among ranks.
-        """
         return monitored.state_elsewhere
 
     def expected(self) -> ExpectedRows:
-        """Return the kinds of rows, unless no optimizer has the options of one with the state that is needed."""
         return ExpectedRows(self.name, frozenset(self._expected), f"the state has no {self.needed}")
 
 
@@ -88,11 +82,9 @@ class OptimizerState(StateQuantity):
         self._remarks: dict[tuple[Any, ...], str] = {}  # by optimizer and keys of the state
 
     def entries(self) -> ParameterEntries:
-        """Return the plan entries: one per parameter for the first kind of state, then for the next kind."""
         return self.parameter_entries(*self._kinds.values())
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Measure the optimizer state after the update."""
         tensors = self.monitored.tensors()
         known, optimizers = self.monitored.states(tensors), self.monitored.optimizers.present()
         self._in_use = in_use(tensors, known, len(optimizers))
@@ -114,7 +106,6 @@ class OptimizerState(StateQuantity):
             table.measure(state_tensors([states[owner] for owner in owners], key), found)
 
     def expected(self) -> ExpectedRows:
-        """Return the kinds of the optimizers that have stepped, and the tensors that their state has instead."""
         kinds: set[str] = set()
         remarks: dict[tuple[Any, ...], str] = {}
         for own in self._in_use:
@@ -244,7 +235,6 @@ class AdamUpdates(StateQuantity):
     needed: ClassVar[str] = "moments of Adam"
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Compute the histograms of all parameters with Adam state."""
         tensors, optimizers = self.monitored.tensors(), self.monitored.optimizers
         states = self.monitored.states(tensors)
         self._expected = KINDS if any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers)))) else ()

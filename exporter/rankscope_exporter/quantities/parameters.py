@@ -52,18 +52,12 @@ class Parameters(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        """Return the positions of the parameters that another rank publishes.
-
-        A position counts in the list of all parameters of the model.
-        """
         return monitored.elsewhere
 
     def entries(self) -> ParameterEntries:
-        """Return the plan entries: `param_before` of all parameters, then `param_after` of all parameters."""
         return self.parameter_entries(Kind.PARAM_BEFORE, Kind.PARAM_AFTER)
 
     def on_optimizer_step_begin(self, table: Table) -> None:
-        """Measure the parameters before the update, and copy them if the norm of the update is measured."""
         if self.monitored.update.stepped:  # an optimizer has already updated parameters in this step
             return
         tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
@@ -79,7 +73,7 @@ class Parameters(Quantity):
             table.isolate("copies", self._names, tensors, keep)
 
     def on_optimizer_step_end(self, table: Table) -> None:
-        """Measure the parameters after the update. With several optimizers, the values after the last one count."""
+        # With several optimizers, the values after the last one count.
         tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
         table.measure(tensors, table.slots[Kind.PARAM_AFTER])
         moved = self._moved = []
@@ -97,14 +91,12 @@ class Parameters(Quantity):
             table.isolate(UPDATE_NORM, self._names, tensors, compare)
 
     def expected(self) -> ExpectedRows:
-        """Return both kinds, and the norm of the update; no hook runs before an update in compiled code."""
         kinds: set[str] = {Kind.PARAM_AFTER} if self.is_trained() else set()
-        if kinds and UPDATE not in self.monitored.compiled:
+        if kinds and UPDATE not in self.monitored.compiled:  # no hook runs before an update in compiled code
             kinds |= {Kind.PARAM_BEFORE, *([UPDATE_NORM] if self.options.updates else [])}
         return ExpectedRows(self.name, frozenset(kinds))
 
     def on_step_end(self, table: Table) -> None:
-        """Copy the norms of the update of the step to the host, and free the copies of the parameters."""
         for names, norms in self._moved:
             table.defer("features", norms, functools.partial(_rows, names))
         self._copies, self._moved = [], []

@@ -94,7 +94,6 @@ class Router(ModuleQuantity):
             self.after(named, functools.partial(self._read_output, parent))
 
     def on_step_begin(self, table: Table) -> None:
-        """Delete the stored calls of routers in the last sampled step."""
         super().on_step_begin(table)
         self._compared.clear()
 

@@ -139,10 +139,7 @@ def structure_text(modules: Iterable[ModuleRecord]) -> str:
 
 
 def structure_document(modules: Iterable[ModuleRecord]) -> dict[str, Any]:
-    """Return the content of the file `module_struct.json` for the modules that were called.
-
-    A key of this content consists of the number of the model chunk and the name of the module.
-    """
+    """Return the content of `module_struct.json`: called modules by chunk number and name."""
     return {
         f"{module.vpp_stage or 0}:{module.name}": module.document() for module in modules if module.inputs is not None
     }
@@ -211,7 +208,6 @@ class Structure(ModuleQuantity):
         self._handles = TensorHooks(monitored)
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Register hooks on every module that the targets select."""
         super().install(hooking, gate)
         gate.keep(self._handles)
         self._notes.report(self.tell)
@@ -231,7 +227,6 @@ class Structure(ModuleQuantity):
         self._register(named, hook_after, "structure of outputs", after)
 
     def on_step_begin(self, table: Table) -> None:
-        """Create an empty record per module. After the step, each record becomes a row of the dataset `modules`."""
         self._handles.remove()
         self._open.clear()
         records = self._records = dict(self._new_records())
@@ -239,7 +234,6 @@ class Structure(ModuleQuantity):
         table.defer("modules", nothing, lambda _nothing: self._rows(list(records.values())))
 
     def on_forward_failed(self, table: Table) -> None:
-        """Create new records if the first forward pass of the step failed."""
         self._open.clear()
         if self._hooking.micro_step == 0:
             table.withdraw("modules")
@@ -253,8 +247,7 @@ class Structure(ModuleQuantity):
                 yield named.name, ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Remove the gradient hooks on inputs and outputs, because hooks on leaf tensors outlive the graph."""
-        self._handles.remove()
+        self._handles.remove()  # hooks on leaf tensors outlive the graph
 
     def _begins(self, named: NamedModule, found: Found) -> None:
         record = self._records.get(named.name)

@@ -107,7 +107,6 @@ class AnomalyCallback:
             self._worker.put(call)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Wait for the queued calls of `on_anomaly`; return whether all of them ended within `timeout_seconds`."""
         return self._worker.stop(timeout_seconds)
 
 

@@ -185,7 +185,6 @@ class CaptureController(StepObserver):
     # Steps, on the training thread.
 
     def on_before_step(self, step: int) -> None:
-        """End the capture if its last step has ended. Called before each step."""
         if self._reason is not None:
             self._left -= 1
             if self._left <= 0:
@@ -221,10 +220,7 @@ class CaptureController(StepObserver):
             self._publish("ended", reason, text, batches, first_step=self._first, steps=steps, cut_short=cut_short)
 
     def _take_requested(self, up_to_step: int | None) -> list[Reason]:
-        """Remove and return the requests for captures that this rank made at steps up to `up_to_step`.
-
-        If `up_to_step` is None, remove and return all its requests.
-        """
+        """Remove and return this rank's requests made at steps up to `up_to_step`; all of them if it is None."""
         taken = [reason for reason in tuple(self._requested) if up_to_step is None or reason.step <= up_to_step]
         for reason in taken:
             self._requested.remove(reason)  # one by one: the publisher thread may add others meanwhile
@@ -316,7 +312,6 @@ class AnomalyReactions(StepObserver):
         return *(observer for observer, is_needed in needed if is_needed), self
 
     def on_record(self, record: StepRecord) -> None:
-        """React to the firings in `record`, the record of one step. Called on the publisher thread."""
         anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
         if anomalies:
             run, rank = self._identity.run, self._identity.rank
@@ -324,10 +319,7 @@ class AnomalyReactions(StepObserver):
             self._boundary.call("on_anomaly", self.callbacks.put, run, rank, record.step, anomalies)
 
     def sampling_changed(self, step: int) -> None:
-        """Reset the overhead controller and anomaly capture.
-
-        Called when a new sampling configuration takes effect at step number `step`.
-        """
+        """Reset the overhead controller and captures: a new sampling configuration takes effect at `step`."""
         self._boundary.call("switching", self.overhead_controller.sampling_changed)
         self._boundary.call("switching", self.captures.sampling_changed, step)
 
@@ -336,25 +328,17 @@ class AnomalyReactions(StepObserver):
         return {**self.overhead_controller.state(), **self.captures.state()}
 
     def finish(self, catch_up: Callable[[float], bool]) -> None:
-        """Publish the last events of captures after the last step. Does nothing if captures are not configured.
-
-        The function `catch_up` is called with a number of seconds. It waits at most this long until the publisher has
-        processed the last step.
-        """
+        """Publish the last events of captures; `catch_up` waits for the publisher for a number of seconds."""
         if self._config.capture is not None:
             self._boundary.call("capture", catch_up, FINISH_SECONDS)
             self._boundary.call("capture", self.captures.finish)
             self._boundary.call("capture", self._worker.stop, FINISH_SECONDS)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Wait until the queued calls of `on_anomaly` have ended, for at most `timeout_seconds`."""
         self.callbacks.stop(timeout_seconds)
 
     def dropped(self) -> Mapping[str, int]:
-        """Return the numbers of dropped calls of `on_anomaly` and of dropped tasks of anomaly capture.
-
-        The keys are "on_anomaly" and "capture_events".
-        """
+        """Return the numbers of dropped calls of `on_anomaly`, and tasks of captures (`capture_events`)."""
         return {"on_anomaly": self.callbacks.dropped, "capture_events": self._worker.dropped}
 
     def _samples(self, step: int | None) -> Sequence[Any]:

@@ -105,10 +105,6 @@ class OverheadController(StepObserver):
         sources.reactions[BUDGET] = self._make
 
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
-        """Evaluate the overhead in the present window of steps if the window ends before step number `step`.
-
-        At all other steps, this method only counts the step.
-        """
         window = self._window
         if window is not None and window.may_end(self._active_quantities.period):
             now = self._clock()
@@ -126,10 +122,9 @@ class OverheadController(StepObserver):
             self._window.restart()
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the overhead controller, for the HTTP path /config.
+        """Return the state for the HTTP path /config: the factor of the sampling interval.
 
-        It contains the factor of the sampling interval, the limit `max_overhead`, and the overhead in the last window
-        of steps. Without a window, it contains only the factor.
+        With a window of steps, also the limit `max_overhead` and the overhead in the last window.
         """
         if self._window is None:
             return {"stretch": self.stretch}

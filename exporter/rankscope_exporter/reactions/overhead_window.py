@@ -77,27 +77,18 @@ class OverheadWindow:
         self._low_windows = 0
 
     def restart(self, stretch: int | None = None) -> None:
-        """Discard the present overhead window and start a new one.
-
-        If `stretch` is not None, it becomes the factor of the sampling interval.
-        """
+        """Start a new overhead window; `stretch`, if given, becomes the factor of the sampling interval."""
         if stretch is not None and stretch != self.stretch:
             self.stretch, self._low_windows = stretch, 0
         self._steps, self._began = -SETTLING_STEPS, None
 
     def may_end(self, period: int) -> bool:
-        """Count a step that begins, and return whether an overhead window may begin or end before this step.
-
-        `period` is the number of steps of a sampling cycle.
-        """
+        """Count a step. Return whether a window may begin or end before it, once in `period` steps (a cycle)."""
         self._steps += 1
         return self._steps == 0 or (self._steps >= self._least_steps and self._steps % max(1, period) == 0)
 
     def is_long_enough(self, now: float) -> bool:
-        """Return True if no overhead window has begun, or if the present one lasts long enough to be evaluated.
-
-        `now` is the time in seconds. The caller determines the cost of the monitor only if this method returns True.
-        """
+        """Return whether no window has begun, or it can be evaluated: only then does the caller take the cost."""
         return self._began is None or now - self._began[0] >= self._least_seconds
 
     def evaluate(self, now: float, cost: float) -> WindowResult | None:

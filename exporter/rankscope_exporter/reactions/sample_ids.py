@@ -101,25 +101,15 @@ class SampleIds(StepObserver):
             del self._coming[:-KEPT_STEPS]  # a limit, if no forward pass is detected
 
     def on_forward_begin(self) -> None:
-        """Assign the batches of all `Monitor.batch` calls since the last forward pass to the present step."""
         self._has_forward = True
         if self._coming:
             self._take()
 
     def on_evaluation_begin(self) -> None:
-        """Mark the batches of all `Monitor.batch` calls since the last forward pass as used by an evaluation.
-
-        The marked batches are dropped if the script calls `Monitor.batch` again before the next training forward pass.
-        """
-        self._evaluated = len(self._coming)
+        self._evaluated = len(self._coming)  # a call of `Monitor.batch` before the next training pass drops these
 
     def on_backward_begin(self) -> None:
-        """Assign the unassigned batches to the present step if this step has no training forward pass.
-
-        These are the batches of `Monitor.batch` calls that are not yet assigned to a step. A step has no training
-        forward pass if the model is trained in evaluation mode.
-        """
-        if self._coming and not self._has_forward:
+        if self._coming and not self._has_forward:  # the model is trained in evaluation mode
             self._take()
 
     def _take(self) -> None:
@@ -128,12 +118,8 @@ class SampleIds(StepObserver):
             self._coming, self._evaluated = [], 0
 
     def on_step_end(self, record: StepRecord) -> None:
-        """Store the batches of the present step under the number of the step.
-
-        This number is final only at the end of the step, because the script may set it during the step.
-        """
         with self._lock:
-            self._ended.append((record.step, self._now))
+            self._ended.append((record.step, self._now))  # the script may set the number during the step
             self._now, self._has_forward = [], False
 
     def of(self, step: int | None) -> BatchesByStep:
@@ -143,10 +129,7 @@ class SampleIds(StepObserver):
         return {step: found} if found else {}
 
     def of_last(self, steps: int) -> BatchesByStep:
-        """Return the batches of the last `steps` steps that have ended.
-
-        Steps without a call of `Monitor.batch` are left out.
-        """
+        """Return the batches of the last `steps` ended steps, without steps that had no call of `Monitor.batch`."""
         with self._lock:
             found = list(self._ended)[-steps:] if steps > 0 else []
         return {step: batches for step, batches in found if batches}

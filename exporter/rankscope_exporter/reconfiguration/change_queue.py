@@ -134,12 +134,9 @@ class ChangeQueue(StepObserver):
         return self.ended.is_set() or (self._since is not None and self.sampling.on and self._active_quantities.is_over)
 
     def on_update_applied(self) -> None:
-        """Register the hooks of the sampling configuration that applies at the next step.
-
-        Called after an optimizer update, because some hooks must exist before the forward pass of the next step.
-        """
         if not self._waiting:
             return
+        # Some hooks must exist before the forward pass of the next step.
         coming = self.pace[0] + 1
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
@@ -148,10 +145,6 @@ class ChangeQueue(StepObserver):
             self._active_quantities.prepare(last.parts)
 
     def on_before_step(self, step: int) -> None:
-        """Apply the changes that take effect at step number `step`.
-
-        Without such changes, the call reads the clock and makes a few comparisons.
-        """
         now, (previous, seconds) = time.monotonic(), self.pace
         if self._began_at is not None:
             took = now - self._began_at

@@ -37,10 +37,7 @@ class Transfer:
     copied: Any = None  # the CUDA event after the copy
 
     def wait(self) -> torch.Tensor:
-        """Return the copied tensor on the host.
-
-        Waits until the copy is complete; do not call it on the training thread.
-        """
+        """Return the copied tensor on the host. Waits for the copy: not to be called on the training thread."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.value
@@ -58,10 +55,7 @@ class Deferred:
     rows: Callable[[Numbers], Iterable[Row]]
 
     def read(self) -> list[Row]:
-        """Return the rows that the function `rows` makes from the copied tensor.
-
-        Called on the publisher thread; waits until the copy is complete.
-        """
+        """Return the rows made from the copied tensor. Waits for the copy, on the publisher thread."""
         return list(self.rows(self.transfer.wait().cpu().numpy()))
 
 
@@ -112,10 +106,7 @@ class Pending:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def scalar(self) -> Scalar:
-        """Return the number as a scalar of the record.
-
-        Waits until a tensor is copied; do not call it on the training thread.
-        """
+        """Return the number as a scalar. Waits for the copy of a tensor: not to be called on the training thread."""
         value = self.value.wait() if isinstance(self.value, Transfer) else self.value
         return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
 

@@ -63,7 +63,6 @@ class ParameterEntries(Sequence[PlanEntry]):
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of all entries."""
         return {kind for kind, _ in self._groups} if self._count else set()
 
     def by_kind(self) -> Iterator[tuple[str, ParameterEntries]]:
@@ -83,7 +82,6 @@ class Placed:
     first: int
 
     def at(self, row: int) -> PlanEntry:
-        """Return the entry at table row `row`."""
         return self.entries[row - self.first]
 
 

@@ -209,7 +209,6 @@ class ActiveQuantities:
         return found
 
     def quantity(self, name: str) -> Quantity | None:
-        """Return the active quantity `name`; None if there is none."""
         return next((member.quantity for member in self._measured if member.quantity.name == name), None)
 
     # One step.
@@ -261,10 +260,7 @@ class ActiveQuantities:
                     self._boundary.report(f"{member.quantity.name} (expected)", error)
 
     def forward(self, *, failed: bool = False) -> None:
-        """Handle the beginning of a training forward pass of a sampled step.
-
-        If `failed` is true, the pass has raised an error instead: delete its data.
-        """
+        """Handle the beginning of a training forward pass of a sampled step; if it `failed`, delete its data."""
         if failed:
             del self.table.deferred[self._deferred_before :]
             self.notify(Quantity.on_forward_failed)

@@ -207,16 +207,12 @@ class ActiveQuantity:
         return place if place < len(positions) and positions[place] == index else None
 
     def install(self, hooking: HookContext, boundary: ErrorBoundary) -> None:
-        """Let the quantity register its hooks, and publish the notices of the quantity.
-
-        This object keeps the handles of the hooks.
-        """
+        """Let the quantity register its hooks, whose handles are kept here, and publish its notices."""
         for sentence in self.quantity.notices():
             hooking.tell(f"{self.quantity.name}: {sentence}")
         boundary.call(self.where, self.quantity.install, hooking, self)
 
     def keep(self, handle: Removable) -> None:
-        """Store the handle of a hook of the quantity."""
         self.handles.append(handle)
 
     def hook(self, hook: Hook, register: Callable[[], Removable | None], *, stays: bool = False) -> None:
@@ -282,10 +278,7 @@ class ActiveQuantity:
         self.is_open, self.gate, self.slots = False, GateState.CLOSED, None
 
     def measures_as(self, other: Quantity) -> bool:
-        """Return whether `other` has the same class and the same options.
-
-        Options of schedule, ranks and `ops` may differ.
-        """
+        """Return whether `other` has the same class and options, apart from schedule, ranks and `ops`."""
         mine, theirs = self.quantity, other
         return type(mine) is type(theirs) and _without_schedule(mine.options) == _without_schedule(theirs.options)
 

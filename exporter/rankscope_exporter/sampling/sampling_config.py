@@ -76,10 +76,7 @@ class SamplingConfig:
 
 
 def document_text(document: Mapping[str, Any]) -> str:
-    """Return the canonical JSON text of a sampling document: equal documents have equal texts.
-
-    Raises ConfigError if the document cannot be represented as JSON.
-    """
+    """Return canonical JSON: equal documents have equal texts. Raises ConfigError if it is not possible."""
     try:
         return json.dumps(document, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:

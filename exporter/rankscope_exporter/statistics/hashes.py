@@ -33,20 +33,14 @@ _WORDS_ELSEWHERE: Final = 1 << 20
 
 
 def hashable(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor can be hashed.
-
-    False if it is None, freed, sparse, nested, packed or on the meta device.
-    """
+    """Return whether a tensor can be hashed: not None, freed, sparse, nested, packed or on the meta device."""
     if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     return tensor.dtype in MEASURABLE and not is_freed(tensor)
 
 
 def finished(partial: int, size_bytes: int) -> int:
-    """Return the hash of a tensor as a signed 64-bit integer, from its `partial` sum and its `size_bytes`.
-
-    Runs on the host.
-    """
+    """Return the hash of a tensor, computed on the host, as a signed 64-bit integer, from its `partial` sum."""
     return _signed(partial + _mix(size_bytes))
 
 
@@ -167,20 +161,14 @@ _LAYOUTS_KEPT: Final = 64
 
 
 def _fold(mixed: torch.Tensor, shifted: torch.Tensor, shift: int) -> None:
-    """Replace `mixed` by its exclusive-or with itself, logically shifted right by `shift` bits.
-
-    torch's right shift repeats the sign bit, so these bits must be cleared.
-    """
+    """Exclusive-or `mixed` with itself, logically shifted right: torch's shift repeats the sign, which is cleared."""
     torch.bitwise_right_shift(mixed, shift, out=shifted)
     shifted.bitwise_and_((1 << (64 - shift)) - 1)
     mixed.bitwise_xor_(shifted)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `tensor` in row-major order.
-
-    They are copied only if the tensor's memory has another order.
-    """
+    """Return the bytes of `tensor` in row-major order, copied only if its memory has another order."""
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return whole.view(torch.uint8)
 

@@ -58,7 +58,6 @@ class LazyKernel:
 
     @property
     def is_started(self) -> bool:
-        """Return whether `warm_up` has started the compilation."""
         return self._thread is not None
 
     def warm_up(self) -> threading.Thread | None:
@@ -173,10 +172,7 @@ def warm_up_seconds(device: torch.device) -> float:
 
 
 def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:
-    """Return the name of the present backend for tensors on `device`: "C", "triton" or "torch".
-
-    If `coming` is true, return the name of the backend that is used once the kernel is compiled.
-    """
+    """Return the backend "C", "triton" or "torch": the present, or if `coming` that of the compiled kernel."""
     if device.type == "cpu":
         return "torch" if c_kernel() is None else "C"
     found = kernel_of(device) if device.type == "cuda" else None

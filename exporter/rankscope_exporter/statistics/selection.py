@@ -121,10 +121,9 @@ class Published:
 
 
 def carried_ops(choices: Iterable[Ops]) -> tuple[str, ...]:
-    """Return the names of the floating-point statistics in a record, given the selections of its entries.
+    """Return the names of the floating-point statistics in a record, given the selected ops of each entry.
 
-    `choices` contains the selected ops of each entry. The order is: default ops, ops that are selected by name,
-    baselines.
+    The order is: default ops, ops that are selected by name, baselines.
     """
     wanted = EVERY_OP.union(*set(choices))
     return (*(op for op in VALUE_OPS if op in wanted), *BASELINE_OPS)

@@ -106,10 +106,7 @@ class StatisticsTable:
             self.buffer[:, :kept].copy_(old)
 
     def accumulate(self, ops: Iterable[str]) -> None:
-        """Add rows for the sums that the statistics `ops` need and the table does not have yet.
-
-        In the current step, the added sums are NaN for entries that were measured before.
-        """
+        """Add the rows that `ops` need; entries measured before have NaN there in the current step."""
         self.add_sums({name for op in ops if op in OPS for name in OPS[op].accumulators} - MEASURED)
 
     def add_sums(self, names: Iterable[str]) -> None:
@@ -124,15 +121,10 @@ class StatisticsTable:
                 self.buffer[:kept].copy_(old)
 
     def forget(self, rows: Rows) -> None:
-        """Make the entries at `rows` absent."""
         self.numbers[NUMEL_ROW, self._place(rows)] = ABSENT
 
     def forget_equal(self, rows: Rows, others: Rows) -> None:
-        """Compare the i-th entry of `rows` with the i-th entry of `others`, for all i.
-
-        If the statistics of both are equal, make the entry of `rows` absent. The function does not synchronise with the
-        host.
-        """
+        """Make each entry of `rows` absent that equals that of `others` at its place. Never waits for the device."""
         place = self._place(rows)
         own = self.numbers[:, place]
         is_equal = (own == self.numbers[:, self._place(others)]).all(0)
@@ -227,19 +219,13 @@ def contiguous_rows(rows: Sequence[int]) -> Rows:
 
 
 def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return `numbers` as an int64 tensor on `device`, without waiting for the device.
-
-    A copy from pageable memory would wait until the device has done all work that was queued before.
-    """
+    """Return `numbers` as int64 without a wait: a copy from pageable memory would wait for all queued work."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever default device a script has set
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def queued_event(device: torch.device) -> torch.cuda.Event:
-    """Queue an event in the current stream of the CUDA device `device`, and return the event.
-
-    A thread that waits for the event sleeps. The default of CUDA is a loop that occupies a core.
-    """
+    """Return an event queued in the current CUDA stream. A waiting thread sleeps; CUDA's default occupies a core."""
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     event.record(torch.cuda.current_stream(device))
     return event
@@ -273,19 +259,13 @@ class HostCopy:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def wait(self) -> None:
-        """Wait until the copy has arrived on the host.
-
-        Called on the publisher thread and at exit, never during a step.
-        """
+        """Wait until the copy has arrived: on the publisher thread and at exit, never during a step."""
         if self._event is not None:
             self._event.synchronize()
 
 
 def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
-    """Return the statistics `ops` of a copied statistics table, and free the host buffer of the copy.
-
-    Called once per copy, on the publisher thread.
-    """
+    """Return the statistics of a copied table, and free its host buffer. Once per copy, on the publisher thread."""
     host.wait()
     finished = _finished(host.buffer.numpy(), host.used, host.extra_sums, ops)
     host.table.give_host_buffer(host.buffer)

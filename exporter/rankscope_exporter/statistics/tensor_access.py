@@ -35,10 +35,7 @@ NO_CODES: Final = frozenset(dtype for dtype in MEASURABLE - _INTEGERS if dtype.i
 
 
 def is_code(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of an optimizer's state has a dtype of quantised states, whose elements are no values.
-
-    A single integer is a counter.
-    """
+    """Return whether a state tensor has codes of a quantised state as elements. A single integer is a counter."""
     dtype = tensor.dtype
     return dtype not in NO_CODES and (dtype.itemsize == 1 or tensor.numel() != 1)
 
@@ -102,10 +99,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a contiguous copy of it if its elements do not fill their memory without gap or overlap.
-
-    A copy and a compiled kernel together are faster than several torch operations.
-    """
+    """Return `tensor`, copied if it has gaps or overlaps: copy and kernel are faster than torch operations."""
     if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     # A copy of freed memory would end the process.

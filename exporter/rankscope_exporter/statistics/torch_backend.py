@@ -236,8 +236,7 @@ def count_zeros(flat: torch.Tensor, zero_below: float) -> torch.Tensor:
 def round_up(bound: float, dtype: torch.dtype) -> float:
     """Return the smallest number of `dtype` that is at least `bound`.
 
-    A number x of `dtype` is below this number exactly if it is below `bound`. torch would round the bound to the
-    nearest number of the tensor's dtype, up or down.
+    A number of `dtype` is below it exactly if it is below `bound`; torch rounds the bound to the nearest number.
     """
     nearest = torch.tensor(bound, dtype=torch.float64, device=_CPU).to(dtype)
     if float(nearest) >= bound:

@@ -64,10 +64,7 @@ class CurrentStep:
         return step is not None
 
     def note_learning_rates(self, monitored: MonitoredModel) -> None:
-        """Store the learning rates of all parameter groups for the record of the open step.
-
-        Does not wait for a device.
-        """
+        """Store the learning rates of all groups for the open step, without waiting for a device."""
         if self.pending is not None:
             rates: dict[str, Any] = {}
             for optimizer in monitored.optimizers.present():
@@ -78,8 +75,7 @@ class CurrentStep:
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
         """Add the scalars that `later` returns to the open step, or publish them immediately if no step is open.
 
-        The publisher thread calls `later` to get the scalars. If the same function is added several times to a step, it
-        is called once.
+        The publisher thread calls `later`, once for each step.
         """
         with self.lock:
             if self.pending is None:
@@ -93,10 +89,7 @@ class CurrentStep:
             (self.next_events if self.pending is None else self.pending.events).append(event)
 
     def publish_event(self, event: Event) -> None:
-        """Publish an event immediately in a separate record.
-
-        Its step is the open step, or the last step if none is open.
-        """
+        """Publish an event immediately, in a record of its own with the number of the open or last step."""
         with self.lock:
             step = self.pending.step if self.pending is not None else self.last_step
             self.hand_over(StepRecord.now(step, events=[event]))

@@ -46,7 +46,6 @@ class GradientHooks(StepObserver):
         self._hook_all()
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Register hooks on all parameters if the step is sampled; otherwise remove most hooks."""
         self.pass_begins()
         self._arrived.clear()
         self._before = 0
@@ -80,10 +79,7 @@ class GradientHooks(StepObserver):
         remove_hook(self._handles.pop(index), self._monitored.parameter(index))
 
     def keep_all(self) -> None:
-        """Keep all hooks at all steps from now on.
-
-        Called when steps begin in a backward pass: without all hooks, the first gradient of a step would be missed.
-        """
+        """Keep all hooks from now on: steps begin in a backward pass, and the first gradient would be missed."""
         self.begin_steps = True
 
     def pass_begins(self) -> None:
@@ -112,10 +108,7 @@ class GradientHooks(StepObserver):
         return order
 
     def are_cleared(self) -> bool:
-        """Return whether the gradient of the parameter that received a gradient last has been deleted since.
-
-        Also return True if the model has replaced this parameter.
-        """
+        """Return whether the gradient that arrived last was deleted, or its parameter replaced, since."""
         last = self._arrived[-1] if len(self._arrived) > self._before else self._last
         if last is None:
             return False

@@ -110,16 +110,13 @@ class Hooks(HookContext):
 
     @property
     def micro_step(self) -> int:
-        """See `HookContext`."""
         return max(0, self._recorder.micro_step)
 
     def gradient_arrives(self) -> None:
-        """Begin a step if steps begin in a backward pass and this is its first gradient."""
         if self._gradients.begin_steps and current_pass() != self._backward:
             self._pass_begins(current_pass())
 
     def reduced(self) -> None:
-        """Measure the reduced gradients."""
         if self.active:
             self.call("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
 

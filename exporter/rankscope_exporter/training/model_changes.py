@@ -31,13 +31,9 @@ class ModelChanges(StepObserver):
         self._optimized = identities(*monitored.optimizers.present())
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
-        """Report parameters that were added to the optimizers, and parameters that the model no longer uses.
-
-        Raises LookupError if the model no longer uses a parameter, once for each such parameter. The parameter is not
-        measured any more.
-        """
         if not sampled:
             return
+        # A parameter that the model no longer uses is not measured any more, and raises LookupError once.
         added = self.added()
         if added > 0:
             self._tell(f"{added} parameters were added to the optimizer after attach() and are not measured: {REMEDY}")
@@ -202,10 +198,7 @@ class _Known:
 
     @property
     def parameters(self) -> set[int]:
-        """The id() of each parameter of the optimizer.
-
-        If the script has deleted the optimizer, the parameters that it had at its last step.
-        """
+        """The id() of each parameter of the optimizer, or of its last step if the script has deleted it."""
         optimizer = self.optimizer()
         return set(self._parameters if optimizer is None else identities(optimizer))
 

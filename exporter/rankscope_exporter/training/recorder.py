@@ -227,8 +227,7 @@ class Recorder:
     def gradients_computed(self) -> None:
         """Handle the return of an optimizer's closure, after which the gradients are complete.
 
-        Only the first call in a step of the optimizer has an effect, because the optimizer may update parameters
-        between two calls of its closure.
+        Only the first call in an update has an effect: the optimizer may update parameters between two calls.
         """
         with self._lock:
             update, self._awaiting = self._awaiting, None
@@ -252,10 +251,7 @@ class Recorder:
                 self.current.pending.found_inf += take("found_inf", found_inf)
 
     def update_compiles(self) -> None:
-        """Handle the compilation of an optimizer step.
-
-        The compiled step runs after the compilation, and calls no hooks.
-        """
+        """Handle the compilation of an optimizer step, which runs afterwards and calls no hooks."""
         with self._lock:
             self._unseen.expect()
             self._await_update()
@@ -428,11 +424,7 @@ class Recorder:
             update.stepped |= own
 
     def _await_update(self) -> None:
-        """Store the data that no hook can read during a compiled optimizer step.
-
-        At a sampled step, references to the model and its optimizers are kept until the quantities have read the new
-        values.
-        """
+        """Store what no hook can read in a compiled step; the model is kept until its new values are read."""
         self.current.note_learning_rates(self.monitored)
         if self.current.is_sampled:
             self._kept = (self.monitored.framework.model, *self.monitored.optimizers.present())

@@ -47,10 +47,7 @@ class UnseenUpdates:
         return self.are_expected and any(_leaves_no_trace(optimizer) for optimizer in self._optimizers)
 
     def expect(self) -> None:
-        """Detect compiled optimizer steps from now on.
-
-        Must be called while the first of them is compiled, before it runs.
-        """
+        """Detect compiled optimizer steps from now on; called while the first is compiled, before it runs."""
         if not self.are_expected:
             self.are_expected = True
             self._traces = {id(optimizer): _trace(optimizer) for optimizer in self._optimizers}
@@ -144,25 +141,16 @@ class StepTracker:
         return ended
 
     def backward_begins(self, cleared: Cleared) -> Ended | None:
-        """Handle the first gradient of a backward pass.
-
-        Return the previous step if this backward pass ends it, otherwise None.
-
-        Several backward passes may follow one forward pass, and the gradients may be deleted between them, as by
-        gradient surgery. They belong to the same step.
-        """
+        """Return the previous step if this pass ends it: several passes after one forward pass are one step."""
         is_same = self._has_forward and self.stage is StepStage.GRADIENTS
         ended = self._end_if_over(cleared) if self.stage in _MAY_BE_OVER and not is_same else None
         self.stage = StepStage.GRADIENTS
         return ended
 
     def update_begins(self, *, repeated: bool) -> Ended | None:
-        """Handle the beginning of an optimizer step.
+        """Return the previous training step if this step of an optimizer ends it.
 
-        Return the previous training step if this optimizer step ends it, otherwise None.
-
-        `repeated` is true if the same optimizer has already stepped in the present training step. An optimizer with a
-        closure may run several backward passes before `updated` is called. They all belong to the same training step.
+        `repeated`: the same optimizer has stepped in it already. A closure may run several passes before `updated`.
         """
         over = self.stage is StepStage.UPDATED and repeated and not self._explicit
         ended = self.end() if over else None

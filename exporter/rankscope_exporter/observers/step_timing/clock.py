@@ -96,10 +96,6 @@ class DeviceClock(HostClock):
         return self.now()
 
     def reached(self, time: Time) -> bool:
-        """Return whether the device has reached the event `time`.
-
-        Return False after TIMEOUT_SECONDS, or if `time` is None.
-        """
         if time is None:
             return False
         waited, pause = 0.0, _FIRST_SLEEP_SECONDS
@@ -111,12 +107,10 @@ class DeviceClock(HostClock):
         return True
 
     def seconds(self, begin: Time, end: Time) -> float:
-        """Return the seconds between the times at which the device reached the events `begin` and `end`."""
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1e3
 
     def release(self, time: Time) -> None:
-        """Put the event `time` back into the pool of unused events, so that `now` can record it again."""
         if time is not None:
             self.pool.append(time)
 

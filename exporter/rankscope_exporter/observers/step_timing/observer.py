@@ -295,11 +295,7 @@ class PhaseCounters:
         self._published_at = float("-inf")
 
     def add(self, phases: Mapping[str, float], pre_collective: float | None = None) -> None:
-        """Add the seconds of each phase in `phases` to the counter of this phase.
-
-        `pre_collective`, the seconds of computation in one step before the last wait for other ranks, is added to a
-        separate counter.
-        """
+        """Add seconds by phase; `pre_collective`, of computation before the last wait for ranks, counts separately."""
         with self._lock:
             for phase, seconds in phases.items():
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + max(0.0, seconds)
@@ -307,10 +303,7 @@ class PhaseCounters:
             self._pre_collective += pre_collective or 0.0
 
     def of(self, phase: str) -> list[Scalar]:
-        """Return the counter of one phase as a list with one scalar.
-
-        The list is empty if no seconds were added to this counter.
-        """
+        """Return the counter of one phase as a list with one scalar; empty if no seconds were added to it."""
         with self._lock:
             self._changed.discard(phase)
             return [self._scalar(phase)] if phase in self._seconds else []
@@ -441,14 +434,12 @@ class StepTimingObserver(StepObserver):
     # End of a step.
 
     def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:  # noqa: ARG002
-        """Schedule the computation of the phases of a step on the publisher thread."""
         if self._times_steps:
             self._close(record, cause)
             self._is_first = False
 
     def on_training_end(self) -> None:
-        """Publish the counters with the last step. Time after the last step belongs to no step."""
-        self._is_last = True
+        self._is_last = True  # time after the last step belongs to no step
         if self._times_steps and not self._has_step:
             record = StepRecord.now()
             self._close(record, "end")

@@ -71,12 +71,10 @@ class Throughput(StepObserver):
     # On the training thread.
 
     def on_forward_begin(self) -> None:
-        """Store the dtype of autocast in the first forward pass that uses it."""
         if self._autocast is None and torch.is_autocast_enabled(self.device.type):
             self._autocast = torch.get_autocast_dtype(self.device.type)
 
     def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:
-        """Schedule the computation of TFLOP/s and MFU on the publisher thread."""
         if self.config.method != "off" and cause != "end":
             record.later.append(functools.partial(self._scalars, logged, record.pending))
 

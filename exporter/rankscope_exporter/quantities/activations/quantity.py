@@ -164,34 +164,24 @@ class TensorCache(Generic[T]):
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
     def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that was stored for `tensor`.
-
-        Return None if no value was stored, or if the tensor was changed in place after the value was stored.
-        """
+        """Return the value stored for `tensor`; None without one, or if the tensor was changed in place since."""
         known = self._by_id.get(id(tensor))
         if known is None or known[0]() is not tensor or known[1] != _version(tensor):
             return None
         return known[2]
 
     def before(self, tensor: torch.Tensor) -> T | None:
-        """Return the value that was stored for `tensor` before the tensor was changed in place.
-
-        Return None if no value was stored, or if the tensor was not changed.
-        """
+        """Return the value stored for `tensor` before it was changed in place; None without a value or a change."""
         known = self._by_id.get(id(tensor))
         return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
-        """Store `value` for `tensor`.
-
-        Nothing is stored for parameters, and for tensors of which torch does not count the in-place changes.
-        """
+        """Store `value`, but not for parameters, and tensors whose in-place changes torch does not count."""
         version = _version(tensor)
         if version is not None and not isinstance(tensor, nn.Parameter):
             self._by_id[id(tensor)] = weakref.ref(tensor), version, value
 
     def clear(self) -> None:
-        """Remove all values from the cache."""
         self._by_id.clear()
 
 
@@ -217,10 +207,7 @@ class Leaves(Generic[T]):
         self._last = {}
 
     def call_ended(self) -> None:
-        """End the cache of the innermost running module call, after its results were read.
-
-        The tensors of this call remain in memory until the next call, unless no other call is running.
-        """
+        """End the cache of the innermost call, after its results were read; an outer call keeps it until the next."""
         ended = self._running.pop() if self._running else {}
         self._last = ended if self._running else {}
 
@@ -241,10 +228,7 @@ class Leaves(Generic[T]):
         return None
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
-        """Store `value` for `tensor` in the cache of the innermost call.
-
-        Nothing is stored for tensors of which torch does not count the in-place changes.
-        """
+        """Store `value` in the cache of the innermost call, unless torch does not count the in-place changes."""
         version = _version(tensor)
         if version is not None and self._running:
             self._running[-1][id(tensor)] = tensor, version, value
@@ -314,11 +298,7 @@ class ActivationOptions(QuantityOptions):
         return frozenset(name for name, wanted in chosen.items() if wanted)
 
     def specs_of(self, *names: str) -> Specs:
-        """Return the tensors to measure for the module with these `names`, its first name and its aliases.
-
-        The result is the entry in `parts` of the first target that selects one of the names. An empty result means that
-        all tensors of the module are measured.
-        """
+        """Return the entry in `parts` of the first target that selects one of a module's `names`; empty: all."""
         for target, described in self.parts.items():
             if Targets((target,)).selects(*names):
                 return parse_specs(target, described)
@@ -380,11 +360,9 @@ class Activations(ModuleQuantity):
         self._gradient_hook: Hook
 
     def kinds(self) -> set[str]:
-        """Return the kinds of tensors that the options select to be measured, such as `act_in`."""
         return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Register hooks on every module that is measured."""
         if self.options.objects:
             self._gradient_hook = hooking.guarded("gradients of activations", self._arrived, gate)
             super().install(hooking, gate)
@@ -402,17 +380,14 @@ class Activations(ModuleQuantity):
         self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Delete the stored module calls of the last sampled step."""
         self._note_lost_hooks()
         self._release()
         self._step = _StepTensors()
 
     def expected(self) -> ExpectedRows:
-        """Return the kinds that the options select. Modules that were never measured are reported separately."""
-        return self.expected_of(self.kinds())
+        return self.expected_of(self.kinds())  # modules that were never measured are reported separately
 
     def on_forward_failed(self, table: Table) -> None:
-        """Delete the module calls of the micro-batch and their rows, and keep none of their tensors alive."""
         micro_step, step = self._hooking.micro_step, self._step
         for slot in step.slots.pop(micro_step, ()):
             table.forget(slot)
@@ -422,16 +397,13 @@ class Activations(ModuleQuantity):
             memory.clear()
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Publish notices about modules that were not measured; remove gradient hooks on tensors; clear the caches."""
         self._note_uncalled(self._step.calls.called)
         self._release()
 
     def on_backward_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Clear the cache of gradients, because the next backward pass computes new gradients."""
-        self._step.gradients.clear()
+        self._step.gradients.clear()  # the next backward pass computes new gradients
 
     def on_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Release all cached tensors, and remove the gradient hooks on tensors."""
         self._handles.remove()
         self._step.release_tensors()
 
@@ -558,11 +530,7 @@ class Activations(ModuleQuantity):
             self._measure(site, gradient, self._step.gradients)
 
     def _release(self) -> None:
-        """Remove the gradient hooks on tensors, and publish new notices about modules that are not measured.
-
-        Hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
-        """
-        self._handles.remove()
+        self._handles.remove()  # explicitly, because hooks on leaf tensors outlive the graph
         self._step.release_tensors()
         if self._step.calls.called:
             self._note_uncalled(self._step.calls.called)
@@ -577,9 +545,6 @@ def _pointer(tensor: torch.Tensor) -> int:
 
 
 def _watched_leaf(watched: Mapping[int, list[TensorSite]], tensor: torch.Tensor) -> list[TensorSite] | None:
-    """Return the inputs and outputs of module calls that share the monitor's gradient hook on the leaf `tensor`.
-
-    `watched` has the sites of each hook by its number. Return None if the tensor has no such hook.
-    """
+    """Return the sites of calls that share the monitor's gradient hook on the leaf `tensor`, if it has one."""
     hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
     return next((watched[number] for number in hooks if number in watched), None)

@@ -133,10 +133,7 @@ def _frames(caller: FrameType) -> list[FrameType]:
 
 
 def _label(frame: FrameType) -> str:
-    """Return file and line of a frame as text.
-
-    Folders outside of the package, which differ between machines, are left out.
-    """
+    """Return file and line of a frame, without folders outside of the package, which differ between machines."""
     names = frame.f_globals
     package = names.get("__package__") or (names.get("__name__") or "").rpartition(".")[0]
     return f"{short_path(frame.f_code.co_filename, package)}[{frame.f_lineno}]"
@@ -276,9 +273,7 @@ def _is_member(group: Any) -> bool:
 def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
     """Return whether a call of a collective concerns this rank.
 
-    `name` is the name of the argument with the rank, such as "dst". If it is None, the call concerns every rank.
-
-    The argument is a rank of the world. With the prefix `group_`, it is a rank of the group.
+    `name` is the argument with the rank in the world ("dst"; in the group, if prefixed by `group_`); None: every rank.
     """
     if name is None:
         return True

@@ -268,13 +268,11 @@ class Collectives(Quantity):
         self._gate: SamplingGate
 
     def kinds(self) -> set[str]:
-        """Return the kinds of tensors that the options select to be measured, such as `comm_out`."""
         if self.options.log_only:
             return set()
         return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        """Intercept the functions of torch.distributed."""
         self._hooking, self._gate = hooking, gate
         if not dist.is_available():
             hooking.tell("collectives: this torch has no torch.distributed; nothing is measured")
@@ -300,16 +298,13 @@ class Collectives(Quantity):
         gate.keep(Interceptor(listener, OPERATIONS))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        """Delete the stored collective calls of the last sampled step."""
         self._release()
         self._step = _StepCalls(threading.get_ident(), stream_of(self._device))
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Publish notices about the calls that were logged since the last report, if `log_only` is true."""
         self._log.report(self._notice)
 
     def on_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        """Release the tensors of calls that the script has not waited for."""
         self._step.works.release_tensors()
 
     def _undisturbed(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -342,10 +337,7 @@ class Collectives(Quantity):
             self._enter(call, name, sides)
 
     def _is_training(self) -> bool:
-        """Return whether the current thread is the training thread, or a thread of its backward pass.
-
-        Calls on other threads are not measured, because they run at any time.
-        """
+        """Return whether this is the training thread or one of its backward pass: others call at any time."""
         return threading.get_ident() == self._step.thread or in_backward()
 
     def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:

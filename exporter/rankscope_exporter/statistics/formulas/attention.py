@@ -69,10 +69,7 @@ class Mask:
 
 
 def hides_of(mask: torch.Tensor, *, true_attends: bool) -> torch.Tensor:
-    """Return a mask in which True hides a key.
-
-    A mask of integers becomes bool; an additive mask is returned unchanged.
-    """
+    """Return a mask in which True hides a key: integers become bool, an additive mask is unchanged."""
     if mask.is_floating_point():
         return mask
     return (mask == 0) if true_attends else (mask != 0)

@@ -51,10 +51,7 @@ Gram = Callable[[torch.Tensor], torch.Tensor]
 
 
 def lanczos_steps(size: int, tolerance: float) -> int:
-    """Return the number of Lanczos steps for a relative error of at most `tolerance`.
-
-    `size` is the smaller dimension of the matrix. With `size` steps, the result is exact.
-    """
+    """Return the Lanczos steps for a relative error of `tolerance`; as many as the smaller dimension are exact."""
     share = 1 - (1 - tolerance) ** 2  # of the eigenvalue, which is its square
     steps = (math.log(1.648 * math.sqrt(max(size, 1)) / MISSES) / math.sqrt(share) + 1) / 2
     return max(1, min(size, math.ceil(steps)))
@@ -207,7 +204,6 @@ class _Matrix:
         self._blocks = [tall] if whole else torch.split(tall, max(1, _BLOCK // self.size))
 
     def whole(self) -> torch.Tensor:
-        """Return the tall matrix W in the working dtype."""
         return self._tall.to(self._dtype)
 
     def gram(self, vector: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
