@@ -7,30 +7,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
+from tests.end_to_end.spool_ranks import record
 from tests.programs import run_command
 
 from rankscope_contract.model.events import Event
-from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.protocol.channel import Registration
 from rankscope_contract.spool import FolderLock
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.spool import Spool
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.recovery import orphan_spools
 from rankscope_ingest.recovery.orphan_spools import Spools
 
-PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
 SEQS = "SELECT incarnation, attempt, seq FROM scalars WHERE name = 'loss' ORDER BY ALL"
 EXIT = Event(type="exit", details='{"reason": "completed", "last_step": 9}')
-
-
-def record(step: int, *events: Event) -> StepRecord:
-    numbers = Statistics(PLAN, pa.array([1.0] * 6, pa.float32()), pa.array([0, 0, 0, 1], pa.int64()))
-    return StepRecord(ts=1_000_000 + step, step=step, statistics=numbers, scalars=(Scalar("loss", 1.0),), events=events)
 
 
 def make_spool(
