@@ -26,15 +26,15 @@ from rankscope_exporter.records.plan_entries import NamedPlan
 from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.rank_server import RankServer
 
-PLAN = NamedPlan.of(Plan((PlanEntry(kind="param_after", tensor="w"),)))
 
-
-def record(step: int, *events: Event) -> StepRecord:
-    values, counts = pa.array([float(step)] * 6, pa.float32()), pa.array([0, 0, 0, 1], pa.int64())
+def record(step: int, *events: Event, tensors: int = 1) -> StepRecord:
+    entries = tuple(PlanEntry(kind="param_after", tensor=f"t{number}") for number in range(tensors))
+    values = pa.array([float(step)] * (6 * tensors), pa.float32())
+    counts = pa.array([0] * (3 * tensors) + [1] * tensors, pa.int64())
     return StepRecord(
         ts=time.time_ns() // 1000,
         step=step,
-        statistics=Statistics(PLAN, values, counts),
+        statistics=Statistics(NamedPlan.of(Plan(entries)), values, counts),
         scalars=(Scalar("loss", 1.0 / (step + 1)),),
         events=events,
     )

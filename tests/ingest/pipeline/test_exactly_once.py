@@ -3,22 +3,18 @@
 import asyncio
 import contextlib
 import signal
-import time
+from functools import partial
 from pathlib import Path
 
 import aiohttp
-import pyarrow as pa
 import pytest
 from tests.end_to_end.lives import until
+from tests.end_to_end.spool_ranks import record
 from tests.ingest.servers import Receiver
 from tests.programs import Started, start_module
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_storage.connection import connect
@@ -28,8 +24,8 @@ NOTIFIED = "FROM events WHERE type = 'incident' AND details->>'$.state' = 'notif
 KILLED_AT = {61: (15, STORED), 90: (1, NOTIFIED), 121: (30, STORED), 150: (2, NOTIFIED)}
 """Step, and numbers of rows before and after the notification of an incident."""
 TENSORS = 7
+step_record = partial(record, tensors=TENSORS)
 TURBULENCE = {"type": "anomaly", "severity": "warning", "rule": "AnomalyTurbulence"}
-PLAN = NamedPlan.of(Plan(tuple(PlanEntry(kind="grad_unreduced", tensor=f"t{n}") for n in range(TENSORS))))
 
 
 class ServiceProcess:
@@ -117,18 +113,6 @@ def open_channels():
             return channels
 
         yield open_them
-
-
-def step_record(step, *events):
-    values = pa.array([float(step + n) for n in range(6 * TENSORS)], pa.float32())
-    counts = pa.array([0] * (3 * TENSORS) + [10] * TENSORS, pa.int64())
-    return StepRecord(
-        ts=time.time_ns() // 1000,
-        step=step,
-        statistics=Statistics(PLAN, values, counts),
-        scalars=(Scalar("loss", 1.0 / (step + 1)),),
-        events=events,
-    )
 
 
 def nan_event(tensor, kind="grad_unreduced"):
