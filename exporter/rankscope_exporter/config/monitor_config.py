@@ -476,8 +476,8 @@ The function raises ConfigError for a wrong value. A setting follows those that 
 
 OTHER_VARIABLES: Final = frozenset(re.findall(
     r"\w+",
-    "BENCH BIN COMMITS CRASHES EXAMPLES FLEET FUZZ GPU GRAFANA HISTORY HOUR KILL NOTIFY PAGES PEERS PROMETHEUS READERS "
-    "REQUIRE RETENTION RULES SHARED SOAK SQL STORE TEST THOROUGH UPDATE",
+    "BENCH BIN COMMITS COMPATIBLE CRASHES EXAMPLES FLEET FUZZ GPU GRAFANA HISTORY HOUR KILL NOTIFY PAGES PEERS "
+    "PROMETHEUS READERS REQUIRE RETENTION RULES SHARED SOAK SQL STORE TEST THOROUGH UPDATE",
 ))  # fmt: skip
 """First words, after the prefix, of the variables that only commands, service, boards and tests of Rankscope read."""
 
