@@ -123,7 +123,8 @@ def _folder(name: str, packages: set[str]) -> str:
     return name if name in packages else name.rpartition(".")[0]
 
 
-def main(project: Path) -> None:
+def measured(project: Path = ROOT) -> dict[str, Any]:
+    """Return the numbers and names of the module by their description."""
     trees: dict[str, ast.Module] = {}
     packages: set[str] = set()
     sizes = []
@@ -142,7 +143,7 @@ def main(project: Path) -> None:
         if name.startswith("rankscope_exporter"):
             classes.update(node.name for node in tree.body if isinstance(node, ast.ClassDef))
     exporter = [tree for name, tree in trees.items() if name.startswith(("rankscope_exporter", "rankscope_contract"))]
-    found = {
+    return {
         "code_of": code_of(project),
         "modules": len(sizes),
         "median_module": statistics.median(sizes),
@@ -154,8 +155,7 @@ def main(project: Path) -> None:
         "class_names_twice_in_the_exporter": sorted(name for name, count in classes.items() if count > 1),
         "share_of_long_docstrings_in_the_exporter": long_docstrings(exporter),
     }
-    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT)
+    print(json.dumps(measured(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT), indent=1))

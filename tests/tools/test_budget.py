@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from rankscope_exporter.statistics.kernels import backend_name
-from tools import budget
+from tools import budget, structure
 
 
 def over_budget(found):
@@ -18,6 +18,18 @@ def over_budget(found):
 
 def test_packages_have_no_more_code_lines_than_their_budget():
     assert {} == over_budget(budget.code_lines())
+
+
+def test_code_has_no_cycles_no_long_functions_and_few_large_classes():
+    found = structure.measured()
+    large = [
+        name for name in found["classes_over_20_methods"] if name.startswith(("rankscope_exporter", "rankscope_c"))
+    ]
+
+    assert [] == found["cycle_of_folders"] == found["functions_over_60_lines"]
+    assert ["RankscopeCallback"] == found["class_names_twice_in_the_exporter"]
+    assert 2 >= len(large), large
+    assert 0.17 >= found["share_of_long_docstrings_in_the_exporter"]
 
 
 def test_actions_pass_through_no_more_functions_files_and_calls(tmp_path):
