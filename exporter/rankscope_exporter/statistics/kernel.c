@@ -382,6 +382,7 @@ void rankscope_measure(Request *request)
    some are None; some must be read by the caller; nothing was measured. */
 enum { MOVED = 1, RESHAPED = 2, ABSENT = 4, UNREAD = 8, LARGE = 16 };
 
+#define FNV_PRIME 0x100000001b3
 #define DLPACK_CPU 1
 #define DLPACK_FLOAT 2
 #define DLPACK_BFLOAT 4
@@ -423,10 +424,10 @@ INLINE int read_tensor(const Python *python, void *object, Job *job)
         return UNREAD;
     }
     int64_t dtype = dtype_of(&tensor), size = 1;
-    uint64_t shape = (uint64_t)dtype + 1;
+    uint64_t shape = (0xcbf29ce484222325 ^ (uint64_t)dtype) * FNV_PRIME; /* the basis of FNV */
     for (int dimension = 0; dimension < tensor.dimensions; dimension++) {
         size *= tensor.shape[dimension];
-        shape = (shape ^ (uint64_t)tensor.shape[dimension]) * 0x100000001b3; /* the prime number of FNV */
+        shape = (shape ^ (uint64_t)tensor.shape[dimension]) * FNV_PRIME;
     }
     const char *address = tensor.address + tensor.offset;
     if (dtype < 0 || tensor.device != DLPACK_CPU || !is_dense(&tensor, size))

@@ -11,7 +11,7 @@ import torch
 
 from rankscope_exporter.process.openmp import openmp_parallel
 from rankscope_exporter.statistics import torch_backend
-from rankscope_exporter.statistics.c_kernel import ABSENT, CODES, IRREGULAR, LARGE, MOVED, UNREAD, CKernel
+from rankscope_exporter.statistics.c_kernel import ABSENT, CODES, IRREGULAR, LARGE, MOVED, RESHAPED, UNREAD, CKernel
 from rankscope_exporter.statistics.device_arguments import DeviceArguments
 from rankscope_exporter.statistics.kernels import ready_kernel
 from rankscope_exporter.statistics.table import DeviceKernel, Rows, StatisticsTable, contiguous_rows
@@ -86,7 +86,7 @@ class MeasureGroup:
         found = kernel.read(self._address, tensors)
         if found & UNREAD:  # some may be DTensors
             tensors = _locals(tensors)
-            found = kernel.read(self._address, tensors)
+            found = kernel.read(self._address, tensors) | (found & (MOVED | RESHAPED | ABSENT))
         # The kernel does not see whether elements are negated. All tensors are plain here, and none is absent.
         if found & IRREGULAR or (found & MOVED and True in map(_is_neg, tensors)):  # type: ignore[arg-type]
             self._complete(kernel, request, found, tensors, table)
@@ -123,7 +123,7 @@ class MeasureGroup:
                     continue
                 if (readable := readable_by_kernel(tensor)) is None:
                     others.append(position)
-                    request[job + _SIZE], request[job + _DTYPE] = -1, -1
+                    request[job + _SIZE], request[job + _DTYPE], request[job + _SHAPE] = -1, -1, 0
                 else:
                     copies.append(readable)
                     request[job], request[job + _SIZE] = readable.data_ptr(), readable.numel()

@@ -261,3 +261,21 @@ def test_switch_changes_ops_and_keeps_rows_hooks_and_baselines():
     assert 1 == len({record.statistics.plan.hash for record in found.records if record.statistics is not None})
     assert all(row.numbers["norm_baseline"] is not None for row in found.rows if row.entry.kind == "param_after")
     assert (list(DEFAULT_OPS), ["norm"]) == (first["was"]["ops"], first["now"]["ops"])
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (torch.ones(4), torch.ones(5, dtype=torch.int64), torch.ones(4)),
+        (torch.ones(1, 8), torch.ones(2, 8, dtype=torch.bfloat16)),
+        (torch.ones(3, dtype=torch.float16),),
+    ],
+)
+def test_description_is_that_of_the_latest_tensor(tensors):
+    described = []
+    group = MeasureGroup(range(1), described=lambda _, tensor: described.append(tensor) or True)
+    table = StatisticsTable(1, torch.device("cpu"))
+    for tensor in tensors:
+        group.measure([tensor], table)
+
+    assert [(one.shape, one.dtype) for one in tensors] == [(one.shape, one.dtype) for one in described]
