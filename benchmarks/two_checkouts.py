@@ -122,7 +122,8 @@ def work(kind: str, batch: int, sequence: int, threads: int) -> None:
 
 class Worker:
     def __init__(self, name: str, checkout: Path, packages: str, options: argparse.Namespace, folder: str) -> None:
-        self.name, self.times = name, [0.0][:0]
+        self.name = name
+        self.times: list[float] = []
         paths = [str(checkout / one) for one in FOLDERS] + ([packages] if packages else [])
         own = {key: value for key, value in os.environ.items() if not key.startswith("RANKSCOPE_")}
         own |= {"PYTHONPATH": os.pathsep.join(paths), "NUMBA_CACHE_DIR": folder}

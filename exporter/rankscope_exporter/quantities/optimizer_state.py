@@ -34,7 +34,6 @@ For a key that is not in this dictionary, the kind is the key.
 """
 
 
-_FLOATS: Final = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _NO_STATE: Final[Mapping[str, Any]] = {}
 
 
@@ -152,10 +151,9 @@ def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
 
 
 def state_tensors(states: Sequence[Mapping[str, Any]], key: str) -> list[torch.Tensor | None]:
-    """Return the result of `state_tensor` for each of `states`; usually, all have one dtype, which is checked once."""
+    """Return the result of `state_tensor` for each of `states`; usually, a check of their dtypes is sufficient."""
     found = [state.get(key) for state in states]
-    dtypes = {value.dtype if type(value) is torch.Tensor else value for value in found}
-    if len(dtypes) == 1 and isinstance(dtype := dtypes.pop(), torch.dtype) and dtype in _FLOATS:
+    if {value.dtype if type(value) is torch.Tensor else None for value in found} <= NO_CODES:
         return found
     return [state_tensor(state, key) for state in states]
 
