@@ -13,7 +13,7 @@ from _noise import STATISTICS, plan_of, records
 from _rows import Row, cpu_seconds, print_rows
 
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.protocol.channel import SCHEMA_HEADER
+from rankscope_contract.wire.channel import SCHEMA_HEADER
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.serving.wire_encoder import encode, stream

@@ -13,7 +13,7 @@ from pathlib import Path
 from _noise import records
 from _rows import Row, print_rows
 
-from rankscope_contract.protocol.channel import Registration
+from rankscope_contract.wire.channel import Registration
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.spool import Spool, needed_plans
 from rankscope_exporter.serving.spool_writer import SpoolWriter
@@ -119,7 +119,7 @@ def _plain(messages: list[bytes]) -> tuple[float, float]:
 
 def _read(made: list[EncodedRecord]) -> float:
     """Return the seconds it takes to read all of them back as a service does."""
-    from rankscope_contract.spool import SpoolReader
+    from rankscope_contract.wire.spool import SpoolReader
 
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     spool = Spool(str(folder), "bench", max_bytes=1 << 30)

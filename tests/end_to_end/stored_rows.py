@@ -5,7 +5,7 @@ import itertools
 import pyarrow as pa
 from tests.exporter.conftest import Reader
 
-from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
+from rankscope_contract.wire.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode, plain_text
 from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids

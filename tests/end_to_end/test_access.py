@@ -16,7 +16,7 @@ import yaml
 from tests.end_to_end.conftest import write_locked_config
 from tests.end_to_end.lives import until
 
-from rankscope_contract.security.tls import client_context
+from rankscope_contract.wire.tls import client_context
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings, Tls, prometheus_config
 from rankscope_storage.connection import connect
 

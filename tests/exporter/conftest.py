@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope_contract.model.schema import NESTED, Plan
-from rankscope_contract.protocol.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
+from rankscope_contract.wire.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
 from rankscope_exporter import Monitor, MonitorConfig
 
 if device := os.environ.get("RANKSCOPE_TEST_DEVICE"):  # `make test-gpu` repeats some tests with tensors on a GPU

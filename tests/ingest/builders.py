@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from rankscope_contract.protocol.channel import Registration
+from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank, Target
 
 

@@ -45,7 +45,7 @@ AREAS: Final = {
     "ring and spool": (
         "exporter/rankscope_exporter/serving/ring.py",
         "exporter/rankscope_exporter/serving/spool.py",
-        "exporter/rankscope_contract/spool/*.py",
+        "exporter/rankscope_contract/wire/spool/*.py",
     ),
     "step model": (
         "exporter/rankscope_exporter/training/*.py",

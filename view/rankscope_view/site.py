@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from rankscope_contract.security.escaping import file_name
+from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.errors import damage
 from rankscope_storage.connection import Connection, connect
 from rankscope_view import answers

@@ -12,7 +12,7 @@ import typer
 
 from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.options import STANDARD_OUTPUT, output_file
-from rankscope_contract.security.escaping import file_name
+from rankscope_contract.wire.escaping import file_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

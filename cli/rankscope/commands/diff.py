@@ -13,7 +13,7 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope.base.options import Store, step_range
 from rankscope.base.sources import open_store, resolve_run
 from rankscope.output.rows import as_json as json_text
-from rankscope_contract.diagnostics.collective_format import spans
+from rankscope_contract.model.collective_format import spans
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection

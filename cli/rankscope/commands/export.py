@@ -13,7 +13,7 @@ from rankscope.base.errors import USAGE, CommandError, command_errors, suggestio
 from rankscope.base.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.base.progress_bar import progress_bar
 from rankscope.base.sources import open_store, resolve_run
-from rankscope_contract.security.escaping import file_name
+from rankscope_contract.wire.escaping import file_name
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection

@@ -60,7 +60,7 @@ def stacks(
 def _fetch_stacks(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
     from rankscope.base.http_client import UnreachableError, post
     from rankscope.base.service_settings import environment_tls
-    from rankscope_contract.protocol.channel import RUN_STACKS_PATH
+    from rankscope_contract.wire.channel import RUN_STACKS_PATH
 
     try:
         response = post(
@@ -84,7 +84,7 @@ def _fetch_stacks(service: str, run: str, ranks: list[int] | None) -> dict[str, 
 def _only_run(service: str) -> str:
     from rankscope.base.http_client import UnreachableError, get
     from rankscope.base.service_settings import environment_tls
-    from rankscope_contract.protocol.channel import RUNS_PATH
+    from rankscope_contract.wire.channel import RUNS_PATH
 
     try:
         response = get(service + RUNS_PATH, token=_token(), client_tls=environment_tls())

@@ -12,7 +12,7 @@ from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import CheckResult, ok, warn
 from rankscope.doctor.service import SKEW_SECONDS, skew_seconds
 from rankscope.output.rows import printable
-from rankscope_contract.protocol.channel import HEALTH_PATH, METRICS_PATH, RECORDS_PATH, TARGETS_PATH
+from rankscope_contract.wire.channel import HEALTH_PATH, METRICS_PATH, RECORDS_PATH, TARGETS_PATH
 
 AREA: Final = "Ranks"
 MAX_RANKS_CHECKED: Final = 8

@@ -11,7 +11,7 @@ from typing import Final
 from rankscope.base.http_client import Response, UnreachableError
 from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import CheckResult, fail, ok, warn
-from rankscope_contract.protocol.channel import HEALTH_PATH, SERVICE_PAGE_PATH, STATUS_PATH, TARGETS_PATH
+from rankscope_contract.wire.channel import HEALTH_PATH, SERVICE_PAGE_PATH, STATUS_PATH, TARGETS_PATH
 
 AREA: Final = "Service"
 STORE: Final = "Store"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from rankscope.output.rows import as_json, columns, printable
 from rankscope.output.summary_text import TextFormat, markdown_cell, markdown_table
-from rankscope_contract.diagnostics.collective_format import spans
+from rankscope_contract.model.collective_format import spans
 
 if TYPE_CHECKING:
     from rankscope_view.data.events import EventLine, EventLog

@@ -18,7 +18,7 @@ from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.base.terminal import masked
 from rankscope.output.rows import printable
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import RUNS_PATH
+from rankscope_contract.wire.channel import RUNS_PATH
 from rankscope_ingest.reporting.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0

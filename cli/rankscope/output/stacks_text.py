@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope_contract.diagnostics.rank_groups import Group, Standing, grouped, is_library, ranks_text
-from rankscope_contract.diagnostics.stacks import FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.rank_groups import Group, Standing, grouped, is_library, ranks_text
+from rankscope_contract.model.stacks import FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.collective_calls import sentences, sites_of
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import typer
 
 from rankscope.output.rows import as_json, printable
-from rankscope_contract.diagnostics.collective_format import spans
+from rankscope_contract.model.collective_format import spans
 
 if TYPE_CHECKING:
     from rankscope_storage.api.summaries import AnomalyLine, AnomalyRow

@@ -26,7 +26,7 @@ from rankscope_contract.rules.curve import CurveRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.scalars import LIMITED, NOT_LIMITED
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_contract.security.escaping import label_value
+from rankscope_contract.wire.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import increased
 from rankscope_dashboards.alerts.labels import with_all_labels

@@ -16,7 +16,7 @@ from rankscope_contract.model.events import Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_contract.security.escaping import label_value
+from rankscope_contract.wire.escaping import label_value
 from rankscope_dashboards.deploy.prometheus import duration
 
 DETAIL: Final = ("notification", "none")

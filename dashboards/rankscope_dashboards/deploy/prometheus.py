@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from rankscope_contract.protocol.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
+from rankscope_contract.wire.channel import REMOTE_READ_PATH, SERVICE_DISCOVERY_PATH
 
 
 def as_yaml(document: dict[str, Any]) -> str:

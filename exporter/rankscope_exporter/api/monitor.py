@@ -23,10 +23,10 @@ from typing import Any, ClassVar, Final, Never, Self, TypeVar, cast
 
 import torch
 
-from rankscope_contract.diagnostics.stacks import stacks_text
 from rankscope_contract.model.events import Event, EventType, ExitReason
 from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_contract.model.redaction import redacted_name
+from rankscope_contract.model.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.api.session import Session

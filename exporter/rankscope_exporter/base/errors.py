@@ -22,7 +22,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_contract.spool import SpoolError
+from rankscope_contract.wire.spool import SpoolError
 
 
 def torch_name(path: str, absent: Any, without: str = "", *, earlier: str = "") -> Any:

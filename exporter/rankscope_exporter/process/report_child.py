@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.security.escaping import file_name
+from rankscope_contract.wire.escaping import file_name
 
 LIMIT_SECONDS: Final = 60.0
 """Time in seconds after which a child process that makes a report is killed."""

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from rankscope_contract.security.tls import Reloading, reloading_client, server_context
-from rankscope_contract.security.web_config import WebConfig, WebConfigError, read_web_config
-from rankscope_contract.spool.reader import DEFAULT_SPOOL_DIR
+from rankscope_contract.wire.spool.reader import DEFAULT_SPOOL_DIR
+from rankscope_contract.wire.tls import Reloading, reloading_client, server_context
+from rankscope_contract.wire.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.base.validation import Converted, at_least, validate
 

@@ -33,7 +33,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import JUDGED_OPS
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_contract.security.escaping import label_value
+from rankscope_contract.wire.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.plan_entries import NamedPlan

@@ -26,7 +26,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.security.tls import MakeContext, explain_to_server
+from rankscope_contract.wire.tls import MakeContext, explain_to_server
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.config import (

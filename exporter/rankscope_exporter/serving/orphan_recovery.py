@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.protocol.channel import STATE_DRAINING
-from rankscope_contract.spool import Orphan, SpoolError
-from rankscope_contract.spool.reader import folders, read_service
+from rankscope_contract.wire.channel import STATE_DRAINING
+from rankscope_contract.wire.spool import Orphan, SpoolError
+from rankscope_contract.wire.spool.reader import folders, read_service
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.serving.registration import RefusedError, ServiceClient, UnreachableError, retry_seconds
 from rankscope_exporter.serving.spool import needed_plans

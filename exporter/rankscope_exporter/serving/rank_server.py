@@ -27,9 +27,9 @@ from rankscope_contract import __version__
 from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS, jump_details, jump_message
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.protocol.channel import Registration, RegistrationReply
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_contract.spool.reader import service_name
+from rankscope_contract.wire.channel import Registration, RegistrationReply
+from rankscope_contract.wire.spool.reader import service_name
 from rankscope_exporter.base.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds

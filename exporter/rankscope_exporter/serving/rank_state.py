@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.protocol.channel import METRICS_PATH, RECORDS_PATH, STATE_DRAINING, STATE_RUNNING
+from rankscope_contract.wire.channel import METRICS_PATH, RECORDS_PATH, STATE_DRAINING, STATE_RUNNING
 
 MOST_CLIENTS: Final = 8
 _LONGEST_NAME: Final = 80

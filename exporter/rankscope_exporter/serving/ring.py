@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from rankscope_contract.protocol.channel import NOTHING
+from rankscope_contract.wire.channel import NOTHING
 from rankscope_exporter.records.plan_entries import NamedPlan
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.config import MIN_RING_RECORDS

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.protocol.channel import (
+from rankscope_contract.wire.channel import (
     ARROW_STREAM,
     CONFIG_PATH,
     DEFAULT_MAX_BYTES,
@@ -38,7 +38,7 @@ from rankscope_contract.protocol.channel import (
     STATE_DRAINING,
     STATE_HEADER,
 )
-from rankscope_contract.spool import Orphan, SpoolRecords
+from rankscope_contract.wire.spool import Orphan, SpoolRecords
 from rankscope_exporter.base.errors import ConfigError, ShareError
 from rankscope_exporter.serving.exposition import Exposition
 from rankscope_exporter.serving.http_server import Answer, Request

@@ -18,10 +18,10 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool import FolderLock, SpoolReader, SpoolRecords
-from rankscope_contract.spool.orphan import remove_folder
-from rankscope_contract.spool.reader import (
+from rankscope_contract.wire.channel import NOTHING, Registration
+from rankscope_contract.wire.spool import FolderLock, SpoolReader, SpoolRecords
+from rankscope_contract.wire.spool.orphan import remove_folder
+from rankscope_contract.wire.spool.reader import (
     DEFAULT_SPOOL_DIR,
     END_OF_STREAM,
     UNFINISHED_PREFIX,

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool import SpoolError, SpoolRecords
-from rankscope_contract.spool.reader import service_name
+from rankscope_contract.wire.channel import NOTHING, Registration
+from rankscope_contract.wire.spool import SpoolError, SpoolRecords
+from rankscope_contract.wire.spool.reader import service_name
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.config import ServeConfig
 from rankscope_exporter.serving.spool import FAILED, Spool

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from rankscope_contract.protocol.channel import DEFAULT_MAX_BYTES
-from rankscope_contract.security.web_config import WebConfig, WebConfigError
+from rankscope_contract.wire.channel import DEFAULT_MAX_BYTES
+from rankscope_contract.wire.web_config import WebConfig, WebConfigError
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_ingest.base.watch_config import RunName, WatchSection

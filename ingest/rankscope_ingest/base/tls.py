@@ -9,7 +9,7 @@ from typing import ClassVar, Final
 
 import yaml
 
-from rankscope_contract.security.tls import (
+from rankscope_contract.wire.tls import (
     Reloading,
     explain_to_client,
     explain_to_server,
@@ -18,7 +18,7 @@ from rankscope_contract.security.tls import (
     reloading_client,
     server_context,
 )
-from rankscope_contract.security.web_config import WebConfig, WebConfigError, read_web_config
+from rankscope_contract.wire.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_ingest.base.errors import ConfigError
 
 log = logging.getLogger(__name__)

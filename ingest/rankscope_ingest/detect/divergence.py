@@ -21,9 +21,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.diagnostics.collective_format import parse_ranks
-from rankscope_contract.diagnostics.rank_groups import ranks_text
+from rankscope_contract.model.collective_format import parse_ranks
 from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
+from rankscope_contract.model.rank_groups import ranks_text
 from rankscope_ingest.reporting.rows import Row, Stamp, event_row
 from rankscope_ingest.runs.incident import Symptom
 from rankscope_ingest.runs.models import AttemptKey

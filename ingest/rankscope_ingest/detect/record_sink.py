@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 
 from rankscope_contract.metrics.catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
-from rankscope_contract.protocol.channel import NOTHING, STATE_RUNNING
+from rankscope_contract.wire.channel import NOTHING, STATE_RUNNING
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.run_monitor import RunMonitor

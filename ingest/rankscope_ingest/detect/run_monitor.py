@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import REPLICA_DESYNC, SLOW_RANK, EventType, Severity
 from rankscope_contract.model.phases import LABEL, STEP_PHASE_SECONDS, Phase
-from rankscope_contract.protocol.channel import Registration
+from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.service_clock import ServiceClock, steady_microseconds
 from rankscope_ingest.base.tables import rows_table

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from rankscope_contract.protocol import channel
-from rankscope_contract.protocol.channel import Registration, RegistrationReply
+from rankscope_contract.wire import channel
+from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.pages import Pages

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from rankscope_contract.protocol.channel import HEALTH_PATH
+from rankscope_contract.wire.channel import HEALTH_PATH
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
 

@@ -25,8 +25,8 @@ from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import HttpProcessingError
 
-from rankscope_contract.protocol import channel
-from rankscope_contract.security.tls import MakeContext
+from rankscope_contract.wire import channel
+from rankscope_contract.wire.tls import MakeContext
 from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import ServiceError

@@ -17,7 +17,7 @@ import aiohttp
 from yarl import URL
 
 from rankscope_contract import __version__
-from rankscope_contract.security.tls import HUNG_UP, MakeContext
+from rankscope_contract.wire.tls import HUNG_UP, MakeContext
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tls import tls_trouble

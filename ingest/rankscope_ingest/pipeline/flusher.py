@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.wire.escaping import path_segment
 from rankscope_ingest.base.background import FAULTS, WakeUp
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch

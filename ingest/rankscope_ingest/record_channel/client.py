@@ -14,8 +14,8 @@ from typing import Any, Final
 import aiohttp
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.protocol import channel
-from rankscope_contract.security.tls import MakeContext
+from rankscope_contract.wire import channel
+from rankscope_contract.wire.tls import MakeContext
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.network.http_client import HttpClient

@@ -13,7 +13,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from rankscope_contract.metrics.catalogue import REMOTE_WRITE_REQUESTS
-from rankscope_contract.protocol.channel import REMOTE_WRITE_PATH
+from rankscope_contract.wire.channel import REMOTE_WRITE_PATH
 from rankscope_ingest.remote_write.senders import Senders
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.diagnostics.collective_format import CallState, bytes_text, dtype_text, is_even, ranks_in
-from rankscope_contract.diagnostics.rank_groups import Standing, is_library, own_frame, ranks_text
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord
+from rankscope_contract.model.collective_format import CallState, bytes_text, dtype_text, is_even, ranks_in
+from rankscope_contract.model.rank_groups import Standing, is_library, own_frame, ranks_text
+from rankscope_contract.model.stacks import Collective, FlightRecord
 
 MOST_SENTENCES: Final = 5
 """Maximum number of sentences about single collective calls that `sentences` returns.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import NOTHING, Registration
+from rankscope_contract.wire.channel import NOTHING, Registration
 from rankscope_ingest.base.config import RunsSection
 
 ENDED: Final = frozenset({RunState.COMPLETED, RunState.STOPPED, RunState.FAILED})

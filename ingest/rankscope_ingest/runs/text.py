@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.diagnostics.rank_groups import Standing, grouped, ranks_text
-from rankscope_contract.diagnostics.stacks import FlightRecord
 from rankscope_contract.model.events import (
     LOG_UNREADABLE,
     RULES_OF_RUNS,
@@ -24,9 +22,11 @@ from rankscope_contract.model.events import (
     SLOW_RANK,
     subject_name,
 )
+from rankscope_contract.model.rank_groups import Standing, grouped, ranks_text
 from rankscope_contract.model.redaction import redacted_text
+from rankscope_contract.model.stacks import FlightRecord
 from rankscope_contract.rules.curve import deviation_text
-from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.wire.escaping import path_segment
 from rankscope_ingest.runs.collective_calls import sentences, sites_of
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank

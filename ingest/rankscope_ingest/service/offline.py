@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.spool import FolderLock, SpoolError, SpoolReader
-from rankscope_contract.spool.reader import (
+from rankscope_contract.wire.spool import FolderLock, SpoolError, SpoolReader
+from rankscope_contract.wire.spool.reader import (
     LOCK_NAME,
     is_ours,
     read_identity,

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.protocol.channel import NOTHING, Registration
+from rankscope_contract.wire.channel import NOTHING, Registration
 from rankscope_ingest.base.background import Job, cancel, start_task
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import FetchError, RegistrationError

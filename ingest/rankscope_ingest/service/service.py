@@ -20,8 +20,8 @@ from aiohttp import web
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import RULES_OF_RUNS, RunState
-from rankscope_contract.protocol.channel import Registration, RegistrationReply
-from rankscope_contract.security.tls import Reloading
+from rankscope_contract.wire.channel import Registration, RegistrationReply
+from rankscope_contract.wire.tls import Reloading
 from rankscope_ingest.base import memory, tls
 from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, WakeUp, cancel, run_jobs, start_task
 from rankscope_ingest.base.config import ServiceConfig

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
+from rankscope_contract.wire.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
 from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import ENDED, Health

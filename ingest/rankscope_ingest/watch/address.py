@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import unquote
 
-from rankscope_contract.security.escaping import path_segment
+from rankscope_contract.wire.escaping import path_segment
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_storage.files.sorting import own_part
 

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.schema import DATASETS
-from rankscope_contract.security.escaping import sql_identifier
+from rankscope_contract.wire.escaping import sql_identifier
 from rankscope_storage.base.errors import BatchError
 
 VERSION_KEY: Final = "rankscope_schema"

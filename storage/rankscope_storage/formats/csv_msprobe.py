@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.security.escaping import sql_string
+from rankscope_contract.wire.escaping import sql_string
 from rankscope_msprobe.files.csv_layout import (
     FEATURES,
     MICRO_STEP_FAMILIES,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.security.escaping import from_path_segment, path_segment
+from rankscope_contract.wire.escaping import from_path_segment, path_segment
 from rankscope_storage.base.errors import ShardLockError, UnwritableError
 from rankscope_storage.log.delta import Log
 

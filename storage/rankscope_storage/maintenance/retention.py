@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope_contract.model.schema import ROLLUPS
-from rankscope_contract.security.escaping import sql_string
+from rankscope_contract.wire.escaping import sql_string
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform

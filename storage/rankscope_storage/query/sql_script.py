@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.model.schema import DATASETS
-from rankscope_contract.security.escaping import sql_string
+from rankscope_contract.wire.escaping import sql_string
 from rankscope_storage.base.errors import UnwritableError
 from rankscope_storage.files.encoding import STAGING
 from rankscope_storage.log.entries import LOG_FOLDER

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.protocol.channel import NOTHING
+from rankscope_contract.wire.channel import NOTHING
 from rankscope_storage.base.errors import BatchError, ConflictError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform

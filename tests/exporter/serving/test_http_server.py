@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.security.tls import client_context, server_context
-from rankscope_contract.security.web_config import TlsServer
+from rankscope_contract.wire.tls import client_context, server_context
+from rankscope_contract.wire.web_config import TlsServer
 from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import http_server

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.model.events import Event, EventType
-from rankscope_contract.protocol.channel import Registration
+from rankscope_contract.wire.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import http_server, orphan_recovery

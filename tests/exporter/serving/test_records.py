@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_contract.protocol.channel import ARROW_STREAM
+from rankscope_contract.wire.channel import ARROW_STREAM
 from rankscope_exporter.records.step_record import StepRecord
 
 ENTRIES = (PlanEntry(kind="grad_reduced", tensor="a"), PlanEntry(kind="grad_reduced", tensor="学习 \"'"))

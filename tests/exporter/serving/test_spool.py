@@ -14,9 +14,9 @@ import pytest
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.protocol.channel import Registration
-from rankscope_contract.spool import Orphan, SpoolReader
-from rankscope_contract.spool.reader import message_ends, segments
+from rankscope_contract.wire.channel import Registration
+from rankscope_contract.wire.spool import Orphan, SpoolReader
+from rankscope_contract.wire.spool.reader import message_ends, segments
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans

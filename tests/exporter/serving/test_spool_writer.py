@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.protocol.channel import Registration
-from rankscope_contract.spool import Orphan, SpoolReader
-from rankscope_contract.spool.reader import read_service, service_name
+from rankscope_contract.wire.channel import Registration
+from rankscope_contract.wire.spool import Orphan, SpoolReader
+from rankscope_contract.wire.spool.reader import read_service, service_name
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving import orphan_recovery, spool_writer

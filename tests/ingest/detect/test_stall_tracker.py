@@ -12,8 +12,8 @@ from tests.ingest import builders
 from tests.ingest.builders import rank_of, registration
 from tests.ingest.servers import serving
 
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tables import rows_table

@@ -10,7 +10,7 @@ import pytest
 from tests.ingest import builders
 from tests.view.served import served
 
-from rankscope_contract.protocol import channel
+from rankscope_contract.wire import channel
 from rankscope_ingest.base.config import ServiceSection
 from rankscope_ingest.http.pages import LiveUpdates
 from rankscope_ingest.http.routes import per_rank

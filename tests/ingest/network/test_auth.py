@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rankscope_contract.security.tls import client_context, server_context
-from rankscope_contract.security.web_config import TlsServer
+from rankscope_contract.wire.tls import client_context, server_context
+from rankscope_contract.wire.web_config import TlsServer
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving.config import Address, server_tls
 from rankscope_exporter.serving.http_server import Answer, HttpServer

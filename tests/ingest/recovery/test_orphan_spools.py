@@ -12,8 +12,8 @@ from tests.end_to_end.spool_ranks import record
 from tests.programs import run_command
 
 from rankscope_contract.model.events import Event
-from rankscope_contract.protocol.channel import Registration
-from rankscope_contract.spool import FolderLock
+from rankscope_contract.wire.channel import Registration
+from rankscope_contract.wire.spool import FolderLock
 from rankscope_exporter.serving.spool import Spool
 from rankscope_exporter.serving.wire_encoder import encode
 from rankscope_ingest.recovery import orphan_spools

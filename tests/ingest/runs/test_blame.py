@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
+from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
 from rankscope_ingest.runs.blame import Place, RankFacts, Verdict, place_of, single_out
 
 TORCH = "/env/lib/python3.11/site-packages/torch"

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.diagnostics.flights import MIB, entry, record
+from tests.contract.model.flights import MIB, entry, record
 
-from rankscope_contract.diagnostics.collective_format import (
+from rankscope_contract.model.collective_format import (
     CallState,
 )
-from rankscope_contract.diagnostics.stacks import (
+from rankscope_contract.model.stacks import (
     FlightRecord,
     GroupProgress,
 )

@@ -10,9 +10,9 @@ from tests.ingest import builders
 from tests.ingest.builders import rank_of
 from tests.ingest.runs.life_steps import KEY, LIMITS, START
 
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
 from rankscope_contract.model.events import RunState
-from rankscope_contract.protocol.channel import Registration
+from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
+from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.incidents import FailureAlerts
 from rankscope_ingest.detect.stall_tracker import StallTracker

@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.ingest.conftest import encode_records
 
 from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_contract.protocol.channel import ARROW_STREAM
+from rankscope_contract.wire.channel import ARROW_STREAM
 from rankscope_ingest.detect import run_monitor
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_storage.api.summaries import runs, summary

@@ -17,7 +17,7 @@ from tests.properties import examples
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.protocol.channel import PLAN_PATH
+from rankscope_contract.wire.channel import PLAN_PATH
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode, stream

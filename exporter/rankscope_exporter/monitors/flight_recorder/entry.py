@@ -16,8 +16,8 @@ from typing import Any, Final, Self
 
 import torch
 
-from rankscope_contract.diagnostics.collective_format import dtype_text, message_bytes, spans
-from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES, Collective, FlightRecord, GroupProgress
+from rankscope_contract.model.collective_format import dtype_text, message_bytes, spans
+from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, Collective, FlightRecord, GroupProgress
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     Raw,
     Report,

@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch.distributed as dist
 
-from rankscope_contract.diagnostics.collective_format import dtype_text
+from rankscope_contract.model.collective_format import dtype_text
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.hook_context import HookContext

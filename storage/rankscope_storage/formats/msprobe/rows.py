@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.event_tags import labelled
-from rankscope_contract.security.escaping import sql_identifier, sql_string
+from rankscope_contract.wire.escaping import sql_identifier, sql_string
 from rankscope_msprobe.files.csv_layout import (
     CALLS,
     DIRECTION,

@@ -16,8 +16,8 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.monitors.flight_recorder.rank_programs import LATE, LATE_SECONDS, STANDING, TRAINING
 from tests.programs import run_program
 
-from rankscope_contract.diagnostics.collective_format import CallState
-from rankscope_contract.diagnostics.stacks import FlightRecord
+from rankscope_contract.model.collective_format import CallState
+from rankscope_contract.model.stacks import FlightRecord
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder import poller, torch_api
 from rankscope_exporter.monitors.flight_recorder.poller import (

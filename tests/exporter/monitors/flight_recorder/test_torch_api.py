@@ -12,7 +12,7 @@ import torch
 from tests.exporter.parts import CaptureRuntime
 from tests.programs import run_program
 
-from rankscope_contract.diagnostics.stacks import MAX_DETAILS_BYTES
+from rankscope_contract.model.stacks import MAX_DETAILS_BYTES
 from rankscope_exporter.base import graph_capture
 from rankscope_exporter.monitors.flight_recorder import torch_api
 from rankscope_exporter.monitors.flight_recorder.entry import (

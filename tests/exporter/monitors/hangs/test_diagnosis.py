@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from tests.programs import run_program
 
-from rankscope_contract.diagnostics.stacks import (
+from rankscope_contract.model.events import Event
+from rankscope_contract.model.stacks import (
     MAX_DETAILS_BYTES,
     Collective,
     FlightRecord,
@@ -18,7 +19,6 @@ from rankscope_contract.diagnostics.stacks import (
     StackDump,
     ThreadStack,
 )
-from rankscope_contract.model.events import Event
 from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs import diagnosis
 from rankscope_exporter.monitors.hangs.diagnosis import (

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Final, Self
 
-from rankscope_contract.diagnostics.collective_format import ranks_in, spans
+from rankscope_contract.model.collective_format import ranks_in, spans
 
 MAX_DETAILS_BYTES: Final = 65_536
 """Maximum size in bytes of the details of one event.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.security.web_config import TlsServer, WebConfigError
+from rankscope_contract.wire.web_config import TlsServer, WebConfigError
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import plan_hash
-from rankscope_contract.protocol.channel import NOTHING, Registration
+from rankscope_contract.wire.channel import NOTHING, Registration
 
 DEFAULT_SPOOL_DIR: Final = "rankscope-records"
 """Folder in the working directory of a training where each rank writes its records until a store has committed them."""

@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, Self
 
-from rankscope_contract.protocol.channel import NOTHING, Registration
-from rankscope_contract.spool.reader import (
+from rankscope_contract.wire.channel import NOTHING, Registration
+from rankscope_contract.wire.spool.reader import (
     IDENTITY_NAME,
     LOCK_NAME,
     NeededPlans,

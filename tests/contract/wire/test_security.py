@@ -14,7 +14,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rankscope_contract.security.escaping import (
+from rankscope_contract.wire.escaping import (
     LONGEST_FILE_NAME,
     file_name,
     from_path_segment,
@@ -24,8 +24,8 @@ from rankscope_contract.security.escaping import (
     sql_identifier,
     sql_string,
 )
-from rankscope_contract.security.tls import Reloading, client_context, server_context
-from rankscope_contract.security.web_config import TlsServer, WebConfigError, read_web_config
+from rankscope_contract.wire.tls import Reloading, client_context, server_context
+from rankscope_contract.wire.web_config import TlsServer, WebConfigError, read_web_config
 
 # Lone surrogates are excluded, because they have no UTF-8 encoding.
 names = st.text(st.characters(exclude_categories=["Cs"]))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
 
-from rankscope_contract.diagnostics.collective_format import ranks_in, spans
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, Frame, StackDump
+from rankscope_contract.model.collective_format import ranks_in, spans
+from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, StackDump
 
 MOST_SPANS: Final = 16
 """Maximum number of spans of consecutive ranks, such as `0-7`, in a list of ranks that is displayed.

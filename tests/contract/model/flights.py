@@ -1,6 +1,6 @@
 """Flight records with few fields to write."""
 
-from rankscope_contract.diagnostics.stacks import Collective, FlightRecord, GroupProgress
+from rankscope_contract.model.stacks import Collective, FlightRecord, GroupProgress
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rankscope_contract.protocol.channel import Registration, RegistrationReply
+from rankscope_contract.wire.channel import Registration, RegistrationReply
 
 WHO = {"run": "学习", "rank": 3, "world_size": 1 << 40, "local_rank": 1, "host": "node-1", "pid": 7}
 WHO |= {"incarnation": "feedc0de", "launch_id": "a/b", "url": "http://node-1:9400"}

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.contract.diagnostics.flights import entry, record
+from tests.contract.model.flights import entry, record
 
-from rankscope_contract.diagnostics.collective_format import (
+from rankscope_contract.model.collective_format import (
     MOST_RANKS,
     message_bytes,
     parse_ranks,
     ranks_in,
     spans,
 )
-from rankscope_contract.diagnostics.rank_groups import Standing, grouped, own_frame, ranks_text
-from rankscope_contract.diagnostics.stacks import (
+from rankscope_contract.model.rank_groups import Standing, grouped, own_frame, ranks_text
+from rankscope_contract.model.stacks import (
     Collective,
     FlightRecord,
     Frame,

@@ -10,7 +10,7 @@ A rank writes them. The service, or a process of a rank that starts later on the
 A file is readable up to its last complete message, whenever its writer was killed.
 """
 
-from rankscope_contract.spool.orphan import FolderLock, Orphan
-from rankscope_contract.spool.reader import SpoolError, SpoolReader, SpoolRecords
+from rankscope_contract.wire.spool.orphan import FolderLock, Orphan
+from rankscope_contract.wire.spool.reader import SpoolError, SpoolReader, SpoolRecords
 
 __all__ = ["FolderLock", "Orphan", "SpoolError", "SpoolReader", "SpoolRecords"]

@@ -1,1 +1,0 @@
-"""Diagnosis of hangs: stacks, flight records, and the rank that blocks the others."""

@@ -1,1 +1,0 @@
-"""HTTP protocol between a rank and the service: paths, headers, and the registration."""

@@ -1,1 +1,0 @@
-"""TLS, web configuration files, masking of secrets, and escaping of user-defined names."""
