@@ -10,9 +10,9 @@ import time
 
 from _rows import Row
 
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.observers.step_timing.clock import HostClock
 from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 
 STEPS = 2_000

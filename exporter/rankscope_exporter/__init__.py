@@ -14,21 +14,21 @@ from rankscope_contract.rules.turbulence import AnomalyTurbulence
 
 if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor
-    from rankscope_exporter.base.errors import ConfigError, CountError, RankscopeError
     from rankscope_exporter.config.monitor_config import MonitorConfig
     from rankscope_exporter.config.sections import CaptureConfig
     from rankscope_exporter.observers.throughput.flop_counter import count_flops
+    from rankscope_exporter.process.errors import ConfigError, CountError, RankscopeError
     from rankscope_exporter.reactions.anomaly_callback import Anomaly
     from rankscope_exporter.serving.config import ServeConfig
 
 _MODULES: Final = {
     "Anomaly": "reactions.anomaly_callback",
     "CaptureConfig": "config.sections",
-    "ConfigError": "base.errors",
-    "CountError": "base.errors",
+    "ConfigError": "process.errors",
+    "CountError": "process.errors",
     "Monitor": "api.monitor",
     "MonitorConfig": "config.monitor_config",
-    "RankscopeError": "base.errors",
+    "RankscopeError": "process.errors",
     "ServeConfig": "serving.config",
     "count_flops": "observers.throughput.flop_counter",
 }
@@ -59,10 +59,10 @@ def __getattr__(name: str) -> object:
     except Exception as error:  # training continues, whatever a package of this installation raises
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             raise
-        inert = import_module(f"{__name__}.base.inert").inert_because(error)
+        inert = import_module(f"{__name__}.process.inert").inert_because(error)
         found = {one: ValueError if one.endswith("Error") else inert for one in (*_MODULES, _OF_EXTENSION)}
     globals().update(found)
     if name in found:
         return found[name]
-    trainer: object = import_module(f"{__name__}.base.extension").extension("trainer_mon").TrainerMon
+    trainer: object = import_module(f"{__name__}.process.extension").extension("trainer_mon").TrainerMon
     return trainer

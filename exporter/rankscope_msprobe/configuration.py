@@ -20,8 +20,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import (
+from rankscope_exporter.adapters.parameter_names import plain_name, regex_pattern
+from rankscope_exporter.adapters.pytree import parse_specs
+from rankscope_exporter.process.errors import ConfigError
+from rankscope_exporter.process.validation import (
     MOST,
     RANKS,
     Allowed,
@@ -35,8 +37,6 @@ from rankscope_exporter.base.validation import (
     table,
     validate,
 )
-from rankscope_exporter.model.parameter_names import plain_name, regex_pattern
-from rankscope_exporter.model.pytree import parse_specs
 from rankscope_msprobe.files.csv_layout import DEFAULT_TIME_ZONE, OPS, check_time_zone
 
 _RULES: Final = ("AnomalyTurbulence", "AnomalyNan")

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.adapters.parameter_names import Targets
+from rankscope_exporter.adapters.pytree import OBJECTS
 from rankscope_exporter.config.loader import without_comments
-from rankscope_exporter.model.parameter_names import Targets
-from rankscope_exporter.model.pytree import OBJECTS
 from rankscope_exporter.sampling.sampling_config import sampling_config_from
 from rankscope_msprobe.configuration import (
     CC_KEYS,

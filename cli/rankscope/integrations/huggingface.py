@@ -4,7 +4,7 @@ The package `rankscope_exporter` contains the code.
 """
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.base.inert import Inert
+from rankscope_exporter.process.inert import Inert
 
 if issubclass(Monitor, Inert):  # the exporter cannot be imported
     from transformers import TrainerCallback

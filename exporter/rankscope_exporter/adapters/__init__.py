@@ -1,5 +1,7 @@
 """Adapters of training frameworks: each adapter describes how one framework wraps models and treats gradients.
 
+The other modules are about models of every framework: hooks, names of parameters, tensors in arguments, tracers.
+
 To add a framework, add a file with a `Framework` subclass to this folder.
 """
 
@@ -14,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework
+from rankscope_exporter.adapters.parameter_names import entry
 from rankscope_exporter.adapters.pipeline import Pipeline, Stage, is_stage
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.process.errors import ConfigError
 
 __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 

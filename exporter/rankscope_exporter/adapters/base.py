@@ -27,8 +27,8 @@ from rankscope_exporter.adapters.parameter_hooks import (
     TensorHook,
     remove_all,
 )
+from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
-from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,9 @@ from rankscope_exporter.adapters.base import (
 )
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import Layout, loaded
-from rankscope_exporter.base.tracing import uncompiled
-from rankscope_exporter.model.parameter_names import NamedParameter, local_tensor
+from rankscope_exporter.adapters.tracing import uncompiled
 
 
 class FullyShard(Framework):

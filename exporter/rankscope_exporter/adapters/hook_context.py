@@ -19,9 +19,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.base.copies import NotCopied
-from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.base.tracing import (
+from rankscope_exporter.adapters.tracing import (
     call_outside_of_modes,
     has_transform,
     is_dynamo_compiling,
@@ -30,6 +28,8 @@ from rankscope_exporter.base.tracing import (
     is_transformed,
     uncompiled,
 )
+from rankscope_exporter.process.copies import NotCopied
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.openmp import intra_op_threads
 
 

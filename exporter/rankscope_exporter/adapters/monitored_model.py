@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
+from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, found_in_place
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.model.parameter_names import NamedParameter, Targets, found_in_place
 from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.records.plan_entries import Descriptions
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.process.errors import ConfigError
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:

@@ -24,7 +24,7 @@ from rankscope_exporter.adapters.base import (
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
+from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
 
 FROZEN: Final = -1
 

@@ -13,8 +13,8 @@ from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import Borrowed, as_one, numbers_of
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.parameter_names import NamedParameter
 from rankscope_exporter.adapters.placement import Layout, loaded
-from rankscope_exporter.model.parameter_names import NamedParameter
 
 # Before its first step, a stage runs forward and backward on uninitialized memory to determine shapes.
 _SHAPE_INFERENCE: Final = ("_forward_metadata_inference", "_backward_metadata_inference")

@@ -29,16 +29,16 @@ from rankscope_contract.model.redaction import redacted_name
 from rankscope_contract.model.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
+from rankscope_exporter.adapters.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import EndedRun, Owner, SessionEnd, note_other_monitors
 from rankscope_exporter.api.session_factory import Optimizers, attached
-from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, encodable, missing_name
-from rankscope_exporter.base.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle
+from rankscope_exporter.process.copies import CopiesDoNothing
+from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable, missing_name
 from rankscope_exporter.process.standard_streams import occupy_standard_descriptors
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly

@@ -13,6 +13,7 @@ from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_names import element_count
 from rankscope_exporter.api.wiring import (
     KernelWarmUp,
     Notices,
@@ -22,15 +23,14 @@ from rankscope_exporter.api.wiring import (
     open_rows,
     published_rows,
 )
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
-from rankscope_exporter.model.parameter_names import element_count
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.observers.resources import ResourceObserver
 from rankscope_exporter.observers.throughput.costs import ALONE, Parallel
 from rankscope_exporter.process import lifecycle
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
 from rankscope_exporter.publishing.console import Console, banner

@@ -17,7 +17,6 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
@@ -25,6 +24,7 @@ from rankscope_exporter.observers.step_timing.clock import clock_of
 from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
 from rankscope_exporter.observers.throughput.costs import Parallel
 from rankscope_exporter.observers.throughput.meter import Throughput
+from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.publishing.console import Console, records_note
 from rankscope_exporter.quantities.table import Measurement
 from rankscope_exporter.records.step_events import StepObserver

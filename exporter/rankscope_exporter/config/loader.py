@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.extension import extension
+from rankscope_exporter.process.errors import ConfigError
+from rankscope_exporter.process.extension import extension
 
 # Strings first: `//` inside a string is not a comment.
 _STRING_OR_COMMENT: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)

@@ -34,8 +34,13 @@ from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
-from rankscope_exporter.base.errors import ConfigError, encodable
-from rankscope_exporter.base.validation import (
+from rankscope_exporter.config.loader import other_keys, read_settings, translated_from_other, translated_settings
+from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
+from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
+from rankscope_exporter.observers.throughput.costs import ThroughputConfig
+from rankscope_exporter.process.errors import ConfigError, encodable
+from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
+from rankscope_exporter.process.validation import (
     REMOVED,
     Allowed,
     Checked,
@@ -52,11 +57,6 @@ from rankscope_exporter.base.validation import (
     table,
     validate,
 )
-from rankscope_exporter.config.loader import other_keys, read_settings, translated_from_other, translated_settings
-from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
-from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
-from rankscope_exporter.observers.throughput.costs import ThroughputConfig
-from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.serving.config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of

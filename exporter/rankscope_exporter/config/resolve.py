@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from rankscope_contract.model.redaction import redacted
-from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.identity import script_commit
 
 DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"

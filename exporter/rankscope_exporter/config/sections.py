@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final
 
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import Checked, at_least, check_keys, listed, number, table, validate
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
+from rankscope_exporter.process.errors import ConfigError
+from rankscope_exporter.process.validation import Checked, at_least, check_keys, listed, number, table, validate
 from rankscope_exporter.quantities import select_quantities
 from rankscope_exporter.serving.config import ServeConfig
 

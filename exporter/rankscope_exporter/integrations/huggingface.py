@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from rankscope_exporter.base.copies import CopiesDoNothing
+from rankscope_exporter.adapters.parameter_names import defines_forward
 from rankscope_exporter.config.resolve import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
-from rankscope_exporter.model.parameter_names import defines_forward
+from rankscope_exporter.process.copies import CopiesDoNothing
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 

@@ -1,1 +1,1 @@
-"""Modules about the training process: its identity, fork and exit, stop signals, and the threads of the monitor."""
+"""The training process: errors, checks of settings, identity, fork and exit, stop signals, threads of the monitor."""

@@ -12,8 +12,8 @@ from typing import Any, Final, NoReturn, Protocol
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_exporter.base.errors import encodable
 from rankscope_exporter.process import stop_signals
+from rankscope_exporter.process.errors import encodable
 
 
 class AttachedMonitor(Protocol):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final, Protocol
 
-from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.threads import OwnThread
 
 log = logging.getLogger("rankscope")

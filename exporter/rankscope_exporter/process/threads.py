@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 
 FORK_WAITS_SECONDS: Final = 1.0
 

@@ -28,8 +28,8 @@ from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.adapters.monitored_model import with_chunk_number
-from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.base.graph_capture import others_may_capture
+from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.process.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
 from rankscope_exporter.publishing.silent_kinds import SilentKinds

@@ -10,8 +10,8 @@ import importlib
 import pkgutil
 from collections.abc import Iterable, Iterator
 
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import listed
+from rankscope_exporter.process.errors import ConfigError
+from rankscope_exporter.process.validation import listed
 from rankscope_exporter.quantities.base import Quantity
 
 __all__ = ["Quantity", "quantity_classes", "select_quantities"]

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.validation import Allowed, at_least, is_number, is_whole, number
-from rankscope_exporter.model.parameter_names import NamedModule
+from rankscope_exporter.adapters.parameter_names import NamedModule
+from rankscope_exporter.process.validation import Allowed, at_least, is_number, is_whole, number
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,

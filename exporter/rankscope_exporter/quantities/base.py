@@ -17,9 +17,9 @@ from rankscope_exporter.adapters.base import GradientSource, TensorSpec
 from rankscope_exporter.adapters.hook_context import Gate, Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, target_notices
 from rankscope_exporter.adapters.placement import FULL, Layout
-from rankscope_exporter.base.validation import RANKS, Checked, at_least, list_of, validate
-from rankscope_exporter.model.parameter_names import NamedParameter, Targets, target_notices
+from rankscope_exporter.process.validation import RANKS, Checked, at_least, list_of, validate
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.plan_entries import Descriptions, ParameterEntries

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 
-from rankscope_exporter.model.parameter_names import local_tensor, real_parts
+from rankscope_exporter.adapters.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.optimizer_state import StateQuantity, in_use, kinds_of, state_tensor
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Numbers

@@ -25,8 +25,8 @@ from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
-from rankscope_exporter.base.validation import Allowed
-from rankscope_exporter.model.parameter_names import local_tensor
+from rankscope_exporter.adapters.parameter_names import local_tensor
+from rankscope_exporter.process.validation import Allowed
 from rankscope_exporter.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import MicroGradientHooks
 from rankscope_exporter.quantities.table import Slots, Table

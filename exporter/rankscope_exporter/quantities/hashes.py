@@ -18,9 +18,9 @@ import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_names import Targets, local_tensor, plain_name
 from rankscope_exporter.adapters.placement import ranks_text
-from rankscope_exporter.base.validation import at_least
-from rankscope_exporter.model.parameter_names import Targets, local_tensor, plain_name
+from rankscope_exporter.process.validation import at_least
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, TargetNames
 from rankscope_exporter.quantities.optimizer_state import KIND_OF_STATE
 from rankscope_exporter.quantities.table import Table

@@ -13,8 +13,8 @@ from torch import nn
 
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.validation import Converted, number
-from rankscope_exporter.model.parameter_names import NamedModule
+from rankscope_exporter.adapters.parameter_names import NamedModule
+from rankscope_exporter.process.validation import Converted, number
 from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,

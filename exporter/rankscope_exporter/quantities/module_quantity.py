@@ -22,9 +22,9 @@ from torch.utils.hooks import unserializable_hook
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import GRADIENT, CallbackHandle, ParameterHook, Removable, TensorHook
-from rankscope_exporter.base.errors import torch_name
-from rankscope_exporter.base.tracing import on_compilation
-from rankscope_exporter.model.parameter_names import NamedModule, entry, named_modules, selected, unmatched
+from rankscope_exporter.adapters.parameter_names import NamedModule, entry, named_modules, selected, unmatched
+from rankscope_exporter.adapters.tracing import on_compilation
+from rankscope_exporter.process.errors import torch_name
 from rankscope_exporter.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows

@@ -16,8 +16,8 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import ParameterState
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.validation import at_least
-from rankscope_exporter.model.parameter_names import Targets, local_tensor, real_parts
+from rankscope_exporter.adapters.parameter_names import Targets, local_tensor, real_parts
+from rankscope_exporter.process.validation import at_least
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, TargetNames
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row

@@ -11,7 +11,7 @@ import torch
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.model.parameter_names import local_tensor, real_parts
+from rankscope_exporter.adapters.parameter_names import local_tensor, real_parts
 from rankscope_exporter.quantities.base import UPDATE, Quantity, QuantityOptions
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.validation import Checked, at_least, is_whole
-from rankscope_exporter.model.parameter_names import NamedModule, entry
-from rankscope_exporter.model.pytree import Found, ObjectSpec, received, returned
+from rankscope_exporter.adapters.parameter_names import NamedModule, entry
+from rankscope_exporter.adapters.pytree import Found, ObjectSpec, received, returned
+from rankscope_exporter.process.validation import Checked, at_least, is_whole
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,

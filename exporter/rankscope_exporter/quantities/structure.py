@@ -20,12 +20,12 @@ import torch
 
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.adapters.placement import placement_of
-from rankscope_exporter.base.validation import at_least, some_text
-from rankscope_exporter.model.parameter_names import NamedModule, local_tensor
-from rankscope_exporter.model.pytree import Found, Slot, children, received, returned
+from rankscope_exporter.adapters.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
+from rankscope_exporter.process.validation import at_least, some_text
 from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
 from rankscope_exporter.quantities.table import Table

@@ -21,9 +21,9 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.measure.transfers import copied_to_host
 from rankscope_exporter.records.pending_step import Deferred, Numbers, Row
 from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
-from rankscope_exporter.records.transfers import copied_to_host
 from rankscope_exporter.statistics.isolation import Isolation, without_frames
 from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankscope_contract.model.events import Event
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.openmp import limit_this_thread
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publishing.anomaly_detector import in_causal_order

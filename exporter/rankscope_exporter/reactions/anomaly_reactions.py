@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.base.errors import ErrorBoundary
-from rankscope_exporter.base.validation import share_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.sections import CaptureConfig
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
+from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.publishing.anomaly_detector import in_causal_order
 from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindCallback
 from rankscope_exporter.reactions.overhead_controller import OverheadController

@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import torch
 
+from rankscope_exporter.measure.transfers import copied_to_host
 from rankscope_exporter.records.pending_step import Transfer
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.records.transfers import copied_to_host
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig

@@ -1,6 +1,6 @@
 """Data of a record that the publisher thread reads: numbers that the script logged, and copies of tensors to the host.
 
-`records.transfers` starts the copies without waiting for the device, and the publisher thread reads them. Rows are made
+`measure.transfers` starts the copies without waiting for the device, and the publisher thread reads them. Rows are made
 from numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
 """
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Concatenate, Literal, ParamSpec
 
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.pending_step import AMOUNTS, Pending
 from rankscope_exporter.records.step_record import StepRecord
 

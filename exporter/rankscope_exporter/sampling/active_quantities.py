@@ -14,7 +14,7 @@ import torch
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.pending_step import ExpectedRows

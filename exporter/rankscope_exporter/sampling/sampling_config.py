@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import ConfigError
 from rankscope_exporter.config.monitor_config import MonitorConfig, own_settings
+from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.statistics.selection import EVERY_OP, Ops, chosen_ops
 

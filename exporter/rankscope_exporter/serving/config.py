@@ -24,8 +24,8 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from rankscope_contract.wire.spool.reader import DEFAULT_SPOOL_DIR
 from rankscope_contract.wire.tls import Reloading, reloading_client, server_context
 from rankscope_contract.wire.web_config import WebConfig, WebConfigError, read_web_config
-from rankscope_exporter.base.errors import ServeError
-from rankscope_exporter.base.validation import Converted, at_least, validate
+from rankscope_exporter.process.errors import ServeError
+from rankscope_exporter.process.validation import Converted, at_least, validate
 
 _PORTS: Final = re.compile(r":(\d+)-(\d+)$", re.ASCII)
 _MOST_PORTS: Final = 1000

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.wire.tls import MakeContext, explain_to_server
-from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.config import (
     REQUEST_BODY_READ,

@@ -30,7 +30,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_contract.wire.spool.reader import service_name
-from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
 from rankscope_exporter.serving.config import ServeConfig

@@ -27,7 +27,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
 from rankscope_contract.wire.escaping import file_name
 from rankscope_contract.wire.tls import HUNG_UP, MakeContext, explain_to_client
-from rankscope_exporter.base.errors import ServeError
+from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
 from rankscope_exporter.serving.config import ServeConfig, client_tls
 

@@ -39,7 +39,7 @@ from rankscope_contract.wire.channel import (
     STATE_HEADER,
 )
 from rankscope_contract.wire.spool import Orphan, SpoolRecords
-from rankscope_exporter.base.errors import ConfigError, ShareError
+from rankscope_exporter.process.errors import ConfigError, ShareError
 from rankscope_exporter.serving.exposition import Exposition
 from rankscope_exporter.serving.http_server import Answer, Request
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery

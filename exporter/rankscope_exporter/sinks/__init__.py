@@ -12,9 +12,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.extension import extension
-from rankscope_exporter.base.validation import listed
+from rankscope_exporter.process.errors import ConfigError
+from rankscope_exporter.process.extension import extension
+from rankscope_exporter.process.validation import listed
 from rankscope_exporter.sinks.base import Sink
 
 __all__ = ["Sink", "sink_class", "sink_classes"]

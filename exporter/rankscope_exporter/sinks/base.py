@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.copies import CopiesDoNothing
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
-from rankscope_exporter.base.validation import Allowed
+from rankscope_exporter.process.validation import Allowed
 
 _PORTION: Final = 4096
 

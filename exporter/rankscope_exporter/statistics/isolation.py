@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import error_text
+from rankscope_exporter.process.errors import error_text
 
 FAILURES_IN_A_ROW: Final = 3
 """Number of sampled steps in a row at which a tensor must raise the same error, before it is left out."""

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.base.graph_capture import others_may_capture
+from rankscope_exporter.process.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.c_kernel import c_kernel

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
-from rankscope_exporter.base.validation import listed
+from rankscope_exporter.process.validation import listed
 
 Ops = frozenset[str]
 

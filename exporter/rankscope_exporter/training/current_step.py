@@ -11,9 +11,9 @@ from typing import Any
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.measure.transfers import take
 from rankscope_exporter.records.pending_step import Pending, Scalar
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.records.transfers import take
 
 
 class CurrentStep:

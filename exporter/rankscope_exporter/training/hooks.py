@@ -16,7 +16,7 @@ from torch.autograd import Variable
 
 from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
-from rankscope_exporter.base.tracing import (
+from rankscope_exporter.adapters.tracing import (
     STAND_INS,
     is_dynamo_compiling,
     is_transformed,

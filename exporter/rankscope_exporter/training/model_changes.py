@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
-from rankscope_exporter.base.tracing import is_dynamo_compiling, uncompiled
-from rankscope_exporter.model.parameter_names import entry
+from rankscope_exporter.adapters.parameter_names import entry
+from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
 from rankscope_exporter.quantities.base import REMEDY
 from rankscope_exporter.records.step_events import StepObserver
 

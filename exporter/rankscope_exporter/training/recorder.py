@@ -17,14 +17,14 @@ import torch
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.measure.transfers import take
 from rankscope_exporter.observers.step_timing.observer import Kind
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Pending
 from rankscope_exporter.records.step_events import Cause, StepEvents, timing
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
-from rankscope_exporter.records.transfers import take
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks

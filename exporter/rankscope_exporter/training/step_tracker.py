@@ -4,7 +4,7 @@ A training loop does not announce its steps. Forward passes, backward passes and
 optimizer step, for example by a gradient scaler or a check for NaN, calls no hook. It is detected by the gradients,
 which are deleted when the next step begins. A loop that zeroes gradients in place and skips the optimizer cannot be
 detected: it must call `Monitor.end_step(skipped=True)`. Dynamo removes the hooks of a compiled optimizer step (see
-`base.tracing`). Compiled optimizer steps are detected by changes in the state of the optimizer.
+`adapters.tracing`). Compiled optimizer steps are detected by changes in the state of the optimizer.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.event_tags import scalar_tag
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.base.validation import Checked, between, list_of, validate
+from rankscope_exporter.process.validation import Checked, between, list_of, validate
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.event_tags import buckets, event_tag, scalar_tag
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.base.validation import validate
+from rankscope_exporter.process.validation import validate
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files

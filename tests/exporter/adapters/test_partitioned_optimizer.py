@@ -18,7 +18,7 @@ from tests.exporter.parts import Watched
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.partitioned_optimizer import ParameterPartition, PartitionedOptimizer
-from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.process.errors import ConfigError
 
 
 class Flattened:

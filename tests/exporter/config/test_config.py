@@ -398,7 +398,7 @@ for mistake in {list(MISTAKES)}:
         sys.excepthook(type(error), error, error.__traceback__)
 """
     begin = ["Traceback (most recent call last):", *(f'  File "<string>", line {at}, in <module>' for at in (6, 1))]
-    name = "rankscope_exporter.base.errors.ConfigError"
+    name = "rankscope_exporter.process.errors.ConfigError"
     expected = [line for sentence in MISTAKES.values() for line in (*begin, f"{name}: {sentence}")]
 
     assert expected == run_program(body).stderr.splitlines()

@@ -15,7 +15,7 @@ from tests.programs import run_program
 from tests.properties import examples
 
 from rankscope_exporter import quantities
-from rankscope_exporter.base.validation import share_of
+from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.quantities.parameters import Parameters
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict

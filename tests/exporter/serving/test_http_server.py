@@ -17,7 +17,7 @@ import pytest
 
 from rankscope_contract.wire.tls import client_context, server_context
 from rankscope_contract.wire.web_config import TlsServer
-from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.serving import http_server
 from rankscope_exporter.serving.config import Address, ServeConfig, ServeError, client_tls, server_tls

@@ -16,7 +16,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import Orphan, SpoolReader
 from rankscope_contract.wire.spool.reader import read_service, service_name
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving import orphan_recovery, spool_writer
 from rankscope_exporter.serving.orphan_recovery import OrphanRecovery

@@ -17,7 +17,7 @@ from torch import nn
 
 from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.base.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sinks import files, sink_classes
 from rankscope_exporter.sinks.base import LONGEST_PAUSE, Sink, Sinks

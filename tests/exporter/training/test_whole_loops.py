@@ -114,7 +114,7 @@ FOREIGN: tuple[Callable[[nn.Module], object], ...] = (
 
 
 def test_foreign_forward_passes_between_steps_change_no_step():
-    """Those of tracers are in the tests of `base.tracing`."""
+    """Those of tracers are in the tests of `adapters.tracing`."""
     loop, optimizer = attached("activations")
     for step, foreign in enumerate(FOREIGN, 1):
         loop.step(step, optimizer)

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder.entry import Entry, is_over
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     Raw,
@@ -38,6 +37,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_with_stacks,
     read_without_stacks,
 )
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord, now_microseconds

@@ -43,8 +43,8 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.model.rank_groups import Standing
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, FlightRecord, Frame, StackDump, ThreadStack
-from rankscope_exporter.base.errors import ConfigError, ErrorBoundary, encodable
 from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE, take_flight_record
+from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable
 from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.step_record import StepRecord, now_microseconds

@@ -18,8 +18,8 @@ from typing import Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.rank_groups import Standing
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis, StackSignal
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 
 

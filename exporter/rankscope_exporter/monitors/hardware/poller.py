@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord

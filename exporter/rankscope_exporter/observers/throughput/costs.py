@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from rankscope_exporter.adapters import Framework
+from rankscope_exporter.adapters.parameter_names import named_parameters, plain_name
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.base.errors import ConfigError
-from rankscope_exporter.base.validation import at_least, number, validate
-from rankscope_exporter.model.parameter_names import named_parameters, plain_name
+from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.identity import place_in
+from rankscope_exporter.process.validation import at_least, number, validate
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.ddp import Plain
-from rankscope_exporter.base.errors import CountError
-from rankscope_exporter.model.parameter_names import plain_name
+from rankscope_exporter.adapters.parameter_names import plain_name
+from rankscope_exporter.process.errors import CountError
 
 Undo = Callable[[], object]
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.base.errors import CountError
+from rankscope_exporter.process.errors import CountError
 
 _OF_TORCH: Final = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
 """Namespaces of operators that do not multiply matrices if they have no formula."""

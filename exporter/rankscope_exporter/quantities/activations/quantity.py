@@ -33,10 +33,10 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_names import NamedModule, Targets, local_tensor
 from rankscope_exporter.adapters.placement import placement_of
-from rankscope_exporter.base.validation import table
-from rankscope_exporter.model.parameter_names import NamedModule, Targets, local_tensor
-from rankscope_exporter.model.pytree import Found, Slot, Specs, parse_specs, received, returned
+from rankscope_exporter.adapters.pytree import Found, Slot, Specs, parse_specs, received, returned
+from rankscope_exporter.process.validation import table
 from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import (
     ModuleQuantity,

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from rankscope_exporter.base.tracing import is_dynamo_compiling
+from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.monitors.flight_recorder.entry import (
     NOT_SCRIPT_CODE,
     OUR_CODE,

@@ -28,9 +28,8 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
-from rankscope_exporter.base.validation import Checked, at_least, list_of
-from rankscope_exporter.model.parameter_names import Targets, target_notices
-from rankscope_exporter.model.pytree import MAX_TENSORS
+from rankscope_exporter.adapters.parameter_names import Targets, target_notices
+from rankscope_exporter.adapters.pytree import MAX_TENSORS
 from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.poller import read_before
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
@@ -40,6 +39,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     ranks_by_group,
     read_with_stacks,
 )
+from rankscope_exporter.process.validation import Checked, at_least, list_of
 from rankscope_exporter.quantities.base import Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.collectives import interception
 from rankscope_exporter.quantities.collectives.interception import (

@@ -18,7 +18,6 @@ from tests.programs import run_program
 
 from rankscope_contract.model.collective_format import CallState
 from rankscope_contract.model.stacks import FlightRecord
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.flight_recorder import poller, torch_api
 from rankscope_exporter.monitors.flight_recorder.poller import (
     MOST_STEPS_BETWEEN,
@@ -27,6 +26,7 @@ from rankscope_exporter.monitors.flight_recorder.poller import (
     StepAssignment,
 )
 from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.decode import decode

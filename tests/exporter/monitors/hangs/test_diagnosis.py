@@ -19,7 +19,6 @@ from rankscope_contract.model.stacks import (
     StackDump,
     ThreadStack,
 )
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hangs import diagnosis
 from rankscope_exporter.monitors.hangs.diagnosis import (
     Diagnosis,
@@ -29,6 +28,7 @@ from rankscope_exporter.monitors.hangs.diagnosis import (
     take_stacks,
     within,
 )
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_ingest.runs.blame import Place, place_of
 

@@ -22,7 +22,6 @@ from torch import nn
 
 from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC
 from rankscope_exporter import Monitor
-from rankscope_exporter.base.errors import ErrorBoundary
 from rankscope_exporter.monitors.hardware import gpu as gpu_module
 from rankscope_exporter.monitors.hardware import poller
 from rankscope_exporter.monitors.hardware import poller as watch_module
@@ -36,6 +35,7 @@ from rankscope_exporter.monitors.hardware.poller import (
     host_scalars,
 )
 from rankscope_exporter.observers.resources import ResourceObserver
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"

@@ -33,11 +33,11 @@ from rankscope_contract.wire.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
 from rankscope_exporter.api.session_end import EndedRun
-from rankscope_exporter.base.copies import CopiesDoNothing
-from rankscope_exporter.base.errors import CountError
 from rankscope_exporter.config.sections import HardwareConfig
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount
+from rankscope_exporter.process.copies import CopiesDoNothing
+from rankscope_exporter.process.errors import CountError
 from rankscope_exporter.quantities import quantity_classes
 from rankscope_exporter.serving.config import Address
 from rankscope_exporter.sinks import Sink, sink_classes

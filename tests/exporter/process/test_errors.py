@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from rankscope_contract.model.redaction import MAX_TEXT
-from rankscope_exporter.base.errors import ErrorBoundary, fault_text
+from rankscope_exporter.process.errors import ErrorBoundary, fault_text
 
 
 def fail(error: Exception) -> None:

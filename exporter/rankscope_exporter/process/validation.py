@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from rankscope_exporter.base.errors import ConfigError
+from rankscope_exporter.process.errors import ConfigError
 
 MOST: Final = sys.float_info.max
 """Largest magnitude of a numeric setting.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from rankscope_exporter.model.parameter_names import (
+from rankscope_exporter.adapters.parameter_names import (
     Targets,
     found_in_place,
     named_modules,
@@ -17,7 +17,7 @@ from rankscope_exporter.model.parameter_names import (
     selected,
     unmatched,
 )
-from rankscope_exporter.model.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, received, returned
+from rankscope_exporter.adapters.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, received, returned
 from rankscope_exporter.quantities.activations.quantity import Calls, ModuleCall
 from rankscope_exporter.quantities.module_quantity import weight_of
 

@@ -3,7 +3,7 @@
 A capture records the work that a thread queues to a stream. Two kinds of calls of the monitor would break it:
 
 - Work that the monitor queues to the captured stream. It would become part of the graph, and each replay would write to
-  memory of the monitor that was freed. Hooks therefore do nothing while their stream is captured (`base.tracing`).
+  memory of the monitor that was freed. Hooks therefore do nothing while their stream is captured (`adapters.tracing`).
 - Queries of the device on another thread, such as the thread that publishes records. The device's runtime refuses them
   during a capture and invalidates the capture, unless the thread is in the relaxed capture mode (`others_may_capture`).
 

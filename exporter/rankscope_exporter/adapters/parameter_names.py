@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankscope_contract.model.redaction import MAX_NAME, short_name
-from rankscope_exporter.base.errors import encodable
+from rankscope_exporter.process.errors import encodable
 
 REGEX: Final = "re:"
 _SAID: Final = re.compile(r"re:\(\?#([^()]*)\)")

@@ -1,1 +1,0 @@
-"""Lowest layer of the exporter: errors, checks of settings, detection of tracers, objects whose copies do nothing."""
