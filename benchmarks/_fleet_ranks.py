@@ -22,7 +22,7 @@ from urllib.parse import parse_qsl, urlsplit
 from _fleet_bodies import SETS, Bodies
 
 from rankscope_contract.wire.channel import ARROW_STREAM, REGISTER_PATH, Registration
-from rankscope_exporter.serving.registration import next_heartbeat
+from rankscope_exporter.publish.registration import next_heartbeat
 
 RING_RECORDS = 256
 HEARTBEATS_AT_ONCE = 32

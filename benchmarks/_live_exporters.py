@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from _noise import six_statistics
 
 from rankscope_contract.model.identity import Identity
+from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import RankServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from _noise import six_statistics
 
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.serving_config import ServeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

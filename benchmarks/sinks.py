@@ -19,7 +19,7 @@ from activations import Model
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.sinks import event_file
+from rankscope_exporter.publish.sinks import event_file
 
 ROUNDS, STEPS = 5, 8
 

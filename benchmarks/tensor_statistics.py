@@ -16,10 +16,10 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
+from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import Finished
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 
 PARAMETERS = 10_000_000
 TENSORS = 150
@@ -94,7 +94,7 @@ def _overhead() -> list[Row]:
         "150 tiny tensors, compiled": (_measuring(tiny, compiled=True), "addresses as before"),
         "150 tiny tensors, compiled, moved": (alternate, "every address is new"),
         "150 tiny tensors, torch": (_measuring(tiny, compiled=False), ""),
-        "host copy and finish of 150 entries": (lambda: finish(HostCopy(table)), "publisher thread"),
+        "host copy and finish of 150 entries": (lambda: HostCopy(table).finish(), "publisher thread"),
     }
     return [Row(name, cpu_seconds(a_hundred(work)) * 1e4, "µs", note) for name, (work, note) in ways.items()]
 

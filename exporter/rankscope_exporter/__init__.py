@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rankscope_exporter.config.sections import CaptureConfig
     from rankscope_exporter.observers.throughput.flop_counter import count_flops
     from rankscope_exporter.process.errors import ConfigError, CountError, RankscopeError
+    from rankscope_exporter.publish.serving_config import ServeConfig
     from rankscope_exporter.reactions.anomaly_callback import Anomaly
-    from rankscope_exporter.serving.config import ServeConfig
 
 _MODULES: Final = {
     "Anomaly": "reactions.anomaly_callback",
@@ -29,7 +29,7 @@ _MODULES: Final = {
     "Monitor": "api.monitor",
     "MonitorConfig": "config.monitor_config",
     "RankscopeError": "process.errors",
-    "ServeConfig": "serving.config",
+    "ServeConfig": "publish.serving_config",
     "count_flops": "observers.throughput.flop_counter",
 }
 

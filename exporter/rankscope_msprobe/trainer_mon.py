@@ -38,8 +38,8 @@ from rankscope_exporter.config.resolve import DYNAMIC_VARIABLE
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.process.identity import place_in, rank_here
+from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.sampling.sampling_config import CHANGEABLE, SWITCH
-from rankscope_exporter.sinks.memory import Row
 from rankscope_exporter.statistics.selection import ALL_OPS, FALLBACK, chosen_ops
 from rankscope_msprobe.configuration import translated
 from rankscope_msprobe.files.csv_layout import anomaly_tag

@@ -103,7 +103,7 @@ def test_service_counts_the_steps_that_the_rank_did_not_publish(tmp_path, servic
 
 
 SLOW_PUBLISH = """
-from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_exporter.publish.rank_server import RankServer
 publish = RankServer.publish
 RankServer.publish = lambda self, record: (time.sleep(0.3), publish(self, record))[1]
 model ="""

@@ -20,7 +20,7 @@ from rankscope_exporter.statistics.hashes import Hasher, finished
 from rankscope_exporter.statistics.kernels import kernel_of
 from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import Finished
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_freed
 
 
@@ -48,7 +48,7 @@ def measured(device: Device, compiled: bool) -> Callable[..., Finished]:
         with device.no_waits():
             MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(own, table)
             copy = HostCopy(table)
-        return finish(copy)
+        return copy.finish()
 
     return run
 
@@ -92,7 +92,7 @@ def test_norm_of_a_hundred_million_elements_does_not_overflow(device, compiled):
 def finish_of(tensor: torch.Tensor, device: Device, *, compiled: bool) -> Finished:
     table = StatisticsTable(1, device.name)
     MeasureGroup(range(1), compiled=compiled).measure([tensor], table)
-    return finish(HostCopy(table))
+    return HostCopy(table).finish()
 
 
 def test_denormal_numbers_are_not_zeros(device, compiled):

@@ -43,8 +43,8 @@ AREAS: Final = {
         "ingest/rankscope_ingest/pipeline/flusher.py",
     ),
     "ring and spool": (
-        "exporter/rankscope_exporter/serving/ring.py",
-        "exporter/rankscope_exporter/serving/spool.py",
+        "exporter/rankscope_exporter/publish/ring.py",
+        "exporter/rankscope_exporter/publish/spool.py",
         "exporter/rankscope_contract/wire/spool/*.py",
     ),
     "step model": (

@@ -20,7 +20,6 @@ from torch import nn
 from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
 from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, found_in_place
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.records.pending_step import Row
 from rankscope_exporter.records.plan_entries import Descriptions
 
 T = TypeVar("T")
@@ -299,9 +298,3 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
 def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
     """Return one module of all chunks, whose numbers begin the names in it; a single chunk is returned unchanged."""
     return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
-
-
-def with_chunk_number(row: Row) -> Row:
-    """Return `row` with the column `vpp_stage`: the chunk number with which its tensor or module name begins."""
-    name: str = row["tensor"] if "tensor" in row else row["module"]
-    return {**row, "vpp_stage": int(name.partition(".")[0])}

@@ -40,11 +40,11 @@ from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable, missing_name
 from rankscope_exporter.process.standard_streams import occupy_standard_descriptors
+from rankscope_exporter.publish.sinks import Sink
+from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.quantities.structure import Structure
 from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_from
-from rankscope_exporter.sinks import Sink
-from rankscope_exporter.sinks.memory import Row
 
 M = TypeVar("M", bound=Callable[..., None])
 

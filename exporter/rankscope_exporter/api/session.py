@@ -32,10 +32,13 @@ from rankscope_exporter.observers.throughput.costs import ALONE, Parallel
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
-from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
-from rankscope_exporter.publishing.console import Console, banner
-from rankscope_exporter.publishing.publisher import STALL_SECONDS, Publisher, StepQueue
-from rankscope_exporter.publishing.silent_kinds import SilentKinds
+from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
+from rankscope_exporter.publish.console import Console, banner
+from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
+from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.rank_state import RankServerSources
+from rankscope_exporter.publish.silent_kinds import SilentKinds
+from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.reactions.anomaly_callback import FindCallback
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions
 from rankscope_exporter.reconfiguration.change_log import change_log_of
@@ -44,9 +47,6 @@ from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
-from rankscope_exporter.serving.rank_server import RankServer
-from rankscope_exporter.serving.rank_state import RankServerSources
-from rankscope_exporter.sinks.memory import Row
 from rankscope_exporter.statistics.kernels import backend_name, warm_up_seconds
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks

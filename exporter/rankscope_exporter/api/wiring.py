@@ -25,18 +25,18 @@ from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTi
 from rankscope_exporter.observers.throughput.costs import Parallel
 from rankscope_exporter.observers.throughput.meter import Throughput
 from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
-from rankscope_exporter.publishing.console import Console, records_note
+from rankscope_exporter.publish.console import Console, records_note
+from rankscope_exporter.publish.ring import Ring
+from rankscope_exporter.publish.serving_config import ServeConfig
+from rankscope_exporter.publish.sinks import sink_class
+from rankscope_exporter.publish.sinks.base import Sinks
+from rankscope_exporter.publish.sinks.memory import Row, rows_of
+from rankscope_exporter.publish.spool_writer import SpoolWriter
 from rankscope_exporter.quantities.table import Measurement
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import Part, selected_parts
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.serving.spool_writer import SpoolWriter
-from rankscope_exporter.sinks import sink_class
-from rankscope_exporter.sinks.base import Sinks
-from rankscope_exporter.sinks.memory import Row, rows_of
 from rankscope_exporter.statistics.kernels import warm_up
 from rankscope_exporter.statistics.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.current_step import CurrentStep

@@ -57,10 +57,10 @@ from rankscope_exporter.process.validation import (
     table,
     validate,
 )
+from rankscope_exporter.publish.serving_config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of
+from rankscope_exporter.publish.sinks import Sink, sink_class
 from rankscope_exporter.quantities import Quantity, select_quantities
 from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
-from rankscope_exporter.serving.config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of
-from rankscope_exporter.sinks import Sink, sink_class
 from rankscope_exporter.statistics.selection import chosen_ops
 
 MAX_ITEMS: Final = 100

@@ -23,8 +23,8 @@ from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.report_child import ReportJob, make_report
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.publishing.console import Console
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.publish.console import Console
+from rankscope_exporter.publish.serving_config import ServeConfig
 
 ReportChoice = bool | str | Path
 """Path of a report, True for the default path, or False for no report."""

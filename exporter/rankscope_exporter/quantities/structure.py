@@ -26,11 +26,11 @@ from rankscope_exporter.adapters.pytree import Found, Slot, children, received, 
 from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
 from rankscope_exporter.process.validation import at_least, some_text
+from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
 from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Row
-from rankscope_exporter.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.statistics.tensor_access import dtype_name
 
 MODEL: Final = "(the model)"

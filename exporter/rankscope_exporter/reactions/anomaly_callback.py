@@ -15,7 +15,7 @@ from rankscope_contract.model.events import Event
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.openmp import limit_this_thread
 from rankscope_exporter.process.threads import BackgroundWorker
-from rankscope_exporter.publishing.anomaly_detector import in_causal_order
+from rankscope_exporter.publish.anomaly_detector import in_causal_order
 
 log = logging.getLogger("rankscope")
 

@@ -23,7 +23,7 @@ from rankscope_exporter.config.sections import CaptureConfig
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.process.validation import share_of
-from rankscope_exporter.publishing.anomaly_detector import in_causal_order
+from rankscope_exporter.publish.anomaly_detector import in_causal_order
 from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindCallback
 from rankscope_exporter.reactions.overhead_controller import OverheadController
 from rankscope_exporter.reactions.overhead_window import OverheadWindow

@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import pyarrow as pa
 
 from rankscope_contract.model.events import Event
 from rankscope_exporter.records.pending_step import Deferred, ExpectedRows, Pending, Scalar
 from rankscope_exporter.records.plan_entries import NamedPlan, PlanVersion
-
-if TYPE_CHECKING:
-    from rankscope_exporter.statistics.table import HostCopy
+from rankscope_exporter.statistics.selection import Finished
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -42,6 +40,28 @@ class Statistics:
     None if all statistics are published (`ops` is None). Rules need the number of NaN values, because a norm does not
     show them.
     """
+
+
+class StatisticsCopy(Protocol):
+    """The statistics of a step on their way from the device to the host."""
+
+    def finish(self, ops: Sequence[str]) -> Finished:
+        """Wait for the copy, and return the statistics `ops`. Called once, on the publisher thread."""
+        ...
+
+
+@dataclass(slots=True)
+class StepBacklog:
+    """Counters of sampled steps.
+
+    The number of measured steps minus the number of read steps is the number of steps that wait for the publisher. Each
+    counter is changed by one thread only.
+    """
+
+    measured: int = 0
+    """Steps that the training thread has measured."""
+    published: int = 0
+    """Steps whose statistics the publisher thread has read."""
 
 
 def now_microseconds() -> int:
@@ -82,7 +102,7 @@ class StepRecord:
     skip_is_certain: bool = False  # the script has ended the step
 
     # Read by the publisher thread, which then releases them.
-    copy: HostCopy | None = None
+    copy: StatisticsCopy | None = None
     plan: PlanVersion | None = None  # the plan of `copy`
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)

@@ -6,7 +6,6 @@ All functions of this module run on the training thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,7 +17,7 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.quantities.base import Quantity
 from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.step_record import StepBacklog, StepRecord
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity, GateState
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
 from rankscope_exporter.statistics.selection import NO_OP, Finished, Ops, carried_ops
@@ -29,20 +28,6 @@ MAX_BACKLOG: Final = 64
 
 A further step is not measured and is counted as dropped.
 """
-
-
-@dataclass(slots=True)
-class StepBacklog:
-    """Counters of sampled steps.
-
-    The number of measured steps minus the number of read steps is the number of steps that wait for the publisher. Each
-    counter is changed by one thread only.
-    """
-
-    measured: int = 0
-    """Steps that the training thread has measured."""
-    published: int = 0
-    """Steps whose statistics the publisher thread has read."""
 
 
 _Call = tuple[ActiveQuantity, Callable[..., None], Table | None]

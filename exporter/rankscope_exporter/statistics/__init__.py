@@ -6,7 +6,7 @@ The package knows neither the names of tensors nor the rules.
     group = MeasureGroup(rows)                  # once for each set of tensors that is measured together
     group.measure(tensors, table)               # in a hook: no host sync, no autograd, nothing changed
     copy = HostCopy(table)                      # at the end of the step
-    finished = finish(copy)                     # on the publisher thread, a step later
+    finished = copy.finish()                    # on the publisher thread, a step later
 
 `norm`, `min`, `max` and `mean` are over the *finite* elements (isfinite). `norm` is the square root of the sum of
 squares. The values are null without a finite element, and Inf beyond the range of float32. `nans` (isnan), `infs`

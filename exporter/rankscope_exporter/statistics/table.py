@@ -263,13 +263,12 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
 
-
-def finish(host: HostCopy, ops: Sequence[str] = VALUE_OPS) -> Finished:
-    """Return the statistics of a copied table, and free its host buffer. Once per copy, on the publisher thread."""
-    host.wait()
-    finished = _finished(host.buffer.numpy(), host.used, host.extra_sums, ops)
-    host.table.give_host_buffer(host.buffer)
-    return finished
+    def finish(self, ops: Sequence[str] = VALUE_OPS) -> Finished:
+        """Return the copied statistics, and free the host buffer. Called once, on the publisher thread."""
+        self.wait()
+        finished = _finished(self.buffer.numpy(), self.used, self.extra_sums, ops)
+        self.table.give_host_buffer(self.buffer)
+        return finished
 
 
 def _finished(

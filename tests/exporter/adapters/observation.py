@@ -19,7 +19,7 @@ from tests.programs import warm_processes
 
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_exporter import Monitor
-from rankscope_exporter.sinks import memory
+from rankscope_exporter.publish.sinks import memory
 
 EVERY = {**LOOPS, **MISFORTUNES, **ALONE}
 KINDS = ("gradients", "micro_gradients", "parameters", "optimizer_state")

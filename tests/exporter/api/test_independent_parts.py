@@ -19,14 +19,14 @@ from rankscope_exporter.api.session import Session
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.publishing import publisher as publisher_module
-from rankscope_exporter.publishing.console import Console
-from rankscope_exporter.publishing.publisher import Publisher
+from rankscope_exporter.publish import publisher as publisher_module
+from rankscope_exporter.publish.console import Console
+from rankscope_exporter.publish.publisher import Publisher
+from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
 from rankscope_exporter.reconfiguration.change_log import ChangeLog
 from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity
-from rankscope_exporter.serving.rank_server import RankServer
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
 

@@ -134,7 +134,7 @@ def test_rules_evaluate_logged_scalars_and_not_derived_ones():
 
 
 def test_step_is_published_during_a_pause_and_its_time_follows(monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr("rankscope_exporter.publish.publisher.IDLE_FLUSH_SECONDS", 0.2)
     with Training() as training:
         training.train()
         began = time.monotonic()
@@ -149,7 +149,7 @@ def test_step_is_published_during_a_pause_and_its_time_follows(monkeypatch):
 
 
 def test_a_pause_between_two_optimizers_does_not_split_the_step(monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr("rankscope_exporter.publish.publisher.IDLE_FLUSH_SECONDS", 0.1)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizers = [torch.optim.Adam(part.parameters()) for part in net]
     with Watched(net, optimizers) as watched:

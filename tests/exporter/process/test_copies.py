@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.sinks.records import FINITE, entry, identity, record
+from tests.exporter.publish.sinks.records import FINITE, entry, identity, record
 from torch import nn
 
 import rankscope
@@ -38,10 +38,10 @@ from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import CountError
+from rankscope_exporter.publish.serving_config import Address
+from rankscope_exporter.publish.sinks import Sink, sink_classes
+from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.quantities import quantity_classes
-from rankscope_exporter.serving.config import Address
-from rankscope_exporter.sinks import Sink, sink_classes
-from rankscope_exporter.sinks.memory import Row
 from rankscope_msprobe.trainer_mon import TrainerMon
 from rankscope_storage.connection import Connection
 

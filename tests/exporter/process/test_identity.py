@@ -12,7 +12,7 @@ from tests.exporter.ranks import RANKS, outcomes_of
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.process.identity import git_commit, resolve_identity
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.publish.serving_config import ServeConfig
 
 
 def test_single_process_names_its_run_after_the_script() -> None:

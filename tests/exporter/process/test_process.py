@@ -17,7 +17,7 @@ from rankscope.base.spools import store_spools
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.process import threads
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.serving.config import ServeConfig
+from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_storage.connection import connect
 
 PREAMBLE = """

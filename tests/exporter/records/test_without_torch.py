@@ -13,17 +13,17 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-WITH_TORCH = {"process.identity", "process.openmp", "publishing.publisher", "records.transfers"}
+WITH_TORCH = {"process.identity", "process.openmp", "publish.publisher", "records.transfers"}
 for room in ("process", "publishing", "records", "serving", "sinks"):
     package = importlib.import_module(f"rankscope_exporter.{room}")
     for found in pkgutil.iter_modules(package.__path__):
         if f"{room}.{found.name}" not in WITH_TORCH:
             importlib.import_module(f"{package.__name__}.{found.name}")
 
-from tests.exporter.sinks.records import FINITE, entry, record
+from tests.exporter.publish.sinks.records import FINITE, entry, record
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.serving.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import Ring
+from rankscope_exporter.publish.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check

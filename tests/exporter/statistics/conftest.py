@@ -14,7 +14,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter.statistics.kernels import backend_name
 from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import Finished
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 
 CPU = torch.device("cpu")
 
@@ -142,6 +142,6 @@ def measured(compiled: bool) -> Callable[..., Finished]:
         table = StatisticsTable(len(tensors), CPU)
         table.accumulate(VALUE_OPS)
         MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(tensors, table)
-        return finish(HostCopy(table))
+        return HostCopy(table).finish()
 
     return run

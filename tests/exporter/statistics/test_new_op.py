@@ -23,7 +23,7 @@ import torch
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter.statistics.kernels import backend_name
 from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 from rankscope_exporter.statistics import triton_kernels
 from rankscope_exporter.statistics.device_arguments import CHUNK, DeviceArguments
 sizes, dtypes = (7, CHUNK + 3), (torch.float32, torch.float64)
@@ -39,7 +39,7 @@ MeasureGroup(range(4), compiled=False).measure(tensors, plain)
 assert DeviceArguments(range(4), 0.0).run(triton_kernels.measure_jobs, tensors, triton) == []
 truth = [tensor[tensor.isfinite()].double().pow(3).mean() for tensor in tensors]
 for found in (compiled, plain, triton):
-    values = torch.from_numpy(finish(HostCopy(found)).values)
+    values = torch.from_numpy(HostCopy(found).finish().values)
     assert torch.allclose(values[VALUE_OPS.index("cubed")].double(), torch.stack(truth), rtol=1e-5), values
     assert torch.allclose(values[VALUE_OPS.index("kurtosis")][2:], torch.tensor(2.241), rtol=1e-3), values
 print(backend_name())

@@ -19,7 +19,7 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.statistics import torch_backend
 from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import EVERY_OP, chosen_ops, op_notices, rule_notices
-from rankscope_exporter.statistics.table import NUMEL_ROW, HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import NUMEL_ROW, HostCopy, StatisticsTable
 
 MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
 
@@ -36,8 +36,8 @@ def test_pending_and_finished_copies_are_not_changed_by_later_steps(compiled):
     results = []
     for step in (2, 0, 1):
         group.measure([torch.full((5,), 99.0)], table)
-        results.append(finish(copies[step]))
-        finish(HostCopy(table))
+        results.append(copies[step].finish())
+        HostCopy(table).finish()
 
     assert [(2.0, 3), (0.0, 1), (1.0, 2)] == [(one.values[MAX, 0], one.counts[NUMEL, 0]) for one in results]
 
@@ -49,7 +49,7 @@ def test_any_number_of_steps_needs_two_buffers(compiled):
     for _ in range(20):
         group.measure([torch.ones(3)], table)
         addresses.add(table.buffer.data_ptr())
-        finish(HostCopy(table))
+        HostCopy(table).finish()
 
     assert 2 == len(addresses)
 
@@ -61,9 +61,9 @@ def test_growing_table_keeps_its_statistics():
     MeasureGroup(range(1)).measure([torch.tensor([3.0, 4.0])], table)
     table.grow(70)
     MeasureGroup(range(69, 70)).measure([torch.ones(9)], table)
-    late = finish(HostCopy(table, 70))
+    late = HostCopy(table, 70).finish()
 
-    assert [5.0] == finish(early).values[0].tolist()
+    assert [5.0] == early.finish().values[0].tolist()
     assert [5.0, 3.0] == late.values[0, [0, 69]].tolist()
     assert [0, 69] == late.present.nonzero()[0].tolist()
 
@@ -85,7 +85,7 @@ def test_tensors_may_move_grow_and_return(compiled, check):
     ]
     for tensors in story * 2:
         group.measure(tensors, table)
-        finished = finish(HostCopy(table))
+        finished = HostCopy(table).finish()
         for entry, tensor in enumerate(tensors):
             if tensor is None:
                 assert not finished.present[entry]
@@ -114,7 +114,7 @@ def test_accelerator_formula_gives_the_same_numbers(check):
         counts = torch.stack([*parts[4:], torch.tensor(tensor.numel())])
         table.write(range(1), torch.stack(parts[:4]).unsqueeze(1), counts.unsqueeze(1))
 
-        check(finish(HostCopy(table)), 0, tensor, ops=DEFAULT_OPS)
+        check(HostCopy(table).finish(), 0, tensor, ops=DEFAULT_OPS)
 
 
 def test_table_created_in_inference_mode_works_in_training(compiled):
@@ -122,7 +122,7 @@ def test_table_created_in_inference_mode_works_in_training(compiled):
         table = StatisticsTable(1, CPU)
     MeasureGroup([0], compiled=compiled).measure([torch.full((3,), 2.0)], table)
 
-    assert 2.0 == finish(HostCopy(table)).values[MAX, 0]
+    assert 2.0 == HostCopy(table).finish().values[MAX, 0]
 
 
 def test_kernel_that_becomes_ready_within_a_step_is_used_from_the_next() -> None:

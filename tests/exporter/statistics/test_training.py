@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS
 from rankscope_exporter import Monitor
 from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 
@@ -56,7 +56,7 @@ def test_measuring_adds_nothing_to_the_autograd_graph(compiled, check):
 
     assert not table.buffer.requires_grad
     assert torch.equal(weight.detach().exp(), weight.grad)
-    check(finish(HostCopy(table)), 2, weight.grad, ops=DEFAULT_OPS)
+    check(HostCopy(table).finish(), 2, weight.grad, ops=DEFAULT_OPS)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rankscope_exporter.statistics import kernels as loading
 from rankscope_exporter.statistics.device_arguments import DeviceArguments
 from rankscope_exporter.statistics.measure_group import MeasureGroup
 from rankscope_exporter.statistics.selection import Finished
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable, finish
+from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 
 CHUNK = 64
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -43,7 +43,7 @@ def measured(kernels: Any) -> Callable[..., Finished]:
         table = StatisticsTable(len(tensors), CPU)
         table.accumulate(VALUE_OPS)
         assert [] == DeviceArguments(range(len(tensors)), zero_below).run(kernels.measure_jobs, tensors, table)
-        return finish(HostCopy(table))
+        return HostCopy(table).finish()
 
     return run
 
@@ -79,7 +79,7 @@ def test_tensors_that_move_keep_their_entries(kernels, check):
     for tensors in (first, first, second, third, first):
         table = StatisticsTable(3, CPU)
         arguments.run(kernels.measure_jobs, tensors, table)
-        finished = finish(HostCopy(table))
+        finished = HostCopy(table).finish()
         for entry, tensor in enumerate(tensors):
             assert (tensor is not None) == finished.present[entry]
             if tensor is not None:
@@ -118,7 +118,7 @@ def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeyp
             arguments.run(kernels.measure_jobs, tensors, table)
     arguments.run(kernels.measure_jobs, tensors, table)
 
-    check(finish(HostCopy(table)), 0, tensors[0], ops=DEFAULT_OPS)
+    check(HostCopy(table).finish(), 0, tensors[0], ops=DEFAULT_OPS)
 
 
 def test_kernels_start_on_the_device_of_the_table(kernels, monkeypatch):
@@ -180,7 +180,7 @@ def test_group_uses_the_kernel_of_its_device(kernels, monkeypatch, check):
     tensors = [numbers(CHUNK + 9, torch.bfloat16), numbers(40, torch.float32)[::2], torch.arange(9)]
     table = StatisticsTable(3, CPU)
     MeasureGroup(range(3)).measure(tensors, table)
-    finished = finish(HostCopy(table))
+    finished = HostCopy(table).finish()
 
     for entry, tensor in enumerate(tensors):
         check(finished, entry, tensor, ops=DEFAULT_OPS)

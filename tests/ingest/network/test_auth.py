@@ -12,9 +12,9 @@ from aiohttp import web
 from rankscope_contract.wire.tls import client_context, server_context
 from rankscope_contract.wire.web_config import TlsServer
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving.config import Address, server_tls
-from rankscope_exporter.serving.http_server import Answer, HttpServer
-from rankscope_exporter.serving.registration import ServiceClient, UnreachableError
+from rankscope_exporter.publish.http_server import Answer, HttpServer
+from rankscope_exporter.publish.registration import ServiceClient, UnreachableError
+from rankscope_exporter.publish.serving_config import Address, server_tls
 from rankscope_ingest.base import tls as service_tls
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError

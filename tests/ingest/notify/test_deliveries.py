@@ -23,7 +23,7 @@ from aiosmtpd.smtp import AuthResult
 from rankscope.base.http_client import get
 from rankscope.commands.dashboards import _server
 from rankscope_dashboards.grafana.server import GrafanaError
-from rankscope_exporter.serving.registration import ServiceClient
+from rankscope_exporter.publish.registration import ServiceClient
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.network.http_client import HttpClient
 from rankscope_ingest.notify.deliveries import Deliveries

@@ -15,8 +15,8 @@ from tests.programs import Started, start_module
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.rank_server import RankServer
+from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_storage.connection import connect
 
 STORED = "FROM events WHERE type = 'anomaly'"

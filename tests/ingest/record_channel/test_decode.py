@@ -27,9 +27,9 @@ from rankscope_contract.model.schema import (
     PlanEntry,
     plan_hash,
 )
+from rankscope_exporter.publish.wire_encoder import encode, stream
 from rankscope_exporter.records.plan_entries import NamedPlan
 from rankscope_exporter.records.step_record import Statistics, StepRecord
-from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.arrow_guard import inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.end_to_end.stored_rows import tables_of
-from tests.exporter.sinks.records import ABSENT, FINITE, Numbers, entry, identity, imported, record
+from tests.exporter.publish.sinks.records import ABSENT, FINITE, Numbers, entry, identity, imported, record
 from tests.properties import examples
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import PLAN_PATH
+from rankscope_exporter.publish.wire_encoder import encode, stream
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving.wire_encoder import encode, stream
 from rankscope_msprobe.files.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store

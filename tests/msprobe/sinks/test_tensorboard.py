@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.exporter.sinks.records import ABSENT, FINITE, entry, identity, record
+from tests.exporter.publish.sinks.records import ABSENT, FINITE, entry, identity, record
 from torch import nn
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.publish.sinks import event_file
+from rankscope_exporter.publish.sinks.memory import Api, ApiOptions
 from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.sinks import event_file
-from rankscope_exporter.sinks.memory import Api, ApiOptions
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
 from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
 from rankscope_msprobe.files.csv_layout import FLOAT_OPS

@@ -255,7 +255,7 @@ def test_training_in_eval_mode_is_not_an_evaluation(training):
 
 def test_step_is_published_during_a_later_evaluation(monkeypatch, training, eventually):
     """Each batch is a phase of milliseconds; the step must not wait for the last one, nor have a row for each."""
-    monkeypatch.setattr("rankscope_exporter.publishing.publisher.IDLE_FLUSH_SECONDS", 0.5)
+    monkeypatch.setattr("rankscope_exporter.publish.publisher.IDLE_FLUSH_SECONDS", 0.5)
     monkeypatch.setattr("rankscope_exporter.training.recorder.LOGGING_SECONDS", 0.5)
 
     def loop(monitor: Monitor) -> None:

@@ -29,7 +29,7 @@ from rankscope_contract.wire.escaping import file_name
 from rankscope_contract.wire.tls import HUNG_UP, MakeContext, explain_to_client
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.serving.config import ServeConfig, client_tls
+from rankscope_exporter.publish.serving_config import ServeConfig, client_tls
 
 REGISTER_SECONDS: Final = 5.0
 POKE_SECONDS: Final = 1.0

@@ -32,18 +32,18 @@ from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_contract.wire.spool.reader import service_name
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.publish.exposition import ExporterStats, Exposition
+from rankscope_exporter.publish.http_server import HttpServer, open_server
+from rankscope_exporter.publish.latest_values import LatestValues
+from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish.rank_state import RankServerSources, RankState
+from rankscope_exporter.publish.registration import DiscoveryFile, RegistrationLoop, service_client
+from rankscope_exporter.publish.ring import Ring
+from rankscope_exporter.publish.routes import Routes
+from rankscope_exporter.publish.serving_config import ServeConfig
+from rankscope_exporter.publish.spool_writer import spool_of
+from rankscope_exporter.publish.wire_encoder import encode
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.exposition import ExporterStats, Exposition
-from rankscope_exporter.serving.http_server import HttpServer, open_server
-from rankscope_exporter.serving.latest_values import LatestValues
-from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.rank_state import RankServerSources, RankState
-from rankscope_exporter.serving.registration import DiscoveryFile, RegistrationLoop, service_client
-from rankscope_exporter.serving.ring import Ring
-from rankscope_exporter.serving.routes import Routes
-from rankscope_exporter.serving.spool_writer import spool_of
-from rankscope_exporter.serving.wire_encoder import encode
 
 
 class ClockWatch:

@@ -27,18 +27,15 @@ from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType, Sever
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.curve import CurveRule
-from rankscope_exporter.adapters.monitored_model import with_chunk_number
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread, no_fork
-from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
-from rankscope_exporter.publishing.silent_kinds import SilentKinds
+from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
+from rankscope_exporter.publish.latest_values import NO_KIND
+from rankscope_exporter.publish.silent_kinds import SilentKinds
 from rankscope_exporter.records.pending_step import Deferred, Row, Scalar, skipped_event
-from rankscope_exporter.records.step_record import Statistics, StepRecord
-from rankscope_exporter.sampling.active_quantities import StepBacklog
-from rankscope_exporter.serving.latest_values import NO_KIND
+from rankscope_exporter.records.step_record import Statistics, StepBacklog, StepRecord
 from rankscope_exporter.statistics.selection import Finished, Published
-from rankscope_exporter.statistics.table import finish
 
 MOST_PASSES: Final = 8
 """Largest number of backward passes before an update that is considered. More skipped steps in a row are reported."""
@@ -385,7 +382,7 @@ class Publisher:
             return None, None
         plan, published = version.named, version.published
         try:
-            finished = finish(record.copy, plan.plan.value_ops)
+            finished = record.copy.finish(plan.plan.value_ops)
         finally:
             self._backlog.published += 1
         if record.expected:
@@ -448,7 +445,10 @@ class Publisher:
 
 def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary
     read = deferred.read()
-    return [with_chunk_number(row) for row in read] if has_chunks and deferred.dataset in _OF_CHUNKS else read
+    if not has_chunks or deferred.dataset not in _OF_CHUNKS:
+        return read
+    names = (row["tensor"] if "tensor" in row else row["module"] for row in read)
+    return [{**row, "vpp_stage": int(name.partition(".")[0])} for row, name in zip(read, names, strict=True)]
 
 
 def _is_overflow(statistics: Statistics) -> bool:

@@ -29,7 +29,7 @@ from typing import Any, Final
 from rankscope_contract.wire.tls import MakeContext, explain_to_server
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.serving.config import (
+from rankscope_exporter.publish.serving_config import (
     REQUEST_BODY_READ,
     TEXT,
     Address,

@@ -19,12 +19,12 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
 from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.publish.http_server import Answer, HttpServer
+from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.rank_state import RankServerSources
+from rankscope_exporter.publish.serving_config import Address, ServeConfig
 from rankscope_exporter.records.plan_entries import NamedPlan
 from rankscope_exporter.records.step_record import Statistics, StepRecord
-from rankscope_exporter.serving.config import Address, ServeConfig
-from rankscope_exporter.serving.http_server import Answer, HttpServer
-from rankscope_exporter.serving.rank_server import RankServer
-from rankscope_exporter.serving.rank_state import RankServerSources
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"

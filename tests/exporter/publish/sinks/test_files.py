@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.sinks.records import FINITE, entry, identity, imported, record
+from tests.exporter.publish.sinks.records import FINITE, entry, identity, imported, record
 from torch import nn
 
 from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.publish.sinks import files, sink_classes
+from rankscope_exporter.publish.sinks.base import LONGEST_PAUSE, Sink, Sinks
+from rankscope_exporter.publish.sinks.files import output_folder
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sinks import files, sink_classes
-from rankscope_exporter.sinks.base import LONGEST_PAUSE, Sink, Sinks
-from rankscope_exporter.sinks.files import output_folder
 from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
 from rankscope_msprobe.sinks.tensorboard import TensorBoard, TensorBoardOptions
 
@@ -388,7 +388,7 @@ def test_forked_workers_write_no_rows(config, tmp_path):
     assert 1 == len(list((tmp_path / "out").glob("*-rank0-*")))
 
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "sinks.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "sinks.md"
 
 
 def test_page_documents_every_sink_and_setting():

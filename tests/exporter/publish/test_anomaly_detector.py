@@ -13,7 +13,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.curve import evaluate, needed_values, next_baseline, to_float32
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
-from rankscope_exporter.publishing.anomaly_detector import AnomalyDetector
+from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
 from rankscope_exporter.statistics.selection import Finished
 
 KINDS = ("act_out", "grad_reduced", "param_after")

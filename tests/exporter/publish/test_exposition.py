@@ -23,10 +23,10 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.publish.exposition import ExporterStats, Exposition
+from rankscope_exporter.publish.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import Statistics, StepRecord
-from rankscope_exporter.serving.exposition import ExporterStats, Exposition
-from rankscope_exporter.serving.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "exporter_page.txt"
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))

@@ -19,8 +19,8 @@ from rankscope_contract.wire.channel import STATE_DRAINING
 from rankscope_contract.wire.spool import Orphan, SpoolError
 from rankscope_contract.wire.spool.reader import folders, read_service
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.serving.registration import RefusedError, ServiceClient, UnreachableError, retry_seconds
-from rankscope_exporter.serving.spool import needed_plans
+from rankscope_exporter.publish.registration import RefusedError, ServiceClient, UnreachableError, retry_seconds
+from rankscope_exporter.publish.spool import needed_plans
 
 log = logging.getLogger(__name__)
 

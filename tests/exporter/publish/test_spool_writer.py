@@ -17,11 +17,11 @@ from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import Orphan, SpoolReader
 from rankscope_contract.wire.spool.reader import read_service, service_name
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.publish import orphan_recovery, spool_writer
+from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish.spool import Spool, needed_plans
+from rankscope_exporter.publish.wire_encoder import encode
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving import orphan_recovery, spool_writer
-from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.spool import Spool, needed_plans
-from rankscope_exporter.serving.wire_encoder import encode
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OWN = "feedc0de"

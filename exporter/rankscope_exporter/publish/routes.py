@@ -40,13 +40,13 @@ from rankscope_contract.wire.channel import (
 )
 from rankscope_contract.wire.spool import Orphan, SpoolRecords
 from rankscope_exporter.process.errors import ConfigError, ShareError
-from rankscope_exporter.serving.exposition import Exposition
-from rankscope_exporter.serving.http_server import Answer, Request
-from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.rank_state import RankServerSources, RankState, RecentClients
-from rankscope_exporter.serving.ring import CursorError, Ring
-from rankscope_exporter.serving.spool_writer import SpoolWriter
-from rankscope_exporter.serving.wire_encoder import stream
+from rankscope_exporter.publish.exposition import Exposition
+from rankscope_exporter.publish.http_server import Answer, Request
+from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish.rank_state import RankServerSources, RankState, RecentClients
+from rankscope_exporter.publish.ring import CursorError, Ring
+from rankscope_exporter.publish.spool_writer import SpoolWriter
+from rankscope_exporter.publish.wire_encoder import stream
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"

@@ -21,9 +21,9 @@ from rankscope_contract.wire.channel import NOTHING, Registration
 from rankscope_contract.wire.spool import SpoolError, SpoolRecords
 from rankscope_contract.wire.spool.reader import service_name
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.serving.config import ServeConfig
-from rankscope_exporter.serving.spool import FAILED, Spool
-from rankscope_exporter.serving.wire_encoder import EncodedRecord
+from rankscope_exporter.publish.serving_config import ServeConfig
+from rankscope_exporter.publish.spool import FAILED, Spool
+from rankscope_exporter.publish.wire_encoder import EncodedRecord
 
 T = TypeVar("T")
 

@@ -18,11 +18,11 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.wire.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving import http_server, orphan_recovery
-from rankscope_exporter.serving.config import ServeConfig, ServeError
-from rankscope_exporter.serving.http_server import Answer, open_server
-from rankscope_exporter.serving.orphan_recovery import OrphanRecovery
-from rankscope_exporter.serving.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
+from rankscope_exporter.publish import http_server, orphan_recovery
+from rankscope_exporter.publish.http_server import Answer, open_server
+from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
+from rankscope_exporter.publish.serving_config import ServeConfig, ServeError
 
 
 @pytest.fixture

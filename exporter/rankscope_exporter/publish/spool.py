@@ -32,8 +32,8 @@ from rankscope_contract.wire.spool.reader import (
     write_whole,
 )
 from rankscope_exporter.process.threads import no_fork
+from rankscope_exporter.publish.wire_encoder import OPTIONAL, EncodedRecord, schema_of, stream
 from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.serving.wire_encoder import OPTIONAL, EncodedRecord, schema_of, stream
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024

@@ -15,7 +15,7 @@ import pkgutil
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.extension import extension
 from rankscope_exporter.process.validation import listed
-from rankscope_exporter.sinks.base import Sink
+from rankscope_exporter.publish.sinks.base import Sink
 
 __all__ = ["Sink", "sink_class", "sink_classes"]
 

@@ -19,11 +19,11 @@ from rankscope_contract.wire.tls import client_context, server_context
 from rankscope_contract.wire.web_config import TlsServer
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.serving import http_server
-from rankscope_exporter.serving.config import Address, ServeConfig, ServeError, client_tls, server_tls
-from rankscope_exporter.serving.http_server import Answer, HttpServer, open_server
-from rankscope_exporter.serving.rank_state import MOST_CLIENTS, RankServerSources, RecentClients
-from rankscope_exporter.serving.registration import RefusedError, ServiceClient, UnreachableError
+from rankscope_exporter.publish import http_server
+from rankscope_exporter.publish.http_server import Answer, HttpServer, open_server
+from rankscope_exporter.publish.rank_state import MOST_CLIENTS, RankServerSources, RecentClients
+from rankscope_exporter.publish.registration import RefusedError, ServiceClient, UnreachableError
+from rankscope_exporter.publish.serving_config import Address, ServeConfig, ServeError, client_tls, server_tls
 
 
 def listening(host, port):

@@ -23,12 +23,12 @@ from rankscope_contract.model.schema import (
     PlanEntry,
     canonical_labels,
 )
+from rankscope_exporter.publish.rank_server import ClockWatch
+from rankscope_exporter.publish.ring import CursorError, Ring
+from rankscope_exporter.publish.serving_config import MIN_RING_RECORDS
+from rankscope_exporter.publish.wire_encoder import OPTIONAL, encode, stream
 from rankscope_exporter.records.pending_step import Scalar
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.serving.config import MIN_RING_RECORDS
-from rankscope_exporter.serving.rank_server import ClockWatch
-from rankscope_exporter.serving.ring import CursorError, Ring
-from rankscope_exporter.serving.wire_encoder import OPTIONAL, encode, stream
 
 EVERYTHING = 1 << 40
 

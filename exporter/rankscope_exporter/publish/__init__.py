@@ -1,0 +1,1 @@
+"""From a record to its readers: publisher thread, rules, ring, spool, HTTP server, registration, and sinks."""

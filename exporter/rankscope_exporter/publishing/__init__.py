@@ -1,1 +1,0 @@
-"""The publisher thread, anomaly detection, and the lines that a rank prints."""
