@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError:  # the file is run, or imported by a test
     BuildHookInterface = object
 
-FOLDER: Final = Path(__file__).resolve().parent / "exporter" / "rankscope_exporter" / "statistics"
+FOLDER: Final = Path(__file__).resolve().parent / "exporter" / "rankscope_exporter" / "measure" / "kernels"
 SOURCE: Final = FOLDER / "kernel.c"
 LIBRARY: Final = "_kernel.so"
 
@@ -81,7 +81,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc]  # hatchling ma
             return
         if version != "editable":
             build_data.update(pure_python=False, tag=tag)
-            build_data["force_include"][str(library)] = f"rankscope_exporter/statistics/{LIBRARY}"
+            build_data["force_include"][str(library)] = f"rankscope_exporter/measure/kernels/{LIBRARY}"
 
 
 if __name__ == "__main__":

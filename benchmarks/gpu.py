@@ -30,11 +30,11 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig
+from rankscope_exporter.measure.kernels.compiled import backend_name, kernel_of
+from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
+from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
+from rankscope_exporter.measure.quantities import quantity_classes
 from rankscope_exporter.monitors.hardware.gpu import READINGS, Gpu, load_nvml, uuid_of
-from rankscope_exporter.quantities import quantity_classes
-from rankscope_exporter.statistics.kernels import backend_name, kernel_of
-from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import StatisticsTable
 
 STAND_IN: Final = os.environ.get("RANKSCOPE_GPU_STAND_IN")
 DEVICE: Final = torch.device(STAND_IN or "cuda")

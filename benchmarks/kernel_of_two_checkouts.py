@@ -17,9 +17,9 @@ from pathlib import Path
 WORKER = """
 import json, sys, time, torch
 from pathlib import Path
-from rankscope_exporter.statistics.kernels import backend_name, warm_up
-from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import StatisticsTable
+from rankscope_exporter.measure.kernels.compiled import backend_name, warm_up
+from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
+from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 torch.set_num_threads(int(sys.argv[1]))
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4 // 1024

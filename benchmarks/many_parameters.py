@@ -22,8 +22,8 @@ from _rows import Row, print_rows
 from torch import nn
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.table import StatisticsTable
+from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
+from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 
 PARAMETERS = 12_000
 ROUNDS = 5

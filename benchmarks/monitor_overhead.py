@@ -18,7 +18,7 @@ from _rows import Row, print_rows, ratio_with_interval
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.measure.kernels.compiled import backend_name
 
 BLOCK_STEPS = 2
 PAIRS = 16

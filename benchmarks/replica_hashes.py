@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from _rows import Row, cpu_seconds, print_rows
 
-from rankscope_exporter.quantities.hashes import Measure
-from rankscope_exporter.statistics.hashes import Hasher
+from rankscope_exporter.measure.kernels.hashes import Hasher
+from rankscope_exporter.measure.quantities.hashes import Measure
 
 PARAMETERS = 10_000_000
 TENSORS = 150

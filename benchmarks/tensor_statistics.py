@@ -16,10 +16,10 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
+from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
-from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.selection import Finished
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
+from rankscope_exporter.records.selection import Finished
 
 PARAMETERS = 10_000_000
 TENSORS = 150

@@ -2,7 +2,7 @@
 
 import gc
 
-from rankscope_exporter.statistics import kernels, measure_group  # noqa: F401 - programs need them
+from rankscope_exporter.measure.kernels import measure_group  # noqa: F401 - programs need them
 
 gc.collect()
 gc.freeze()

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 sys.path.insert(0, ".")
-from tests.exporter.quantities import hash_runs
+from tests.exporter.measure.quantities import hash_runs
 hash_runs.main(Path({folder!r}), {cases!r})
 """
 

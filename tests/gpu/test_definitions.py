@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.measure.kernels.conftest import assert_is_true, check, check_all, exact, truth  # noqa: F401
+from tests.exporter.measure.kernels.test_definitions import *  # noqa: F403 - pytest collects them here with these fixtures
 from tests.exporter.parts import records_of, session_of
-from tests.exporter.statistics.conftest import assert_is_true, check, check_all, exact, truth  # noqa: F401
-from tests.exporter.statistics.test_definitions import *  # noqa: F403 - pytest collects them here with these fixtures
 from tests.gpu.trainings import Device, configured
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_exporter import Monitor
-from rankscope_exporter.statistics.hashes import Hasher, finished
-from rankscope_exporter.statistics.kernels import kernel_of
-from rankscope_exporter.statistics.measure_group import MeasureGroup
-from rankscope_exporter.statistics.selection import Finished
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
-from rankscope_exporter.statistics.tensor_access import PLAIN_TYPES, is_freed
+from rankscope_exporter.measure.kernels.compiled import kernel_of
+from rankscope_exporter.measure.kernels.hashes import Hasher, finished
+from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
+from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
+from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES, is_freed
+from rankscope_exporter.records.selection import Finished
 
 
 @pytest.fixture(scope="module")

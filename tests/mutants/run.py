@@ -51,7 +51,7 @@ AREAS: Final = {
         "exporter/rankscope_exporter/training/*.py",
         "exporter/rankscope_exporter/observers/step_timing/*.py",
     ),
-    "statistics": ("exporter/rankscope_exporter/statistics/**/[!nk]*.py",),
+    "statistics": ("exporter/rankscope_exporter/measure/kernels/**/[!nk]*.py",),
     "record validation": ("ingest/rankscope_ingest/record_channel/*.py",),
     "line grammar": (
         "ingest/rankscope_ingest/importers/*.py",

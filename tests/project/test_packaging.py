@@ -130,7 +130,7 @@ with monitor:
         optimizer.zero_grad()
         monitor.log(loss=1.0)
 assert monitor.faults == 0, monitor.faults
-from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.measure.kernels.compiled import backend_name
 print(rankscope.__file__, backend_name())
 """
 
@@ -145,7 +145,7 @@ def test_installed_wheel_monitors_with_base_requirements_only(rank_install):
     assert done.stdout.endswith(" C\n" if shutil.which("cc") else " torch\n")
 
 
-LIBRARY = "rankscope_exporter/statistics/_kernel.so"
+LIBRARY = "rankscope_exporter/measure/kernels/_kernel.so"
 
 
 def test_wheel_with_the_kernel_runs_where_its_tag_states(wheel, require_server):

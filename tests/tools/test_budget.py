@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from rankscope_exporter.statistics.kernels import backend_name
+from rankscope_exporter.measure.kernels.compiled import backend_name
 from tools import budget, structure
 
 

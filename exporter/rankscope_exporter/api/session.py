@@ -25,6 +25,7 @@ from rankscope_exporter.api.wiring import (
 )
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
+from rankscope_exporter.measure.kernels.compiled import backend_name, warm_up_seconds
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.observers.resources import ResourceObserver
@@ -47,7 +48,6 @@ from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
-from rankscope_exporter.statistics.kernels import backend_name, warm_up_seconds
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks

@@ -18,6 +18,8 @@ from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.measure.kernels.compiled import warm_up
+from rankscope_exporter.measure.table import Measurement
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.observers.step_timing.clock import clock_of
@@ -32,13 +34,11 @@ from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.publish.spool_writer import SpoolWriter
-from rankscope_exporter.quantities.table import Measurement
+from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantities import ActiveQuantities
 from rankscope_exporter.sampling.sampling_config import Part, selected_parts
-from rankscope_exporter.statistics.kernels import warm_up
-from rankscope_exporter.statistics.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.current_step import CurrentStep
 
 WARM_UP_AT_STEP: Final = 3

@@ -36,6 +36,8 @@ from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.config.loader import other_keys, read_settings, translated_from_other, translated_settings
 from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
+from rankscope_exporter.measure.quantities import Quantity, select_quantities
+from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
@@ -59,9 +61,7 @@ from rankscope_exporter.process.validation import (
 )
 from rankscope_exporter.publish.serving_config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of
 from rankscope_exporter.publish.sinks import Sink, sink_class
-from rankscope_exporter.quantities import Quantity, select_quantities
-from rankscope_exporter.quantities.base import QuantityOptions, TargetNames
-from rankscope_exporter.statistics.selection import chosen_ops
+from rankscope_exporter.records.selection import chosen_ops
 
 MAX_ITEMS: Final = 100
 """Maximum number of items of a list. In a longer list, a text replaces the omitted items and contains their count."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final
 
 from rankscope_contract.rules.base import AnomalyRule
+from rankscope_exporter.measure.quantities import select_quantities
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import Checked, at_least, check_keys, listed, number, table, validate
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.quantities import select_quantities
 
 _SECONDS: Final = number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")
 

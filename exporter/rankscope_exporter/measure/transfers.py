@@ -13,8 +13,8 @@ import torch
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.adapters.tracing import untransformed
+from rankscope_exporter.measure.kernels.statistics_table import queued_event
 from rankscope_exporter.records.pending_step import LABEL_OF_GROUP, Pending, Transfer
-from rankscope_exporter.statistics.table import queued_event
 
 
 def copied_to_host(tensor: torch.Tensor) -> Transfer:

@@ -34,8 +34,8 @@ from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFi
 from rankscope_exporter.publish.latest_values import NO_KIND
 from rankscope_exporter.publish.silent_kinds import SilentKinds
 from rankscope_exporter.records.pending_step import Deferred, Row, Scalar, skipped_event
+from rankscope_exporter.records.selection import Finished, Published
 from rankscope_exporter.records.step_record import Statistics, StepBacklog, StepRecord
-from rankscope_exporter.statistics.selection import Finished, Published
 
 MOST_PASSES: Final = 8
 """Largest number of backward passes before an update that is considered. More skipped steps in a row are reported."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
-from rankscope_exporter.statistics.selection import Ops, Published, carried_ops, masks
+from rankscope_exporter.records.selection import Ops, Published, carried_ops, masks
 
 if TYPE_CHECKING:
     import torch

@@ -4,8 +4,8 @@ An observer derives from `StepObserver` and overrides methods for the events tha
 such a method runs. The methods may read a clock or store a reference; they perform no I/O, do not wait, and store a
 limited amount of data.
 
-Quantities (`quantities.base.Quantity`) have methods with the same names for some of the events. These methods are
-called at sampled steps only. A method that may measure gets the table to which it writes the statistics.
+Quantities (`measure.quantities.base.Quantity`) have methods with the same names for some of the events. These methods
+are called at sampled steps only. A method that may measure gets the table to which it writes the statistics.
 """
 
 from __future__ import annotations

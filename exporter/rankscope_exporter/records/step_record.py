@@ -12,7 +12,7 @@ import pyarrow as pa
 from rankscope_contract.model.events import Event
 from rankscope_exporter.records.pending_step import Deferred, ExpectedRows, Pending, Scalar
 from rankscope_exporter.records.plan_entries import NamedPlan, PlanVersion
-from rankscope_exporter.statistics.selection import Finished
+from rankscope_exporter.records.selection import Finished
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

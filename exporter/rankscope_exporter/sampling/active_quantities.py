@@ -13,15 +13,15 @@ import torch
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
+from rankscope_exporter.measure.quantities.base import Quantity
+from rankscope_exporter.measure.table import Measurement, StepTable, Table
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import Quantity
-from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.selection import NO_OP, Finished, Ops, carried_ops
 from rankscope_exporter.records.step_record import StepBacklog, StepRecord
 from rankscope_exporter.sampling.active_quantity import ActiveQuantity, GateState
 from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
-from rankscope_exporter.statistics.selection import NO_OP, Finished, Ops, carried_ops
-from rankscope_exporter.statistics.table import HostCopy, StatisticsTable
 
 MAX_BACKLOG: Final = 64
 """Largest number of sampled steps that may wait for the publisher.

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
+from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions
+from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import Quantity, QuantityOptions
-from rankscope_exporter.quantities.table import StepTable, Table
+from rankscope_exporter.records.selection import EVERY_OP, Ops
 from rankscope_exporter.sampling.sampling_config import QuantitySampling, Timing
-from rankscope_exporter.statistics.selection import EVERY_OP, Ops
 
 
 @dataclass(slots=True)

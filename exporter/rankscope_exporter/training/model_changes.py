@@ -14,7 +14,7 @@ from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
 from rankscope_exporter.adapters.parameter_names import entry
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
-from rankscope_exporter.quantities.base import REMEDY
+from rankscope_exporter.measure.quantities.base import REMEDY
 from rankscope_exporter.records.step_events import StepObserver
 
 

@@ -17,11 +17,11 @@ import torch
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.measure.quantities.base import Quantity
+from rankscope_exporter.measure.table import Table
 from rankscope_exporter.measure.transfers import take
 from rankscope_exporter.observers.step_timing.observer import Kind
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.quantities.base import Quantity
-from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.records.pending_step import Pending
 from rankscope_exporter.records.step_events import Cause, StepEvents, timing
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds

@@ -34,6 +34,7 @@ from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, Mon
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
 from rankscope_exporter.api.session_end import EndedRun
 from rankscope_exporter.config.sections import HardwareConfig
+from rankscope_exporter.measure.quantities import quantity_classes
 from rankscope_exporter.observers.throughput.costs import ThroughputConfig
 from rankscope_exporter.observers.throughput.flop_counter import FlopCount
 from rankscope_exporter.process.copies import CopiesDoNothing
@@ -41,7 +42,6 @@ from rankscope_exporter.process.errors import CountError
 from rankscope_exporter.publish.serving_config import Address
 from rankscope_exporter.publish.sinks import Sink, sink_classes
 from rankscope_exporter.publish.sinks.memory import Row
-from rankscope_exporter.quantities import quantity_classes
 from rankscope_msprobe.trainer_mon import TrainerMon
 from rankscope_storage.connection import Connection
 

@@ -14,7 +14,7 @@ from rankscope_contract.rules.curve import evaluate, needed_values, next_baselin
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
-from rankscope_exporter.statistics.selection import Finished
+from rankscope_exporter.records.selection import Finished
 
 KINDS = ("act_out", "grad_reduced", "param_after")
 NULL = math.nan

@@ -14,10 +14,10 @@ from tests.exporter.parts import Training
 from tests.programs import run_program
 from tests.properties import examples
 
-from rankscope_exporter import quantities
+from rankscope_exporter.measure import quantities
+from rankscope_exporter.measure.quantities.parameters import Parameters
+from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import share_of
-from rankscope_exporter.quantities.parameters import Parameters
-from rankscope_exporter.quantities.table import Table
 from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict
 
 PROGRAM = """

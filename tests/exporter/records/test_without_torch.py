@@ -13,8 +13,8 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-WITH_TORCH = {"process.identity", "process.openmp", "publish.publisher", "records.transfers"}
-for room in ("process", "publishing", "records", "serving", "sinks"):
+WITH_TORCH = {"process.identity", "process.openmp", "publish.publisher"}
+for room in ("process", "publish", "publish.sinks", "records"):
     package = importlib.import_module(f"rankscope_exporter.{room}")
     for found in pkgutil.iter_modules(package.__path__):
         if f"{room}.{found.name}" not in WITH_TORCH:

@@ -13,14 +13,14 @@ from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
+from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
+from rankscope_exporter.measure.table import Measurement, StepTable, Table
 from rankscope_exporter.publish.sinks.memory import rows_of
-from rankscope_exporter.quantities.table import Measurement, StepTable, Table
 from rankscope_exporter.records.plan_entries import ParameterEntries
+from rankscope_exporter.records.selection import EVERY_OP
 from rankscope_exporter.records.step_record import StepRecord
 from rankscope_exporter.sampling.active_quantity import Schedule
 from rankscope_exporter.sampling.sampling_config import Timing
-from rankscope_exporter.statistics.selection import EVERY_OP
-from rankscope_exporter.statistics.table import StatisticsTable
 
 
 def layers() -> nn.Sequential:

@@ -18,11 +18,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
-from rankscope_exporter.quantities.table import Measurement, StepTable, Table
+from rankscope_exporter.measure.kernels.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
+from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
+from rankscope_exporter.measure.table import Measurement, StepTable, Table
 from rankscope_exporter.records.plan_entries import ParameterEntries
-from rankscope_exporter.statistics.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
-from rankscope_exporter.statistics.selection import EVERY_OP
-from rankscope_exporter.statistics.table import StatisticsTable
+from rankscope_exporter.records.selection import EVERY_OP
 
 
 def rows_by_step(found: Published) -> dict[int, set[tuple[str, str, int | None]]]:

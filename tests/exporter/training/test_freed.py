@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.quantities import quantity_classes
+from rankscope_exporter.measure.quantities import quantity_classes
 
 STEPS = 3
 HASHES = {"of": "all", "every": 1, "state": True}

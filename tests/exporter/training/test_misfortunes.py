@@ -16,11 +16,11 @@ from torch.func import functional_call
 
 from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
+from rankscope_exporter.measure.quantities.activations.quantity import Activations
+from rankscope_exporter.measure.quantities.gradients import Gradients
+from rankscope_exporter.measure.quantities.optimizer_state import OptimizerState
+from rankscope_exporter.measure.quantities.parameters import Parameters
 from rankscope_exporter.observers.throughput import ThroughputConfig
-from rankscope_exporter.quantities.activations.quantity import Activations
-from rankscope_exporter.quantities.gradients import Gradients
-from rankscope_exporter.quantities.optimizer_state import OptimizerState
-from rankscope_exporter.quantities.parameters import Parameters
 from rankscope_exporter.training.step_tracker import Ended, StepTracker
 
 STEPS, FAULTY = 5, 3

@@ -1,0 +1,179 @@
+"""Compiled kernels for the statistics: one for CPUs, and one for each CUDA device.
+
+The one for a CUDA device needs Triton, which is optional. A background thread imports Triton and compiles the kernel
+once per process, which takes seconds. Until the kernel is ready, or if the library is missing, torch operations compute
+the same statistics.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from rankscope_exporter.measure.kernels import torch_backend
+from rankscope_exporter.measure.kernels.c_kernel import c_kernel
+from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
+from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Kernel, StatisticsTable
+from rankscope_exporter.process.graph_capture import others_may_capture
+from rankscope_exporter.process.threads import OwnThread
+
+log = logging.getLogger("rankscope_exporter.measure.kernels")
+
+_FORK_WAITS_SECONDS: Final = 10.0
+_CPU: Final = torch.device("cpu")
+
+
+class LazyKernel:
+    """A kernel that `load` compiles on a background thread. `package` is the library that compiles it."""
+
+    def __init__(self, package: str, load: Callable[[], DeviceKernel]) -> None:
+        self.package = package
+        self.kernel: DeviceKernel | None = None
+        """The compiled kernel; None until it is compiled."""
+        self.seconds = 0.0
+        """CPU seconds of the import and the compilation."""
+        self._load = load
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether the kernel is ready, or its library is installed."""
+        if self.kernel is not None:
+            return True
+        try:
+            return importlib.util.find_spec(self.package) is not None
+        except ValueError:  # a script has replaced the library by a module of its own
+            return False
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
+    def warm_up(self) -> threading.Thread | None:
+        """Start the import and the compilation on a background thread, once per process, and return the thread.
+
+        Return None if the kernel is ready or cannot be compiled.
+        """
+        with self._lock:
+            if self.kernel is not None or not self.is_possible:
+                return None
+            if self._thread is None:
+                self._thread = OwnThread(target=self._run, name="rankscope-warm-up")
+                # In a child that is forked during an import, the import lock would be held for ever. An exit during a
+                # compilation would free memory that the compiler uses.
+                os.register_at_fork(before=self._wait)
+                atexit.register(self._wait)
+                self._thread.start()
+            return self._thread
+
+    def _wait(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_FORK_WAITS_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            self.kernel = self._load()
+        except Exception as error:  # noqa: BLE001 - a compiler raises errors of any type
+            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            log.warning(
+                "%s cannot be used (%s): tensor statistics are computed with torch operations",
+                self.package,
+                text.splitlines()[0],
+            )
+        finally:
+            self.seconds = time.thread_time()
+
+
+def _load_for_device(device: torch.device, extra_sums: tuple[str, ...]) -> DeviceKernel:
+    kernels = importlib.import_module("rankscope_exporter.measure.kernels.triton_kernels")
+    if not kernels.IS_COMPILED:
+        raise RuntimeError("TRITON_INTERPRET is set")
+    # A stream of its own: work of this thread must neither wait for the training nor become part of a captured graph.
+    with torch.cuda.device(device), others_may_capture(), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        check_kernel(kernels.measure_jobs, device, extra_sums)
+    return kernels.measure_jobs  # type: ignore[no-any-return]
+
+
+def check_kernel(kernel: DeviceKernel, device: torch.device, extra_sums: tuple[str, ...]) -> None:
+    """Compile the kernel for `device` by a first call. Waits for the current stream.
+
+    Raises RuntimeError if its results differ from those of torch operations.
+    """
+    with torch.no_grad():
+        odd = torch.linspace(-3.0, 5.0, 40_000, dtype=torch.float64, device=device)
+        odd[:3] = torch.tensor([torch.nan, torch.inf, 0.0], dtype=torch.float64, device="cpu")
+        tensors = [odd.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+        tensors += [tensor[1:101] for tensor in tensors]
+        tables = [StatisticsTable(len(tensors), device) for _ in range(2)]
+        for table in tables:
+            table.add_sums(extra_sums)
+        rows = range(len(tensors))
+        DeviceArguments(rows, 0.5).run(kernel, tensors, tables[0])
+        sizes = [tensor.numel() for tensor in tensors]
+        torch_backend.measure(tensors, sizes, rows, tables[1], zero_below=0.5)
+        found, expected = (table.buffer.cpu() for table in tables)
+    counts = slice(len(tables[0].sums), len(tables[0].sums) + len(tables[0].counts))
+    own, other = (
+        torch.cat([part[: counts.start], part[counts.stop :]]).view(torch.float64) for part in (found, expected)
+    )
+    if not (torch.equal(found[counts], expected[counts]) and torch.allclose(own, other, rtol=1e-9, atol=1e-9)):
+        raise RuntimeError("the compiled kernel has wrong results on this device")
+
+
+_OF_DEVICES: Final[dict[tuple[torch.device, tuple[str, ...]], LazyKernel]] = {}
+
+
+def kernel_of(device: torch.device, extra_sums: tuple[str, ...] = ()) -> LazyKernel:
+    """Return the kernel for tensors on the CUDA device `device` that also computes `extra_sums`."""
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    load = functools.partial(_load_for_device, device, extra_sums)
+    return _OF_DEVICES.setdefault((device, extra_sums), LazyKernel("triton", load))
+
+
+def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> Kernel | None:
+    """Return the compiled kernel for tensors on `device` that computes `extra_sums`; None until it is ready.
+
+    On a CUDA device, a kernel with optional sums is requested by its first use, after the kernel without them.
+    """
+    if device.type == "cpu":
+        kernel = c_kernel()
+        return None if kernel is None or kernel.extra_sums(extra_sums) is None else kernel
+    if device.type != "cuda":
+        return None
+    found = kernel_of(device, extra_sums)
+    if found.kernel is None and not found.is_started and kernel_of(device).is_started:
+        found.warm_up()
+    return found.kernel
+
+
+def warm_up(device: torch.device) -> threading.Thread | None:
+    """Start the compilation of the kernel for a CUDA device: see `LazyKernel.warm_up`. No other device needs it."""
+    return kernel_of(device).warm_up() if device.type == "cuda" else None
+
+
+def warm_up_seconds(device: torch.device) -> float:
+    """Return the CPU seconds that importing the compiler and compiling the kernel for `device` took."""
+    kernels = tuple(_OF_DEVICES.items())
+    return sum(
+        kernel.seconds for (own, _), kernel in kernels if own.type == device.type and device.index in {None, own.index}
+    )
+
+
+def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:
+    """Return the backend "C", "triton" or "torch": the present, or if `coming` that of the compiled kernel."""
+    if device.type == "cpu":
+        return "torch" if c_kernel() is None else "C"
+    found = kernel_of(device) if device.type == "cuda" else None
+    return "torch" if found is None or not (found.kernel or (coming and found.is_possible)) else found.package

@@ -1,0 +1,249 @@
+"""Groups of tensors that are measured together at every step, by a compiled kernel or by torch operations."""
+
+from __future__ import annotations
+
+import array
+import functools
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from rankscope_exporter.measure.kernels import torch_backend
+from rankscope_exporter.measure.kernels.c_kernel import (
+    ABSENT,
+    CODES,
+    IRREGULAR,
+    LARGE,
+    MOVED,
+    RESHAPED,
+    UNREAD,
+    CKernel,
+)
+from rankscope_exporter.measure.kernels.compiled import ready_kernel
+from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
+from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Rows, StatisticsTable, contiguous_rows
+from rankscope_exporter.measure.kernels.tensor_access import (
+    PLAIN_TYPES,
+    SUSPICIOUS_BELOW,
+    elements_of,
+    is_dense,
+    is_freed,
+)
+from rankscope_exporter.process.openmp import openmp_parallel
+
+_CHUNK: Final = 1 << 15
+"""Elements that one thread measures at a time (CHUNK of kernel.c).
+
+torch divides operations on more elements, too, so its threads exist if a tensor has more.
+"""
+_MOST_LOCKED: Final = 1 << 24
+"""Number of elements up to which the kernel keeps the interpreter lock.
+
+It needs about 5 ms for them, for which Python, too, lets a thread keep the lock.
+"""
+_TABLE: Final = slice(4)  # the fields of `Request` in kernel.c that are those of the table
+_TEAM: Final = slice(4, 6)
+_REQUEST_FIELDS: Final = 13
+_JOB_FIELDS: Final = 5
+_SIZE, _DTYPE, _SHAPE = 1, 3, 4
+_BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Spec = tuple[tuple[int, ...], torch.dtype]
+_is_neg = torch.Tensor.is_neg
+_PLAIN: Final = PLAIN_TYPES | {type(None)}
+
+
+class MeasureGroup:
+    """A fixed set of table entries that are measured together.
+
+    Their tensors may differ, move or be absent at each step.
+
+    If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
+    called with the entry and the tensor when a tensor is measured for the first time, and when its shape or dtype has
+    changed. If it returns False, it is called again for the next tensor of this entry. It is not called for a first
+    tensor with the shape and dtype that `known` has for the entry.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        *,
+        zero_below: float = 0.0,
+        compiled: bool = True,
+        described: Callable[[int, torch.Tensor], bool] | None = None,
+        known: Sequence[_Spec | None] | None = None,
+    ) -> None:
+        self.rows: Rows = contiguous_rows(rows)
+        self._zero_below = zero_below
+        self._compiled = compiled
+        self._request: array.array[int] | None = None  # `Request` of kernel.c, followed by its jobs
+        self._address = 0
+        self._device_arguments: DeviceArguments | None = None
+        self._described = described
+        self._known: list[_Spec | None] = [None] * len(self.rows) if known is None else list(known)
+
+    def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
+        """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.
+
+        For a tensor that is absent, the entry is not changed.
+        """
+        if len(tensors) != len(self.rows):
+            raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: pass None for an absent tensor")
+        kernel = None
+        if self._compiled:
+            kernel = table.kernel if table.is_decided else table.decide(ready_kernel)
+        if not isinstance(kernel, CKernel):
+            self._measure_without(kernel, tensors, table)
+            return
+        request = self._request or self._new_request(kernel)
+        request[_TABLE] = table.arguments
+        found = kernel.read(self._address, tensors)
+        if found & UNREAD:  # some may be DTensors
+            tensors = _locals(tensors)
+            found = kernel.read(self._address, tensors) | (found & (MOVED | RESHAPED | ABSENT))
+        # The kernel does not see whether elements are negated. All tensors are plain here, and none is absent.
+        if found & IRREGULAR or (found & MOVED and True in map(_is_neg, tensors)):  # type: ignore[arg-type]
+            self._complete(kernel, request, found, tensors, table)
+        elif found & LARGE:
+            self._measure_read(kernel, request)
+
+    def _new_request(self, kernel: CKernel) -> array.array[int]:
+        jobs = [field for row in self.rows for field in (0, -1, row, -1, 0)]
+        request = self._request = array.array("q", [0] * _REQUEST_FIELDS + jobs)
+        self._address = request.buffer_info()[0]
+        request[_TEAM.stop : _REQUEST_FIELDS] = array.array(
+            "q",
+            (
+                *(kernel.python.buffer_info()[0], _thresholds(self._zero_below).buffer_info()[0], _MOST_LOCKED),
+                *(len(self.rows), self._address + request.itemsize * _REQUEST_FIELDS, 0, 0),
+            ),
+        )
+        return request
+
+    def _complete(
+        self,
+        kernel: CKernel,
+        request: array.array[int],
+        found: int,
+        tensors: Sequence[torch.Tensor | None],
+        table: StatisticsTable,
+    ) -> None:
+        """Measure the tensors that the kernel could not read, and describe all of them."""
+        with torch.no_grad():
+            others, copies = [], []
+            for position, tensor in enumerate(tensors):
+                job = _REQUEST_FIELDS + _JOB_FIELDS * position
+                if tensor is None or (request[job + _SIZE] >= 0 and not tensor.is_neg()):
+                    continue
+                if (readable := readable_by_kernel(tensor)) is None:
+                    others.append(position)
+                    request[job + _SIZE], request[job + _DTYPE], request[job + _SHAPE] = -1, -1, 0
+                else:
+                    copies.append(readable)
+                    request[job], request[job + _SIZE] = readable.data_ptr(), readable.numel()
+                    request[job + _DTYPE], request[job + _SHAPE] = CODES[readable.dtype], 0
+            if found & (UNREAD | LARGE):
+                self._measure_read(kernel, request)
+            if others:
+                self._with_torch(tensors, others, table)
+            if found & ~(MOVED | ABSENT | LARGE):
+                self._describe(tensors)
+
+    def _measure_read(self, kernel: CKernel, request: array.array[int]) -> None:
+        sizes = request[_REQUEST_FIELDS + _SIZE :: _JOB_FIELDS]
+        if max(sizes) > _CHUNK:
+            request[_TEAM] = array.array("q", (openmp_parallel(), torch.get_num_threads()))
+        measure = kernel.measure_locked if sum(sizes) <= _MOST_LOCKED else kernel.measure
+        measure(self._address)
+
+    def _measure_without(
+        self, kernel: DeviceKernel | None, tensors: Sequence[torch.Tensor | None], table: StatisticsTable
+    ) -> None:
+        """Measure with torch operations or, for an accelerator, with its kernel."""
+        with torch.no_grad():
+            local = _locals(tensors)
+            others: Sequence[int] = range(len(local))
+            has_changed = True
+            if kernel is not None:
+                arguments = self._device_arguments
+                if arguments is None:
+                    arguments = self._device_arguments = DeviceArguments(self.rows, self._zero_below)
+                others = arguments.run(kernel, local, table)
+                # An activation is measured alone. It may have another shape at the same address.
+                has_changed = arguments.have_moved or len(local) == 1
+            self._with_torch(local, others, table)
+            if has_changed:
+                self._describe(local)
+
+    def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        if self._described is None:
+            return
+        specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same shape and dtype
+        for position, (known, tensor) in enumerate(zip(self._known, tensors, strict=True)):
+            if tensor is None:
+                continue
+            spec = tensor.shape, tensor.dtype
+            if known == spec:
+                continue
+            if self._described(self.rows[position], tensor):
+                self._known[position] = specs.setdefault(spec, spec)
+            elif self._request is not None:
+                self._request[_REQUEST_FIELDS + _JOB_FIELDS * position + _SHAPE] = 0
+
+    def _with_torch(
+        self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
+    ) -> None:
+        found: list[int] = []
+        flats: list[torch.Tensor] = []
+        sizes: list[int] = []
+        for position in positions:
+            tensor = tensors[position]
+            if tensor is not None and (flat := elements_of(tensor)) is not None:
+                found.append(position)
+                flats.append(flat)
+                sizes.append(tensor.numel())
+        is_whole = len(found) == len(self.rows)
+        rows = self.rows if is_whole else contiguous_rows([self.rows[position] for position in found])
+        torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
+
+
+def _locals(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    """Return `tensors` with the local shards of DTensors in their places."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return tensors
+    with torch.no_grad():
+        return [
+            tensor
+            if tensor is None or type(tensor) in PLAIN_TYPES or not hasattr(tensor, "to_local")
+            else tensor.to_local()
+            for tensor in tensors
+        ]
+
+
+def readable_by_kernel(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return `tensor` or a contiguous copy, which the compiled kernel can read; None if it cannot read its elements."""
+    if type(tensor) not in PLAIN_TYPES or tensor.dtype not in CODES or not tensor.is_cpu or tensor.is_nested:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_neg():
+        return None
+    address = tensor.data_ptr()
+    if address < SUSPICIOUS_BELOW and tensor.numel() and (not address or is_freed(tensor)):
+        return None
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
+
+
+@functools.cache
+def _thresholds(zero_below: float) -> array.array[int]:
+    """Return, for each dtype that the kernel can read, the bits of the smallest magnitude that does not count as zero.
+
+    The first half of the list has the bits of this bound in the dtype itself. The second half has the bits of the same
+    bound in float64.
+    """
+    own, wide = [], []
+    for dtype in CODES:
+        smallest = torch_backend.round_up(zero_below, dtype) if zero_below > 0 else 0.0
+        bound = torch.tensor(smallest, dtype=torch.float64, device="cpu")  # whatever default device a script has set
+        wide.append(max(1, int(bound.view(torch.int64))))
+        own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype.itemsize]))))
+    return array.array("q", own + wide)

@@ -1,0 +1,295 @@
+"""The raw statistics of one step on a device, and their asynchronous copy to the host.
+
+Sums are float64 and counts int64. Both are in one buffer, so a step needs one copy. An entry is absent until it is
+measured.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankscope_contract.model.kinds import COUNT_OPS, OPS, VALUE_OPS
+from rankscope_exporter.measure.kernels.c_kernel import CKernel
+from rankscope_exporter.records.selection import Finished
+
+SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
+ROWS: Final = len(SUMS) + len(COUNT_OPS)
+NUMEL_ROW: Final = len(SUMS) + COUNT_OPS.index("numel")
+ABSENT: Final = -1  # in place of numel
+MEASURED: Final = frozenset({*SUMS, *COUNT_OPS, "finite"})
+"""Sums and counts that every statistics table has.
+
+Other ops need more sums, which `StatisticsTable.accumulate` adds.
+"""
+
+Rows = range | tuple[int, ...]
+DeviceKernel = Callable[..., None]
+"""Measures the tensors of `DeviceJobs`: see `triton_kernels.measure_jobs`."""
+Kernel = CKernel | DeviceKernel
+
+
+class StatisticsTable:
+    """The raw sums of `size` entries on one device, in memory that is allocated in advance.
+
+    One thread writes to the table, in the order of one stream. The table can grow for entries that are added later, and
+    keeps the entries that are already measured.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.size = size
+        self.extra_sums: tuple[str, ...] = ()
+        self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
+        self._indices: dict[Rows, torch.Tensor] = {}
+        self.may_compile = True
+        """True if the compiled kernel measures once it is ready."""
+        self.kernel: Kernel | None = None
+        """The compiled kernel that measures the tensors of this step; None if torch operations measure them."""
+        self.is_decided = False
+        """True if `kernel` is valid."""
+        self.arguments = array.array("q", bytes(4 * 8))
+        """Address and columns of the buffer, and address and number of the functions for `extra_sums` (kernel.c)."""
+        buffer = _new_buffer(self, device)
+        self.device = buffer.device  # with an index, like the devices of tensors
+        self.clear(buffer)
+
+    def clear(self, buffer: torch.Tensor | None = None) -> None:
+        """Make every entry of the table absent. If `buffer` is given, the table uses it from now on."""
+        if buffer is not None:
+            self._use(buffer)
+        # Only `numel` is reset: the other numbers of an absent entry are never read.
+        self.numbers[NUMEL_ROW] = ABSENT
+        self.is_decided = isinstance(self.kernel, CKernel)
+
+    def _use(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        # Operations of numpy on few numbers take a quarter of the time of those of torch.
+        self.numbers: Any = buffer.numpy() if buffer.is_cpu else buffer
+        self.arguments[0], self.arguments[1] = buffer.data_ptr(), self.size
+
+    def decide(self, ready: Callable[[torch.device, tuple[str, ...]], Kernel | None]) -> Kernel | None:
+        """Determine the kernel of this step by a call of `ready`, and return it.
+
+        The kernel and torch operations round differently, but equal tensors must have bit-identical sums within a step.
+        """
+        self.kernel = ready(self.device, self.extra_sums) if self.may_compile else None
+        if isinstance(self.kernel, CKernel):
+            extras = self.kernel.extra_sums(self.extra_sums)
+            assert extras is not None
+            self.arguments[2], self.arguments[3] = extras.buffer_info()
+        self.is_decided = True
+        return self.kernel
+
+    def use_compiled(self) -> None:
+        """Measure with the compiled kernel from the present step on."""
+        self.may_compile = True
+
+    def grow(self, size: int) -> None:
+        """Extend the table to at least `size` entries.
+
+        The capacity is doubled, so that adding entries one by one is fast.
+        """
+        if size <= self.size:
+            return
+        old, kept = self.buffer, self.size
+        self.size = max(size, 2 * self.size, _LEAST_GROWN)
+        with torch.no_grad():
+            self._use(_new_buffer(self, self.device))
+            self.numbers[NUMEL_ROW] = ABSENT
+            self.buffer[:, :kept].copy_(old)
+
+    def accumulate(self, ops: Iterable[str]) -> None:
+        """Add the rows that `ops` need; entries measured before have NaN there in the current step."""
+        self.add_sums({name for op in ops if op in OPS for name in OPS[op].accumulators} - MEASURED)
+
+    def add_sums(self, names: Iterable[str]) -> None:
+        """Add rows for the optional sums `names` that the table does not have yet."""
+        if missing := tuple(sorted({*names} - {*self.extra_sums})):
+            old, kept = self.buffer, ROWS + len(self.extra_sums)
+            self.extra_sums += missing
+            self.is_decided = False  # the kernel may not have these sums
+            with torch.no_grad():
+                self._use(_new_buffer(self, self.device))
+                self.extras.fill_(math.nan)
+                self.buffer[:kept].copy_(old)
+
+    def forget(self, rows: Rows) -> None:
+        self.numbers[NUMEL_ROW, self._place(rows)] = ABSENT
+
+    def forget_equal(self, rows: Rows, others: Rows) -> None:
+        """Make each entry of `rows` absent that equals that of `others` at its place. Never waits for the device."""
+        place = self._place(rows)
+        own = self.numbers[:, place]
+        is_equal = (own == self.numbers[:, self._place(others)]).all(0)
+        self.numbers[NUMEL_ROW, place] = own[NUMEL_ROW] * ~is_equal + ABSENT * is_equal
+
+    def copy(self, source: Rows, target: Rows) -> None:
+        """Copy the statistics of the entries `source` to the entries `target`, which become absent if `source` is.
+
+        Used if tensors are known to be equal: with one rank, for example, reduced and unreduced gradients are equal.
+        """
+        self.numbers[:, self._place(target)] = self.numbers[:, self._place(source)]
+
+    def _place(self, rows: Rows) -> Any:
+        if isinstance(rows, range):
+            return slice(rows.start, rows.stop)
+        return rows if self.buffer.is_cpu else self.index(rows)
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """Return the float64 part of the table, [len(SUMS), size]: one row per sum, in the order of SUMS."""
+        return self.buffer[: len(SUMS)].view(torch.float64)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """Return the int64 part of the table, [len(COUNT_OPS), size]: one row per count, in the order of COUNT_OPS."""
+        return self.buffer[len(SUMS) : ROWS]
+
+    @property
+    def extras(self) -> torch.Tensor:
+        """Return the float64 rows of the optional sums [len(extra_sums), size]."""
+        return self.buffer[ROWS:].view(torch.float64)
+
+    def write(self, rows: Rows, sums: torch.Tensor, counts: torch.Tensor) -> None:
+        """Store sums, float64 [len(SUMS), n], and counts, int64 [len(COUNT_OPS), n], at the n entries `rows`."""
+        if isinstance(rows, range):
+            self.sums[:, rows.start : rows.stop].copy_(sums)
+            self.counts[:, rows.start : rows.stop].copy_(counts)
+        else:
+            index = self.index(rows)
+            self.sums.index_copy_(1, index, sums)
+            self.counts.index_copy_(1, index, counts)
+
+    def index(self, rows: Rows) -> torch.Tensor:
+        """Return `rows` as an index tensor on the device.
+
+        The tensor is cached, because a list would be copied to the device at each step.
+        """
+        index = self._indices.get(rows)
+        if index is None:
+            if len(self._indices) >= _INDICES_KEPT:
+                self._indices.clear()
+            index = self._indices[rows] = on_device(rows, self.device)
+        return index
+
+    def look(self, used: int, ops: Sequence[str] = VALUE_OPS) -> Finished:
+        """Return the statistics `ops` of the first `used` entries, without clearing the table. Waits for the device."""
+        return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
+
+    def take_host_buffer(self) -> torch.Tensor:
+        """Return a free buffer on the host. It is in pinned memory if the device can copy to it asynchronously."""
+        while self._free_host_buffers:
+            buffer = self._free_host_buffers.popleft()
+            if buffer.shape == self.buffer.shape:  # otherwise the table has grown since
+                return buffer
+        # All in use: the publisher is behind.
+        return _new_buffer(self, torch.device("cpu"), pinned=self.device.type == "cuda")
+
+    def give_host_buffer(self, buffer: torch.Tensor) -> None:
+        """Add a host buffer that is no longer read to the free buffers. Called on the publisher thread."""
+        if len(self._free_host_buffers) < _HOST_BUFFERS_KEPT:
+            self._free_host_buffers.append(buffer)
+
+
+def _new_buffer(table: StatisticsTable, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    rows = ROWS + len(table.extra_sums)
+    with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
+        return torch.zeros(rows, table.size, dtype=torch.int64, device=device, pin_memory=pinned)
+
+
+_HOST_BUFFERS_KEPT: Final = 4
+_LEAST_GROWN: Final = 64
+_INDICES_KEPT: Final = 256
+
+
+def contiguous_rows(rows: Sequence[int]) -> Rows:
+    """Return the row numbers `rows` as a range if they are consecutive, otherwise as a tuple."""
+    if isinstance(rows, range) and rows.step == 1:
+        return rows
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return range(rows[0], rows[0] + len(rows))
+    return tuple(rows)
+
+
+def on_device(numbers: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return `numbers` as int64 without a wait: a copy from pageable memory would wait for all queued work."""
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # whatever default device a script has set
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def queued_event(device: torch.device) -> torch.cuda.Event:
+    """Return an event queued in the current CUDA stream. A waiting thread sleeps; CUDA's default occupies a core."""
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class HostCopy:
+    """An asynchronous copy of the table of one step to the host. Creating it clears the table for the next step.
+
+    `used` is the number of entries to copy, from the first on; None means all entries.
+    """
+
+    __slots__ = ("_event", "buffer", "extra_sums", "table", "used")
+
+    def __init__(self, table: StatisticsTable, used: int | None = None) -> None:
+        self.table = table
+        self.used = table.size if used is None else used
+        self.buffer = table.take_host_buffer()
+        self.extra_sums = table.extra_sums
+        self._event: torch.cuda.Event | None = None
+        if table.device.type == "cpu":
+            free, self.buffer = self.buffer, table.buffer  # exchanged, not copied
+            table.clear(free)
+            return
+        self.buffer.copy_(table.buffer, non_blocking=table.device.type == "cuda")
+        if table.device.type == "cuda":  # other accelerators block, since their events are not tested
+            self._event = queued_event(table.device)
+        table.clear()  # behind the copy on the same stream
+
+    def ready(self) -> bool:
+        """Return whether the copy has arrived on the host. Never waits."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def wait(self) -> None:
+        """Wait until the copy has arrived: on the publisher thread and at exit, never during a step."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def finish(self, ops: Sequence[str] = VALUE_OPS) -> Finished:
+        """Return the copied statistics, and free the host buffer. Called once, on the publisher thread."""
+        self.wait()
+        finished = _finished(self.buffer.numpy(), self.used, self.extra_sums, ops)
+        self.table.give_host_buffer(self.buffer)
+        return finished
+
+
+def _finished(
+    buffer: npt.NDArray[np.int64], used: int, extra_sums: Sequence[str], ops: Sequence[str] = VALUE_OPS
+) -> Finished:
+    """Return the statistics of the first `used` entries in `buffer`. The result does not share memory with `buffer`.
+
+    A value is NaN if its op is not in `ops`, or if the buffer does not have the accumulators for the op.
+    """
+    counts = buffer[len(SUMS) : ROWS, :used].copy()
+    total: dict[str, npt.NDArray[Any]] = dict(zip(SUMS, buffer[: len(SUMS)].view(np.float64)[:, :used], strict=True))
+    total |= zip(extra_sums, buffer[ROWS:].view(np.float64)[:, :used], strict=True)
+    total |= zip(COUNT_OPS, counts, strict=True)
+    present = total["numel"] >= 0
+    counts[:, ~present] = 0
+    finite = total["finite"] = total["numel"] - total["nans"] - total["infs"]
+    values = np.full((len(VALUE_OPS), used), np.nan, np.float32)
+    # Absent entries hold arbitrary numbers, and a norm beyond float32 is Inf.
+    with np.errstate(all="ignore"):
+        for row, name in enumerate(VALUE_OPS):
+            if name in ops and total.keys() >= set(OPS[name].accumulators):
+                values[row] = OPS[name].finish(total)
+    values[:, finite <= 0] = np.nan
+    return Finished(values, counts, present)

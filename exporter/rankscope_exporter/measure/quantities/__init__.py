@@ -1,0 +1,54 @@
+"""Registry of the quantities.
+
+To add a quantity, add a file with a `Quantity` subclass to the folder of this module. The configuration selects the
+quantity by the attribute `name` of this subclass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator
+
+from rankscope_exporter.measure.quantities.base import Quantity
+from rankscope_exporter.process.errors import ConfigError
+from rankscope_exporter.process.validation import listed
+
+__all__ = ["Quantity", "quantity_classes", "select_quantities"]
+
+
+def quantity_classes() -> dict[str, type[Quantity]]:
+    """Return every quantity class of this folder by its name, sorted by name.
+
+    A quantity is a direct or indirect subclass of `Quantity` that sets `name`. A subclass without a name is a base
+    class of quantities. Raise TypeError if a class inherits its name, or if two classes have the same name.
+    """
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    found: dict[str, type[Quantity]] = {}
+    for cls in _subclasses(Quantity):
+        if not hasattr(cls, "name") or not cls.__module__.startswith(f"{__name__}."):
+            continue
+        if "name" not in vars(cls) or cls.name in found:
+            where = f"{cls.__module__}.{cls.__qualname__}"
+            raise TypeError(f"{where}: another quantity has the name {cls.name!r}; set another `name`")
+        found[cls.name] = cls
+    return dict(sorted(found.items()))
+
+
+def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
+    """Return the quantity classes with these `names`. Raise ConfigError if a name is unknown.
+
+    The error contains all known names, and the one that is most similar to the unknown name.
+    """
+    classes = quantity_classes()
+    for name in names:
+        if name not in classes:
+            raise ConfigError(f"quantities: {name!r} is unknown; the quantities are {listed(classes, name)}")
+    return [classes[name] for name in names]
+
+
+def _subclasses(cls: type[Quantity]) -> Iterator[type[Quantity]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,0 +1,424 @@
+"""Quantity `attention`: entropy and maximum of the attention weights of each head.
+
+They are computed from the query, key and mask that a module receives. torch's own `nn.MultiheadAttention` projects its
+inputs inside of the module. For it, the quantity computes the projection of query and key a second time.
+
+Options of the quantity `attention`, and access to query, key and mask among the arguments of a module's call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeGuard
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_names import NamedModule
+from rankscope_exporter.measure.formulas import without_autocast, working_type
+from rankscope_exporter.measure.formulas.attention import HIDING, Mask, attention_sums, broadcast, hides_of
+from rankscope_exporter.measure.kernels.tensor_access import why_not_measurable
+from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
+from rankscope_exporter.measure.quantities.module_quantity import (
+    ModuleQuantity,
+    Running,
+    hook_after,
+    local_matrix_or_reason,
+    unusable_reason,
+)
+from rankscope_exporter.measure.table import Table
+from rankscope_exporter.process.validation import Allowed, at_least, is_number, is_whole, number
+from rankscope_exporter.records.pending_step import Numbers, Row
+
+Argument = Annotated[
+    int | str,
+    Allowed(
+        "the position or the name of an argument",
+        lambda value: (is_whole(value) and value >= 0) or (isinstance(value, str) and value != ""),
+    ),
+]
+"""The position of an argument of `forward`, from 0, or the name of the argument.
+
+In both cases, the argument is found whether it is passed by position or by keyword.
+"""
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+
+_MASKS: Final = ("attn_mask", "attention_mask", "mask")
+_CAUSAL: Final = ("is_causal", "causal", "attn_mask_type")
+_CAUSAL_VALUES: Final = Allowed("true, false or 'auto'", lambda value: isinstance(value, bool) or value == AUTO)
+_FINITE: Final = number("a finite number")
+_SCALES: Final = ("scale", "softmax_scale")
+_LETTERS: Final = "bhsd"
+_TRUE_HIDES: Final = ("megatron.", "mindspeed.", "transformer_engine.")
+"""Packages in which True in a mask means that a key is hidden.
+
+In torch's scaled_dot_product_attention, True means that a key is visible.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions(QuantityOptions):
+    """Options of the quantity `attention`: the modules to measure, and the meaning of the arguments of these modules.
+
+    If there are no targets, nothing is measured.
+    """
+
+    targets: TargetNames = ()
+    """Modules whose `forward` receives query and key with separate heads.
+
+    The modules do not contain the projections of query and key.
+    """
+    order: str = "s,b,h,d"
+    """Order of the dimensions of query and key, by four letters: s sequence, b batch, h heads, d width of a head."""
+    query: Argument = 0
+    key: Argument = 1
+    mask: Argument = AUTO
+    """The argument with the mask.
+
+    "auto" reads the parameter attn_mask, attention_mask or mask; "none" reads no mask.
+    """
+    mask_true: Literal["auto", "attends", "hides"] = "auto"
+    """Meaning of True in a mask: "attends", as in torch's scaled_dot_product_attention, or "hides", as in Megatron.
+
+    "auto" is "hides" for modules of Megatron, MindSpeed and Transformer Engine, and "attends" for all other modules.
+    """
+    causal: Annotated[bool | str, _CAUSAL_VALUES] = AUTO
+    """Hide keys after the position of a query in addition to the mask: true, false or "auto".
+
+    "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
+    Without them and without a mask, it reads the autograd graph of the call, which has the mask inside of the module.
+    """
+    scale: Annotated[float, _FINITE] | None = None
+    """Factor of the products of query and key.
+
+    Null reads the argument scale or softmax_scale; without them it is 1 / √d.
+    """
+    rows: Annotated[int, at_least(1)] | None = None
+    """Largest number of queries that are read per sequence.
+
+    The queries that are read are at equal distances in the sequence. Null reads all queries.
+    """
+
+    def __post_init__(self) -> None:
+        QuantityOptions.__post_init__(self)
+        order = self.order.replace(" ", "") if isinstance(self.order, str) else ""
+        if sorted(order.split(",")) != sorted(_LETTERS):
+            raise ValueError(f"order must be 's,b,h,d' or these letters in another order, not {self.order!r}")
+        object.__setattr__(self, "order", order)
+
+    @property
+    def permutation(self) -> tuple[int, ...]:
+        """Return the positions, from 0, of batch, heads, sequence and width among the dimensions of query and key."""
+        return tuple(self.order.split(",").index(letter) for letter in _LETTERS)
+
+
+class Arguments:
+    """Finds query, key, mask and scale factor among the arguments of a call of one module."""
+
+    def __init__(self, module: nn.Module, options: AttentionOptions) -> None:
+        self._home = type(module).__module__
+        self._options = options
+        self._names = _parameter_names(module)
+
+    def query_and_key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Return query and key of a call; None for an argument that was not passed."""
+        return self._get(self._options.query, args, kwargs), self._get(self._options.key, args, kwargs)
+
+    def mask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the mask of a call; None if the call has no mask."""
+        wanted = self._options.mask
+        if wanted == NONE:
+            return None
+        if wanted != AUTO:
+            return self._get(wanted, args, kwargs)
+        found = (self._get(name, args, kwargs) for name in _MASKS)
+        return next((value for value in found if value is not None), None)
+
+    @property
+    def true_attends(self) -> bool:
+        """Return True if True in a mask of this module means that a key is visible."""
+        meaning = self._options.mask_true
+        if meaning == AUTO:
+            return not f"{self._home}.".startswith(_TRUE_HIDES)
+        return meaning == "attends"
+
+    def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
+        """Return whether a call of `module` hides later keys from each query; None if nothing states it."""
+        wanted = self._options.causal
+        if isinstance(wanted, bool):
+            return wanted
+        flags = [self._get(name, args, kwargs) for name in _CAUSAL]
+        # The dictionary itself: a property could compute anything.
+        flags += [vars(module).get(name) for name in _CAUSAL]
+        is_told = self._options.mask == NONE or self.mask(args, kwargs) is not None
+        flags += [False] if is_told else []
+        return next((answer for answer in map(_causal_or_none, flags) if answer is not None), None)
+
+    def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
+        """Return the factor by which a call multiplies the products of query and key; None for the default factor."""
+        given = (self._options.scale, *(self._get(name, args, kwargs) for name in _SCALES))
+        return next((float(value) for value in given if _is_finite(value)), None)
+
+    def _get(self, argument: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        names = self._names
+        if isinstance(argument, int):
+            if argument < len(args):
+                return args[argument]
+            return kwargs.get(names[argument]) if argument < len(names) else None
+        if argument in kwargs:
+            return kwargs[argument]
+        position = names.index(argument) if argument in names else len(args)
+        return args[position] if position < len(args) else None
+
+
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError, AttributeError, RuntimeError):  # the forward of a scripted module
+        return ()
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(item.name for item in parameters if item.kind in by_position)
+
+
+def _causal_or_none(value: Any) -> bool | None:
+    """Return whether `value`, a bool or the name of a mask type, means a causal mask; None for any other value."""
+    if isinstance(value, bool):
+        return value
+    name = value if isinstance(value, str) else getattr(value, "name", None)
+    return "causal" in name.lower() if isinstance(name, str) and not isinstance(value, torch.Tensor) else None
+
+
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
+
+
+_SIGNATURE: Final = inspect.signature(nn.MultiheadAttention.forward)
+_BATCHED: Final = 3
+_MOST_NODES: Final = 64
+_PRODUCTS: Final = ("Bmm", "Mm")
+_KEEP_SCORES: Final = ("View", "UnsafeView", "Permute", "Transpose", "Expand", "ToCopy", "Div", "Mul", "Softmax")
+"""Names of operations between the product of query and key and the softmax that hide no key."""
+
+
+def is_multihead(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Return whether the module is torch's own multi-head attention, or a subclass with the same method `forward`."""
+    return type(module).forward is nn.MultiheadAttention.forward
+
+
+def projected(
+    module: nn.MultiheadAttention, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores of `nn.MultiheadAttention`.
+
+    If query, key or mask cannot be read from the arguments of the module's call, return the reason as text.
+    """
+    given = _SIGNATURE.bind(module, *args, **kwargs).arguments
+    if module.bias_k is not None or module.add_zero_attn:
+        return "adds its own keys (bias_k, add_zero_attn)"
+    for name in ("query", "key"):
+        reason = why_not_measurable(given[name])
+        if reason is not None:
+            return f"{name} is {reason}"
+    if module.in_proj_weight is not None:
+        weights = [local_matrix_or_reason(module.in_proj_weight)]
+    else:
+        weights = [local_matrix_or_reason(module.q_proj_weight), local_matrix_or_reason(module.k_proj_weight)]
+    matrices = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if len(matrices) < len(weights):
+        return "projects with a weight that is not whole on this rank"
+    parts = matrices[0].chunk(3)[:2] if len(matrices) == 1 else matrices
+    biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
+    query = _heads(module, given["query"], parts[0], biases[0])
+    key = _heads(module, given["key"], parts[1], biases[1])
+    batch, count, queries, _ = query.shape
+    mask = given.get("attn_mask")
+    padding = given.get("key_padding_mask")
+    masks = [mask, None if padding is None else padding.reshape(batch, 1, 1, -1)]
+    full = [broadcast(form, batch, count, queries, key.shape[2]) for form in masks if form is not None]
+    known = [one for one in full if one is not None]
+    if len(known) < len(full):
+        return "has a mask that does not fit the scores of its calls"
+    return query, key, _both(known)
+
+
+def _heads(module: nn.MultiheadAttention, x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+    x = x.detach()
+    if x.dim() < _BATCHED:
+        x = x[None]
+    elif not module.batch_first:
+        x = x.transpose(0, 1)
+    dtype = working_type(x.dtype)
+    with without_autocast(x.device):
+        out = linear(x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+    return torch.unflatten(out, -1, (module.num_heads, module.head_dim)).transpose(1, 2)
+
+
+def _both(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return one mask with the combined effect of all masks of torch's multi-head attention.
+
+    In a bool mask, True means that a key is hidden.
+    """
+    if len(masks) < 2:
+        return masks[0] if masks else None
+    if all(mask.dtype is torch.bool for mask in masks):
+        return masks[0] | masks[1]
+    hides = [mask if mask.dtype is torch.bool else mask <= HIDING for mask in masks]
+    added = sum(mask for mask in masks if mask.dtype is not torch.bool)
+    assert isinstance(added, torch.Tensor)
+    return added.masked_fill(hides[0] | hides[1], 2 * HIDING)
+
+
+ENTROPY: Final = "attention_entropy"
+SOFTMAX_MAX: Final = "softmax_max"
+
+_DIMENSIONS: Final = 4
+
+
+class Attention(ModuleQuantity):
+    """Two features of each attention head and micro-batch, over all elements of the batch and all queries.
+
+    `index` is the number of the head. The attention weights are p_i = softmax_j(scale · q_i·k_j + mask_ij), over the
+    keys j that are not hidden, in float32, or in float64 for a float64 query. `attention_entropy` is the mean over the
+    queries i of -Σ_j p_ij ln p_ij, in nats; it is 0 if each query sees one key. `softmax_max` is the mean over the
+    queries i of max_j p_ij. The plain maximum would always be 1 under a causal mask, because the first query sees one
+    key. A query without a visible key does not count, and a head without such queries has no rows. A NaN among the
+    visible numbers makes both features NaN.
+
+    A call without a mask and without a causal flag may mask inside of the module. If the autograd graph of its output
+    shows a causal mask or none, this is used; otherwise, the module is reported and has no rows.
+    """
+
+    name: ClassVar[str] = "attention"
+    options_class: ClassVar[type[QuantityOptions]] = AttentionOptions
+    options: AttentionOptions
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._unseen: dict[str, list[int]] = {}  # way of the calls of which the mask is not known yet, by module
+
+    def _follow(self, named: NamedModule) -> None:
+        if (module := named.module) is not None:
+            self.before(named, functools.partial(self._read, Arguments(module, self.options)))
+            self._register(named, hook_after, f"{self.name} of modules", functools.partial(self._ended, named))
+
+    def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        module = call.module
+        own = is_multihead(module)  # its masks already contain the causal mask
+        if is_multihead(module):
+            found = projected(module, args, kwargs)
+        else:
+            found = _found(arguments, self.options.permutation, args, kwargs)
+        if isinstance(found, str):
+            self.missing(found, call.named)
+            return
+        query, key, mask = found
+        scale = None if own else arguments.scale(args, kwargs)
+        causal = False if own else arguments.causal(module, args, kwargs)
+        ways = (False, True) if causal is None else (causal,)
+        sums = [attention_sums(query, key, Mask(mask, causal=one), scale=scale, rows=self.options.rows) for one in ways]
+        way = [] if causal is None else [0]
+        if causal is None:
+            self._unseen[call.named.name] = way
+        rows = functools.partial(_rows, call.named.name, call.micro_step, way)
+        self._gate.table.defer("features", torch.stack(sums), rows)
+
+    def _ended(self, named: NamedModule, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        way = self._unseen.pop(named.name, None)
+        if way is None:
+            return
+        if (causal := _causal_inside(output)) is None:
+            self.missing(
+                "gets no mask, and may have one inside that cannot be seen: set causal, or mask to none", named
+            )
+        else:
+            way.append(int(causal))
+
+    def on_step_begin(self, table: Table) -> None:
+        super().on_step_begin(table)
+        self._unseen.clear()
+
+
+def _causal_inside(output: Any) -> bool | None:
+    """Return whether the call that returned `output` hides later keys, from its graph; None if it has another mask.
+
+    A saved tensor with a hook is not read, because the hook may compute a part of the model again.
+    """
+    found = output[0] if isinstance(output, tuple) and output else output
+    node, is_scores = getattr(found, "grad_fn", None), False
+    for _ in range(_MOST_NODES):
+        if node is None:
+            return None
+        name = node.name()
+        if isinstance(is_causal := getattr(node, "_saved_is_causal", None), bool):
+            return is_causal or (False if _has_no_bias(node) else None)
+        if is_scores and not name.startswith(_KEEP_SCORES):
+            return False if name.startswith(_PRODUCTS) else None
+        is_scores |= "Softmax" in name
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
+
+
+def _has_no_bias(node: Any) -> bool:
+    names = {"_saved_attn_mask", "_saved_attn_bias"} & set(dir(node))
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)(True)  # noqa: SLF001 - no public name
+    return not names or (hooks is None and all(getattr(node, name) is None for name in names))
+
+
+def _found(
+    arguments: Arguments, permutation: tuple[int, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
+    """Return query and key as [batch, heads, sequence, width], and the mask of the scores.
+
+    If query, key or mask cannot be read from the arguments of the module's call, return the reason as text.
+    """
+    given = arguments.query_and_key(args, kwargs)
+    for label, tensor in zip(("query", "key"), given, strict=True):
+        reason = _why_unusable(label, tensor)
+        if reason is not None:
+            return reason
+    query, key = (tensor.detach().permute(permutation) for tensor in given)
+    batch, heads, queries, width = query.shape
+    if key.shape[3] != width or key.shape[0] not in (1, batch):
+        return (
+            f"query {list(query.shape)} and key {list(key.shape)} (batch, heads, sequence, width) do not fit: see order"
+        )
+    if not key.shape[1] or heads % key.shape[1]:
+        return f"{heads} heads of the query are not a multiple of {key.shape[1]} heads of the key: see order"
+    if not key.shape[2]:
+        return "key has no elements"
+    mask = arguments.mask(args, kwargs)
+    if not isinstance(mask, torch.Tensor):
+        return query, key, None
+    reason = unusable_reason(mask)
+    if reason is not None:
+        return f"mask is {reason}"
+    hides = hides_of(mask.detach(), true_attends=arguments.true_attends)
+    full = broadcast(hides, batch, heads, queries, key.shape[2])
+    if full is None:
+        return f"mask of shape {list(mask.shape)} does not fit the scores of its calls"
+    return query, key, full
+
+
+def _why_unusable(label: str, tensor: Any) -> str | None:
+    if not isinstance(tensor, torch.Tensor):
+        return f"{label} is not a tensor argument"
+    reason = unusable_reason(tensor)
+    if reason is None and (tensor.dim() != _DIMENSIONS or not tensor.is_floating_point()):
+        reason = f"{list(tensor.shape)}, not four dimensions of numbers: target the core of the attention"
+    return None if reason is None else f"{label} is {reason}"
+
+
+def _rows(module: str, micro_step: int, way: Sequence[int], sums: Numbers) -> Iterable[Row]:
+    """Yield the rows of a call. `way` has the position in `sums` of its mask, and is empty if the mask is unknown."""
+    for head, (entropy, largest, count) in enumerate(sums[way[0]].T.tolist() if way else ()):
+        if count:
+            for kind, total in ((ENTROPY, entropy), (SOFTMAX_MAX, largest)):
+                yield {"kind": kind, "module": module, "index": head, "micro_step": micro_step, "value": total / count}

@@ -1,0 +1,531 @@
+"""Interception of functions of `torch.distributed`, and of asynchronous calls until the script has waited for them.
+
+A function is replaced by one object, which calls any number of listeners. If interception ends and starts again, the
+same object is used, because other code may have imported it by name in between. If other code replaces this object by a
+wrapper, the wrapper remains in place when interception ends. Calls of the wrapper then still reach the object, which
+passes them on to the original function.
+
+The outputs of an asynchronous call are kept until the script has waited for its work object or freed it.
+
+Input and output tensors of a collective on this rank. The module reads no element of a tensor and sends nothing.
+
+A buffer is left out if its content has no meaning on this rank. Examples are the buffer of a broadcast on a receiving
+rank before the call, and the result of a reduction on ranks that are not its destination.
+
+Call sites of collectives: the innermost line of code outside of torch and Rankscope, and the stack of this line.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FrameType, MethodType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from rankscope_exporter.adapters.tracing import is_dynamo_compiling
+from rankscope_exporter.measure.quantities.base import SamplingGate
+from rankscope_exporter.measure.table import Slots
+from rankscope_exporter.monitors.flight_recorder.entry import (
+    NOT_SCRIPT_CODE,
+    OUR_CODE,
+    TORCH_CODE,
+    short_file,
+    short_path,
+)
+
+MAX_FRAMES: Final = 128
+_MOST_STACKS: Final = 4096
+"""Largest number of cached call stacks.
+
+Recursion can produce any number of different stacks. Without the limit, they could fill the memory.
+"""
+
+_Key = tuple[tuple[CodeType, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A line of the script that calls a collective.
+
+    `label` consists of the file, with the folders of its package, and of the line number: `loss.py[23]`.
+    """
+
+    label: str
+    stack: tuple[str, ...]
+    """The call stack of the collective, outermost first: for each frame, the label of its line and the function."""
+    is_chosen: bool
+
+
+class CallSites:
+    """The call sites of a script, and the selection of call sites by regular expressions.
+
+    A call site is chosen if one of `expressions` is found in its stack. If there are no expressions, all call sites are
+    chosen. An expression is searched in a text with one line per frame of the call stack, outermost first. A line has
+    the form `/whole/path/loss.py[23] function`.
+    """
+
+    def __init__(self, expressions: Sequence[str] = ()) -> None:
+        self._expressions = [re.compile(expression, re.DOTALL) for expression in expressions]
+        self._known: dict[_Key, CallSite] = {}
+
+    def of(self, caller: FrameType) -> CallSite | None:
+        """Return the call site of the frame `caller`; None if the code of the frame is that of torch or Rankscope."""
+        if caller.f_code.co_filename.startswith((OUR_CODE, TORCH_CODE)):
+            return None
+        frames = _frames(caller)
+        key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
+        site = self._known.get(key)
+        if site is None:
+            if len(self._known) >= _MOST_STACKS:
+                self._known.clear()
+            site = self._known[key] = self._site(frames)
+        return site
+
+    def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
+        """Return the call site with the label `label` for a collective call in torch's flight record.
+
+        `frames` are the frames of the call stack in the flight record, innermost first.
+        """
+        own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)][::-1]
+        return CallSite(
+            label=label,
+            stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
+            is_chosen=self._chooses(f"{frame['filename']}[{frame['line']}] {frame['name']}" for frame in own),
+        )
+
+    def _site(self, frames: Sequence[FrameType]) -> CallSite:
+        outermost_first = frames[::-1]
+        return CallSite(
+            label=_label(frames[0]),
+            stack=tuple(f"{_label(frame)} {frame.f_code.co_qualname}" for frame in outermost_first),
+            is_chosen=self._chooses(
+                f"{frame.f_code.co_filename}[{frame.f_lineno}] {frame.f_code.co_qualname}" for frame in outermost_first
+            ),
+        )
+
+    def _chooses(self, lines: Iterable[str]) -> bool:
+        if not self._expressions:
+            return True
+        text = "\n".join(lines)
+        return any(expression.search(text) for expression in self._expressions)
+
+
+def _frames(caller: FrameType) -> list[FrameType]:
+    """Return the frames of the script, from `caller` to the outermost frame."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = caller
+    while frame is not None and len(frames) < MAX_FRAMES:
+        if not frame.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _label(frame: FrameType) -> str:
+    """Return file and line of a frame, without folders outside of the package, which differ between machines."""
+    names = frame.f_globals
+    package = names.get("__package__") or (names.get("__name__") or "").rpartition(".")[0]
+    return f"{short_path(frame.f_code.co_filename, package)}[{frame.f_lineno}]"
+
+
+BATCH: Final = "batch_isend_irecv"
+_SENDS: Final = "isend"
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Names of the parameters of a collective function.
+
+    `inputs` and `outputs` name the tensors. `sent_on` is the name of the parameter that contains the only sending rank;
+    None if all ranks send. `received_on` is the name of the parameter that contains the only receiving rank; None if
+    all ranks receive.
+    """
+
+    inputs: str | None = None
+    outputs: str | None = None
+    sent_on: str | None = None
+    received_on: str | None = None
+
+
+_INTO_TENSOR: Final = _Form("input_tensor", "output_tensor")
+_SCATTERED: Final = _Form("input", "output")
+
+_FORMS: Final[dict[str, _Form]] = {
+    "send": _Form(inputs="tensor"),
+    "recv": _Form(outputs="tensor"),
+    "isend": _Form(inputs="tensor"),
+    "irecv": _Form(outputs="tensor"),
+    "broadcast": _Form("tensor", "tensor", sent_on="src"),
+    "all_reduce": _Form("tensor", "tensor"),
+    "reduce": _Form("tensor", "tensor", received_on="dst"),
+    "scatter": _Form("scatter_list", "tensor", sent_on="src"),
+    "reduce_scatter": _Form("input_list", "output"),
+    "_reduce_scatter_base": _SCATTERED,
+    "reduce_scatter_tensor": _SCATTERED,
+    "reduce_scatter_single": _SCATTERED,
+    "all_gather": _Form("tensor", "tensor_list"),
+    "gather": _Form("tensor", "gather_list", received_on="dst"),
+    "_all_gather_base": _INTO_TENSOR,
+    "all_gather_into_tensor": _INTO_TENSOR,
+    "all_gather_single": _INTO_TENSOR,
+    "all_to_all": _Form("input_tensor_list", "output_tensor_list"),
+    "all_to_all_single": _SCATTERED,
+}
+
+OPERATIONS: Final = (*_FORMS, BATCH)
+"""Names of the functions of torch.distributed that this module supports."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPart:
+    """One input or output tensor of a call. `index` is its position in a list of tensors; None for a single tensor."""
+
+    index: int | None
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CallTensors:
+    """The input and output tensors of a collective call on this rank, and its process group."""
+
+    inputs: Sequence[TensorPart] = ()
+    outputs: Sequence[TensorPart] = ()
+    group: Any = None
+
+
+def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallTensors | None:
+    """Return the tensors of a call of the function `op`.
+
+    Return None if the call will fail because of its arguments, or if this rank is not in the group of the call.
+    """
+    if not dist.is_initialized():
+        return None
+    if op == BATCH:
+        return _of_batch(args[0] if args else kwargs.get("p2p_op_list"))
+    form = _FORMS[op]
+    try:
+        inputs = _signature(op).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # the call itself will raise it
+        return None
+    group = inputs.get("group")
+    if not _is_member(group):
+        return None
+    return CallTensors(
+        _parts(inputs, form.inputs) if _is_here(form.sent_on, inputs, group) else (),
+        _parts(inputs, form.outputs) if _is_here(form.received_on, inputs, group) else (),
+        group,
+    )
+
+
+def is_coalescing(group: Any) -> bool:
+    """Return whether torch now collects the calls for the process group `group`, to execute them together later."""
+    world = getattr(dist.distributed_c10d, "_world", None)  # it has no public name
+    pending = getattr(world, "pg_coalesce_state", None) or {}
+    return (dist.group.WORLD if group is None else group) in pending
+
+
+def group_text(group: Any) -> str:
+    """Return name and size of a process group as text."""
+    group = dist.group.WORLD if group is None else group
+    display_name = getattr(group, "group_desc", "") or getattr(group, "group_name", "")
+    return f"group {display_name or '?'} of {dist.get_world_size(group)} ranks"
+
+
+def _of_batch(operations: Any) -> CallTensors | None:
+    if not isinstance(operations, list) or not all(isinstance(item, dist.P2POp) for item in operations):
+        return None
+    sends = [getattr(item.op, "__name__", "") == _SENDS for item in operations]
+    parts = [TensorPart(position, item.tensor) for position, item in enumerate(operations)]
+    return CallTensors(
+        [part for part, is_sent in zip(parts, sends, strict=True) if is_sent],
+        [part for part, is_sent in zip(parts, sends, strict=True) if not is_sent],
+        operations[0].group if operations else None,
+    )
+
+
+def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[TensorPart]:
+    value = None if name is None else inputs.get(name)
+    if isinstance(value, torch.Tensor):
+        return (TensorPart(None, value),)
+    if isinstance(value, list | tuple):
+        return [TensorPart(position, item) for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
+    return ()
+
+
+def _is_member(group: Any) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):  # not a group of torch
+        return False
+
+
+def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
+    """Return whether a call of a collective concerns this rank.
+
+    `name` is the argument with the rank in the world ("dst"; in the group, if prefixed by `group_`); None: every rank.
+    """
+    if name is None:
+        return True
+    of_group = inputs.get(f"group_{name}")
+    if of_group is not None:
+        return bool(dist.get_rank(group) == of_group)
+    return bool(dist.get_rank() == (inputs.get(name) or 0))  # 0 where torch has a default
+
+
+@cache
+def _signature(op: str) -> inspect.Signature:
+    # The function in torch.distributed itself may be a replacement of other code.
+    return inspect.signature(getattr(dist.distributed_c10d, op))
+
+
+class CollectiveCall:
+    """One call of an intercepted function while it runs.
+
+    A receiver of the call may store any object in the attribute `note`.
+    """
+
+    __slots__ = ("args", "caller", "kwargs", "note", "op")
+
+    def __init__(self, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> None:
+        self.op, self.args, self.kwargs, self.caller = op, args, kwargs, caller
+        self.note: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """The receiver of intercepted calls. Its functions must not raise errors."""
+
+    gate: SamplingGate
+    """The receiver gets calls only while this gate is open (at sampled steps). The gate is read at every call."""
+    begins: Callable[[CollectiveCall], None]
+    """Function that is called before the intercepted function runs."""
+    ended: Callable[[CollectiveCall, Any], None]
+    """Function that is called with the result after the intercepted function has returned."""
+    waited: Callable[[Any], None]
+    """Function that is called with a work object after the script has waited for this work."""
+
+
+WAIT: Final = "wait"
+
+
+class _Interception:
+    """The object that replaces the attribute `name` of `owner`; a call of it calls the original function."""
+
+    def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
+        self.owner, self.name, self.original = owner, name, original
+        self.listeners: tuple[Listener, ...] = ()
+
+    @property
+    def is_in_place(self) -> bool:
+        return vars(self.owner).get(self.name) is self
+
+    def join(self, listener: Listener) -> None:
+        self.listeners = (*self.listeners, listener)
+        if not self.is_in_place:
+            setattr(self.owner, self.name, self)
+
+    def leave(self, listener: Listener) -> None:
+        self.listeners = tuple(other for other in self.listeners if other is not listener)
+        if not self.listeners and self.is_in_place:
+            setattr(self.owner, self.name, self.original)
+
+
+class _FunctionInterception(_Interception):
+    """The object that replaces a function of torch.distributed.
+
+    In comparisons, copies and pickles, it behaves like the original function.
+    """
+
+    def __init__(self, owner: Any, name: str, original: Callable[..., Any]) -> None:
+        super().__init__(owner, name, original)
+        # Without its attributes: a wrapper of other code may have copied those of an earlier replacement.
+        functools.update_wrapper(self, original, updated=())
+        self._sends = name == "isend"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():
+            return self.original(*args, **kwargs)
+        if self._sends and "group_src" in kwargs:
+            # A batch treats a P2POp as a receive unless its function is, by identity, the original isend.
+            kwargs["group_dst"] = kwargs.pop("group_src")
+        for listener in self.listeners:
+            if listener.gate.is_open:
+                return self._report(args, kwargs, sys._getframe(1))  # noqa: SLF001 - the only cheap way to the caller
+        return self.original(*args, **kwargs)
+
+    def _report(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
+        calls = [
+            (listener, CollectiveCall(self.name, args, kwargs, caller))
+            for listener in self.listeners
+            if listener.gate.is_open
+        ]
+        for listener, call in calls:
+            listener.begins(call)
+        result = self.original(*args, **kwargs)
+        for listener, call in calls:
+            listener.ended(call, result)
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.original
+
+    def __hash__(self) -> int:
+        return hash(self.original)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return operator.getitem, ((self.original,), 0)
+
+
+class _WaitInterception(_Interception):
+    """The object that replaces the method `wait` of torch.distributed's class `Work`."""
+
+    def __get__(self, work: Any, owner: type | None = None) -> Any:
+        return self if work is None else MethodType(self, work)
+
+    def __call__(self, work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self.original(work, *args, **kwargs)
+        for listener in self.listeners:
+            if listener.gate.is_open:
+                listener.waited(work)
+        return result
+
+
+class Interceptor:
+    """Intercepts several functions of torch.distributed for one listener, until `remove` is called."""
+
+    def __init__(self, listener: Listener, names: Iterable[str]) -> None:
+        self._listener = listener
+        with _lock:
+            found = [_interception_of(dist, name, _FunctionInterception) for name in names]
+            found.append(_interception_of(getattr(dist, "Work", None), WAIT, _WaitInterception))
+            self._interceptions = [item for item in found if item is not None]
+            for item in self._interceptions:
+                item.join(listener)
+
+    def remove(self) -> None:
+        """Stop the interception for the listener of this object."""
+        with _lock:
+            for item in self._interceptions:
+                item.leave(self._listener)
+        self._interceptions = []
+
+
+_lock = threading.Lock()
+_known: dict[str, _Interception] = {}
+
+
+def _interception_of(owner: Any, name: str, make: type[_Interception]) -> _Interception | None:
+    """Return the object that replaces `owner.name`; create it if there is none yet.
+
+    Return None if `owner` has no such attribute.
+    """
+    current = None if owner is None else vars(owner).get(name)
+    if current is None:  # another release of torch, or a torch without collectives
+        return None
+    known = _known.get(name)
+    if known is None or not (current is known or current is known.original):
+        known = _known[name] = make(owner, name, current)
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output tensor of the call `name`, with the slot of this tensor in the table.
+
+    `index` is the position of the tensor if the output is a list, otherwise None.
+    """
+
+    name: str
+    slot: Slots
+    tensor: torch.Tensor
+    index: int | None
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Outputs of an asynchronous call that belong to the same work objects.
+
+    The outputs are complete when the script has waited for all these work objects. `works` is the number of these work
+    objects that the script has not waited for yet.
+    """
+
+    name: str
+    outputs: Sequence[Output]
+    works: int
+
+
+class PendingWork:
+    """The asynchronous calls of one step that the script has not waited for yet."""
+
+    def __init__(self) -> None:
+        self._awaited: dict[int, tuple[weakref.ref[Any], _Awaited]] = {}  # by the identity of the work
+        self._lost: list[str] = []
+
+    def expect(self, name: str, works: Sequence[Any], outputs: Sequence[Output], tensors: int) -> None:
+        """Keep the `outputs` of an asynchronous call until the script has waited for all of its `works`.
+
+        `tensors` is the number of tensors that the call sends and receives. A batch of calls has one work object per
+        tensor, or one for all tensors.
+        """
+        if len(works) == tensors > 1:
+            for output in outputs:
+                self._await(works[output.index or 0], _Awaited(name, (output,), 1))
+        else:
+            together = _Awaited(name, outputs, len(works))
+            for work in works:
+                self._await(work, together)
+
+    def waited(self, work: Any) -> Sequence[Output]:
+        """Return the outputs that are complete now that the script has waited for `work`."""
+        work_and_awaited = self._awaited.get(id(work))
+        if work_and_awaited is None or work_and_awaited[0]() is not work:
+            return ()
+        del self._awaited[id(work)]
+        awaited = work_and_awaited[1]
+        awaited.works -= 1
+        return () if awaited.works else awaited.outputs
+
+    def release_tensors(self) -> None:
+        """Release the outputs of all calls. Keep only the names of the calls that the script has not waited for."""
+        self._lost += [awaited.name for _, awaited in self._awaited.values()]
+        self._awaited.clear()
+
+    def missed(self) -> list[str]:
+        """Return the names of the calls that the script has not waited for."""
+        return [*self._lost, *(awaited.name for _, awaited in [*self._awaited.values()])]
+
+    def _await(self, work: Any, awaited: _Awaited) -> None:
+        key = id(work)
+
+        def gone(_work: Any) -> None:  # called by the garbage collector at any time, on any thread
+            if self._awaited.pop(key, None) is not None:
+                self._lost.append(awaited.name)
+
+        self._awaited[key] = weakref.ref(work, gone), awaited
+
+
+def stream_of(device: torch.device) -> int | None:
+    """Return the id of the current stream of `device` on this thread; None for a device without streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    try:
+        return int(torch.accelerator.current_stream(device).stream_id)
+    except RuntimeError:  # a device without streams
+        return None
+
+
+def pending_work_of(result: Any) -> list[Any]:
+    """Return the work objects of asynchronous calls among the results of a call."""
+    found = result if isinstance(result, list) else [result]
+    return [item for item in found if isinstance(item, dist.Work)]

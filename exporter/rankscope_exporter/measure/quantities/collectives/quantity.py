@@ -1,0 +1,451 @@
+"""Quantity `collectives`: output and input tensors of the script's own calls of `torch.distributed`.
+
+Replacements of torch's functions intercept the calls while the quantity is active. Calls that torch makes, for example
+in DDP and FSDP, are not measured, because most of them do not use these functions. The quantity never waits: the result
+of an asynchronous call is read after the script has waited for it.
+
+Log of collective calls for the option `log_only`.
+
+The log contains the function, dtypes, shapes, group, call stack and number of the calls. Calls that torch makes, for
+example for DDP and FSDP, are read from torch's flight record, with their stacks. The flight record also contains the
+calls of the script. They are skipped, because the quantity has already logged them.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final
+
+import torch.distributed as dist
+
+from rankscope_contract.model.collective_format import dtype_text
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
+from rankscope_exporter.adapters.parameter_names import Targets, target_notices
+from rankscope_exporter.adapters.pytree import MAX_TENSORS
+from rankscope_exporter.measure.kernels.tensor_access import dtype_name, why_not_measurable
+from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, SamplingGate
+from rankscope_exporter.measure.quantities.collectives import interception
+from rankscope_exporter.measure.quantities.collectives.interception import (
+    OPERATIONS,
+    CallSite,
+    CallSites,
+    CallTensors,
+    CollectiveCall,
+    Interceptor,
+    Listener,
+    Output,
+    PendingWork,
+    TensorPart,
+    call_tensors_of,
+    group_text,
+    is_coalescing,
+    pending_work_of,
+    stream_of,
+)
+from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes, in_backward, listed
+from rankscope_exporter.measure.table import Slots, Table
+from rankscope_exporter.monitors.flight_recorder.entry import Entry
+from rankscope_exporter.monitors.flight_recorder.poller import read_before
+from rankscope_exporter.monitors.flight_recorder.torch_api import (
+    Raw,
+    Report,
+    has_groups,
+    ranks_by_group,
+    read_with_stacks,
+)
+from rankscope_exporter.process.validation import Checked, at_least, list_of
+
+MAX_NOTICES: Final = 200
+_FRAMES_SHOWN: Final = 8
+
+
+class CallLog:
+    """Stores the collective calls since the last report, for notices to the user.
+
+    Calls are equal if function, line, dtypes, shapes, group and the innermost 8 lines of the call stack are equal.
+    Equal calls are reported in one notice with the number of calls, in the order of the first calls. Every call is
+    counted in exactly one notice. If a call repeats after a report, it is reported again.
+    """
+
+    def __init__(self) -> None:
+        self._new: Counter[str] = Counter()
+        self._known: set[str] = set()
+        self._dropped = 0
+        self.has_reported = False
+
+    def note(self, name: str, site: CallSite, sides: CallTensors) -> None:
+        """Add a collective call of the script: its function and line (`name`), call site, and tensors (`sides`)."""
+        self.note_text(name, f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}, {group_text(sides.group)}", site)
+
+    def note_text(self, name: str, description: str, site: CallSite) -> None:
+        """Add a collective call; `description` contains its dtypes, shapes and group."""
+        text = f"{name}: {description}, called from {_stack(site)}"
+        if text not in self._known and len(self._known) >= MAX_NOTICES:
+            self._dropped += 1
+            return
+        self._known.add(text)
+        self._new[text] += 1
+
+    def report(self, notice: Callable[[str], None]) -> None:
+        """Call the function `notice` once with a text for each group of equal calls since the last report."""
+        new, self._new = self._new, Counter()
+        self.has_reported = self.has_reported or bool(new)
+        for text, count in new.items():
+            notice(text if count == 1 else f"{count} times {text}")
+        if self._dropped:
+            dropped, self._dropped = self._dropped, 0
+            notice(
+                f"{dropped} calls are not listed, because {MAX_NOTICES} different calls were listed before: select "
+                "fewer calls with targets or call_sites"
+            )
+
+
+def _forms(parts: Sequence[TensorPart]) -> str:
+    """Return the dtypes and shapes of inputs or outputs as text, such as "float32[2, 3]"."""
+    forms = [f"{str(part.tensor.dtype).removeprefix('torch.')}{list(part.tensor.shape)}" for part in parts]
+    return listed(forms) or "nothing"
+
+
+def _stack(site: CallSite) -> str:
+    shown = site.stack[-_FRAMES_SHOWN:]
+    return " > ".join(shown if len(shown) == len(site.stack) else ("…", *shown)) or "no Python code"
+
+
+NO_PLACE: Final = "torch"
+"""Name of the call site of a collective if its stack has no Python code of the script, as on a thread of torch."""
+
+
+class InternalCalls:
+    """Reader of new collective calls in torch's flight record.
+
+    The first read returns all calls that no monitor has read before.
+    """
+
+    def __init__(self, sites: CallSites, targets: Targets) -> None:
+        self._sites = sites
+        self._targets = targets
+        self._after = read_before()
+
+    def note(self, log: CallLog, report: Report) -> None:
+        """Add the calls of torch in the flight record to `log`. Calls that the quantity intercepted are skipped.
+
+        If a flight recorder of torch cannot be read, the function `report` receives a message and the recorder is
+        skipped.
+        """
+        if not has_groups():
+            return
+        ranks = ranks_by_group(report)
+        for recorder, raws in read_with_stacks(report).items():
+            last = self._after.get(recorder, -1)
+            for raw in raws:
+                if int(raw["record_id"]) > last and not _is_intercepted(raw):
+                    self._note(log, raw, ranks)
+            self._after[recorder] = max(last, *(int(raw["record_id"]) for raw in raws))
+
+    def _note(self, log: CallLog, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> None:
+        entry = Entry.of(raw, ranks)
+        site = self._sites.of_record(raw.get("frames", ()), entry.call_site or NO_PLACE)
+        name = f"{entry.op}@{site.label}"
+        if not (site.is_chosen and self._targets.selects(name, entry.op)):
+            return
+        forms = f"{_call_forms(raw, 'input')} -> {_call_forms(raw, 'output')}"
+        size = f" of {len(entry.ranks)} ranks" if entry.ranks else ""
+        log.note_text(name, f"{forms}, group {entry.group}{size}", site)
+
+
+def _is_intercepted(raw: Raw) -> bool:
+    return any(frame["filename"] == interception.__file__ for frame in raw.get("frames", ()))
+
+
+def _call_forms(raw: Raw, side: str) -> str:
+    types: Sequence[Any] = raw.get(f"{side}_dtypes", ())
+    sizes = raw.get(f"{side}_sizes", ())
+    forms = [f"{dtype_text(types[min(at, len(types) - 1) :][:1])}{list(size)}" for at, size in enumerate(sizes)]
+    return listed(forms) or "nothing"
+
+
+def _check_all(expressions: Iterable[str]) -> None:
+    """Raise ValueError for an invalid regular expression."""
+    for expression in expressions:
+        try:
+            re.compile(expression)
+        except re.error as error:
+            raise ValueError(f"call_sites: {expression!r} is not a regular expression: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveOptions(QuantityOptions):
+    """Options of the quantity `collectives`: the calls to measure.
+
+    A target names all calls of a function, `all_reduce`, or all calls at a line of the script,
+    `all_reduce@train.py[23]`.
+    """
+
+    inputs: bool = False
+    """Also measure the input tensors of a call, before the call runs."""
+    call_sites: Annotated[tuple[str, ...], list_of(str, "a list of regular expressions"), Checked(_check_all)] = ()
+    """Regular expressions.
+
+    A collective call is measured if one of the expressions is found in the call stack of the call. Without expressions,
+    all calls are measured.
+    """
+    most_calls: Annotated[int, at_least(1)] = 64
+    """Largest number of measured calls per step, for one function at one line of the script."""
+    log_only: bool = False
+    """True: measure no tensors, but log the calls of collectives and the lines of code that made them.
+
+    The log contains the calls of the first sampled step, or of `times` sampled steps.
+    """
+
+    def __post_init__(self) -> None:
+        if self.log_only is True and self.times is None:
+            object.__setattr__(self, "times", 1)
+        QuantityOptions.__post_init__(self)
+
+
+_NOT_SEEN: Final = (
+    "no call of the script was seen in a sampled step, so no tensor is measured; calls of compiled code, DDP, FSDP and "
+    "other parts of torch have rows in the dataset collectives if torch records them, but no statistics"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredCall:
+    """A measured call and its outputs.
+
+    `seq` is the number of earlier calls with the same name in this step; None for the first call.
+    """
+
+    name: str
+    seq: int | None
+    sides: CallTensors
+    outputs: list[Output] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _StepCalls:
+    """The state of the quantity `collectives` during a sampled step.
+
+    It contains the number of calls by name, and the asynchronous calls that the script has not waited for.
+    """
+
+    thread: int = 0  # of the training; 0 before the first step
+    stream: int | None = None  # current stream of the training thread
+    counts: dict[str, int] = field(default_factory=dict)
+    works: PendingWork = field(default_factory=PendingWork)
+
+
+class Collectives(Quantity):
+    """Measures outputs (`comm_out`) and, on request, inputs (`comm_in`) of collective calls: one row per tensor."""
+
+    name: ClassVar[str] = "collectives"
+    options_class: ClassVar[type[QuantityOptions]] = CollectiveOptions
+    of_modules: ClassVar[bool] = True  # that is, not of parameters
+    options: CollectiveOptions
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._device = monitored.device
+        self._sites = CallSites(self.options.call_sites)
+        self._step = _StepCalls()
+        self._notes = CoverageNotes()
+        self._seen: dict[str, str] = {}  # name of a call -> its function
+        self._on_other_threads: set[str] = set()  # functions that were called on other threads
+        self._is_any_chosen = False
+        self._has_noted_uncalled = False
+        self._log = CallLog()
+        self._internal_calls = InternalCalls(self._sites, self.targets)
+        self._failed: set[str] = set()  # sources that could not be read; each is reported once
+        self._hooking: HookContext
+        self._gate: SamplingGate
+
+    def kinds(self) -> set[str]:
+        if self.options.log_only:
+            return set()
+        return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
+
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
+        self._hooking, self._gate = hooking, gate
+        if not dist.is_available():
+            hooking.tell("collectives: this torch has no torch.distributed; nothing is measured")
+            return
+        begins, ended, waited = (
+            hooking.guarded("a collective", self._undisturbed(function), gate)
+            for function in (self._begins, self._ended, self._waited)
+        )
+
+        def begins_in_training(call: CollectiveCall) -> None:
+            if self._is_training():
+                begins(call)
+            else:
+                self._on_other_threads.add(call.op)
+
+        listener = Listener(
+            gate,
+            begins_in_training,
+            lambda call, result: None if call.note is None else ended(call, result),
+            lambda work: waited(work) if self._is_training() else None,
+        )
+        gate.keep(CallbackHandle(self._release))
+        gate.keep(Interceptor(listener, OPERATIONS))
+
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        self._release()
+        self._step = _StepCalls(threading.get_ident(), stream_of(self._device))
+
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
+        self._log.report(self._notice)
+
+    def on_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
+        self._step.works.release_tensors()
+
+    def _undisturbed(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that calls `function` while no step can begin or end.
+
+        A call of a collective may come long after the update of a step.
+        """
+
+        def inside(*args: Any) -> None:
+            if self._gate.is_open:
+                function(*args)
+
+        return lambda *args: self._hooking.between(lambda: inside(*args))
+
+    def _begins(self, call: CollectiveCall) -> None:
+        site = self._sites.of(call.caller)
+        sides = None if site is None else call_tensors_of(call.op, call.args, call.kwargs)
+        if site is None or sides is None:
+            return
+        name = f"{call.op}@{site.label}"
+        self._seen[name] = call.op
+        if not (site.is_chosen and self.targets.selects(name, call.op)):
+            return
+        self._is_any_chosen = True
+        if self.options.log_only:
+            self._log.note(name, site, sides)
+        elif is_coalescing(sides.group):
+            self._notes.add("is coalesced with other calls, so its outputs are not known", name)
+        else:
+            self._enter(call, name, sides)
+
+    def _is_training(self) -> bool:
+        """Return whether this is the training thread or one of its backward pass: others call at any time."""
+        return threading.get_ident() == self._step.thread or in_backward()
+
+    def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:
+        count = self._step.counts.get(name, 0)
+        self._step.counts[name] = count + 1
+        if count >= self.options.most_calls:
+            self._notes.add(
+                f"is called more than {self.options.most_calls} times in a step; further calls have no rows", name
+            )
+            return
+        measured = call.note = _MeasuredCall(name, count or None, sides)
+        if self.options.inputs:
+            self._measure(self._placed(Kind.COMM_IN, measured, sides.inputs))
+        # Rows now and numbers later: the plan is in the order of the calls, whichever is waited for first.
+        measured.outputs.extend(self._placed(Kind.COMM_OUT, measured, sides.outputs))
+
+    def _ended(self, call: CollectiveCall, result: Any) -> None:
+        measured: _MeasuredCall | None = call.note
+        if measured is None or not measured.outputs:
+            return
+        works = pending_work_of(result)
+        if works:
+            tensors = len(measured.sides.inputs) + len(measured.sides.outputs)
+            self._step.works.expect(measured.name, works, measured.outputs, tensors)
+        else:
+            self._measure(measured.outputs)
+
+    def _waited(self, work: Any) -> None:
+        self._measure(self._step.works.waited(work))
+
+    def _measure(self, outputs: Iterable[Output]) -> None:
+        for output in outputs:
+            # The table belongs to the stream of the training, which must not wait for another stream.
+            if output.tensor.device == self._device and stream_of(self._device) != self._step.stream:
+                self._notes.add("is on another stream than the training and is not measured", output.name)
+            else:
+                self._gate.table.measure([output.tensor], output.slot)
+
+    def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
+        """Return those tensors of `parts`, inputs or outputs of a collective call, that can be measured.
+
+        Each tensor is returned with its row in the table of statistics.
+        """
+        side = "input" if kind is Kind.COMM_IN else "output"
+        if len(parts) > MAX_TENSORS:
+            self._notes.add(f"{side} has {len(parts)} tensors; only the first {MAX_TENSORS} have rows", measured.name)
+        placed = []
+        for part in parts[:MAX_TENSORS]:
+            reason = why_not_measurable(part.tensor)
+            if reason is not None:
+                self._notes.add(f"{side} is {reason}", measured.name)
+                continue
+            slot = self._slot(kind, measured, part)
+            if slot is not None:
+                placed.append(Output(measured.name, slot, part.tensor, part.index))
+        return placed
+
+    def _slot(self, kind: Kind, measured: _MeasuredCall, part: TensorPart) -> Slots | None:
+        def entries() -> list[PlanEntry]:
+            entry = PlanEntry(
+                kind=kind,
+                tensor=measured.name,
+                index=part.index,
+                call_seq=measured.seq,
+                dtype=dtype_name(part.tensor.dtype),
+                shape=tuple(part.tensor.shape),
+            )
+            return [entry]
+
+        return self._gate.table.add((kind, measured.name, measured.seq, part.index), entries)
+
+    def _release(self) -> None:
+        """Release the state of the last sampled step, and publish notices about calls that were not measured."""
+        step = self._step
+        if self.options.log_only and step.thread:
+            self._note_internal()
+        self._log.report(self._notice)
+        for name in step.works.missed():
+            self._notes.add("is asynchronous and has no wait() within its step, so its outputs have no rows", name)
+        for function in sorted(self._on_other_threads.copy()):
+            self._notes.add("is called on another thread than the training and is not measured", function)
+        was_measured, self._step = step.thread, _StepCalls()
+        if was_measured and not self._has_noted_uncalled and not (self.options.log_only and self._log.has_reported):
+            self._has_noted_uncalled = True
+            self._note_uncalled()
+        self._notes.report(self._notice)
+
+    def _note_internal(self) -> None:
+        try:
+            self._internal_calls.note(self._log, self._report)
+        except Exception as error:  # noqa: BLE001 - torch may change the record, and hooks must be removed
+            self._report("reading the collective calls of torch itself from its flight record", error)
+
+    def _report(self, where: str, error: BaseException) -> None:
+        if where not in self._failed:
+            self._failed.add(where)
+            self._notice(f"{where} failed: {error!r}")
+
+    def _note_uncalled(self) -> None:
+        notices = []
+        if not (self._seen or self._on_other_threads):
+            notices.append(_NOT_SEEN)
+        elif self._seen:
+            notices += target_notices(self.targets, {*self._seen, *self._seen.values()}, "collective")
+            if not (self._is_any_chosen or notices):
+                notices.append(f"call_sites matches the stack of no call; the calls are {listed(self._seen)}")
+        for sentence in notices:
+            self._notice(sentence)
+
+    def _notice(self, message: str) -> None:
+        self._hooking.tell(f"collectives: {message}")

@@ -1,0 +1,399 @@
+"""Base class of quantities that read tensors when modules are called; and access to the weight of a module.
+
+The dataset `features` has a column for the micro-batch, but none for the call. The methods `before` and
+`after` of the base class therefore read only the first call of a module in each micro-batch of a training forward pass.
+
+The module also registers hooks on modules and tensors for quantities, and publishes notices about modules that are
+not measured.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import nn
+from torch.utils.hooks import unserializable_hook
+
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_hooks import GRADIENT, CallbackHandle, ParameterHook, Removable, TensorHook
+from rankscope_exporter.adapters.parameter_names import NamedModule, entry, named_modules, selected, unmatched
+from rankscope_exporter.adapters.tracing import on_compilation
+from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
+from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
+from rankscope_exporter.measure.table import Table
+from rankscope_exporter.process.errors import torch_name
+from rankscope_exporter.records.pending_step import ExpectedRows
+
+NO_PASS: Final = -1
+current_pass: Final = torch_name(
+    "torch._C._current_graph_task_id", lambda: NO_PASS, "gradients are read when the optimizer steps"
+)
+"""Function that returns the number of the backward pass of this thread, nested passes included; NO_PASS if none."""
+
+NAMES_SHOWN: Final = 3
+MODEL: Final = "the model"
+
+
+class CoverageNotes:
+    """Stores why modules are not measured: reasons, each with the names of the modules to which it applies.
+
+    Each module is reported once per reason.
+    """
+
+    def __init__(self) -> None:
+        self._new: dict[str, list[str]] = {}
+        self._known: set[tuple[str, str]] = set()
+
+    def add(self, reason: str, module: str) -> None:
+        """Store that `module`, or a tensor of it, is not measured for the reason `reason`."""
+        if (reason, module) not in self._known:
+            self._known.add((reason, module))
+            self._new.setdefault(reason, []).append(module or MODEL)
+
+    def report(self, notice: Callable[[str], None]) -> None:
+        """Call `notice` once for each reason to which modules were added since the last report."""
+        new, self._new = self._new, {}
+        for reason, modules in new.items():
+            notice(f"{listed(modules)}: {reason}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first few of `names` as text, and the number of the remaining names."""
+    names = list(names)
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class TensorHooks:
+    """Gradient hooks on tensors of one step.
+
+    The hooks must be removed explicitly, because hooks on leaf tensors outlive the graph.
+    """
+
+    def __init__(self, monitored: MonitoredModel) -> None:
+        self._monitored = monitored
+        self._positions = {named.identity: index for index, named in enumerate(monitored.parameters)}
+        self._handles: list[Removable] = []
+
+    def hook(self, tensor: torch.Tensor, hook: Callable[..., None]) -> int:
+        """Register a gradient hook on `tensor`, and return the number that torch gives the hook.
+
+        The tensor is not kept alive.
+        """
+        if not tensor.is_leaf:
+            unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
+            self._handles.append(handle)
+            return int(handle.id)
+        own = TensorHook(tensor, hook, table=GRADIENT)
+        position = self._positions.get(id(tensor))
+        if position is not None and self._monitored.parameter(position) is tensor:
+            hook_of_parameter = ParameterHook(functools.partial(self._monitored.parameter, position), lambda _: own)
+            hook_of_parameter.renew(tensor)
+            self._handles.append(hook_of_parameter)
+        else:
+            self._handles.append(own)
+        return own.number
+
+    def remove(self) -> None:
+        """Remove all hooks that were registered since the last call of this method."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class MicroGradientHooks:
+    """Gradient hooks on all parameters that require gradients. They are called before a gradient is accumulated.
+
+    The function `hook_of` gets the position of a parameter and the parameter. It returns the function that the hook of
+    this parameter calls with the gradient.
+    """
+
+    def __init__(
+        self,
+        monitored: MonitoredModel,
+        hooking: HookContext,
+        gate: SamplingGate,
+        where: str,
+        hook_of: Callable[[int, nn.Parameter], Callable[[torch.Tensor], None]],
+    ) -> None:
+        self._monitored, self._hooking, self._gate = monitored, hooking, gate
+        self._where, self._hook_of = where, hook_of
+        self.hooked: set[int] = set()
+        """Positions of the parameters that have a hook."""
+
+    def register(self) -> None:
+        """Register hooks on the parameters that require gradients and have no hook yet.
+
+        Called at several steps, because parameters may be unfrozen during training.
+        """
+        for index, parameter in enumerate(self._monitored.tensors()):
+            if parameter is not None and parameter.requires_grad and index not in self.hooked:
+                self.hooked.add(index)
+                hook = self._hooking.guarded(self._where, self._hook_of(index, parameter), self._gate)
+                self._gate.hook(hook, functools.partial(self._registered, index, hook))
+
+    def _registered(self, index: int, hook: Hook) -> Removable | None:
+        framework = self._monitored.framework
+        find = functools.partial(self._monitored.parameter, index)
+        handle = ParameterHook(find, lambda parameter: framework.on_gradient(parameter, hook))
+        return handle if handle.renew_found() else None
+
+
+def hook_before(module: nn.Module, hook: Hook) -> Removable:
+    """Register `hook`, which torch calls before each call of the module, with the arguments of this call."""
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def hook_after(module: nn.Module, hook: Hook) -> Removable:
+    """Register `hook`, which torch calls after each call of the module, with its arguments and its output."""
+    return module.register_forward_hook(hook, with_kwargs=True)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass runs on this thread. A forward pass inside a backward pass is a recomputation."""
+    return bool(current_pass() != NO_PASS)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A call of a module while the call runs. This object refers to the module, so users must not store the object."""
+
+    named: NamedModule
+    module: nn.Module
+    micro_step: int
+
+
+class ModuleQuantity(Quantity):
+    """A quantity whose targets are modules.
+
+    It registers hooks on modules, and reports each tensor that is not measured.
+    """
+
+    of_modules: ClassVar[bool] = True
+    measures_tensors: ClassVar[bool] = False
+    missing_result: ClassVar[str] = "it is not measured"
+    """Text at the end of the notice about a module that was not called: the consequence for this module."""
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._notes = CoverageNotes()
+        self._hooked: dict[str, tuple[NamedModule, Hook]] = {}
+        self._called: set[str] = set()
+        self._compiled: set[str] = set()  # modules whose hooks Dynamo compiled, where the hooks have no effect
+        self._seen: set[tuple[str, int]] = set()  # module and micro-batch
+        self._has_noted_uncalled = False
+        self._lost: set[str] = set()  # modules whose hooks were removed by other code
+        self._hooking: HookContext
+        self._gate: SamplingGate
+
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
+        self._hooking, self._gate = hooking, gate
+        gate.keep(CallbackHandle(self._release))
+        for named in self._find():
+            self._follow(named)
+
+    def _follow(self, named: NamedModule) -> None:
+        """Register hooks on one module that the targets select."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Release the state of the last sampled step, and publish new notices: before each one and at detach."""
+        self._notes.report(self.tell)
+
+    def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
+        """Return the modules that the targets select, or all modules if `all_modules` is true.
+
+        Publish one notice for each target that selects no module, and one if there are no targets.
+        """
+        modules = named_modules(self.monitored.framework.module)
+        if not (self.targets.patterns or all_modules):
+            self.tell("targets names no module, so nothing is measured")
+        for sentence in unmatched(modules, self.targets):
+            self.tell(sentence)
+        return modules if all_modules else selected(modules, self.targets)
+
+    def tell(self, message: str) -> None:
+        self._hooking.tell(f"{self.name}: {message}")
+
+    def missing(self, reason: str, named: NamedModule) -> None:
+        """Store that a module, or a tensor of it, is not measured. This is reported once, when the step ends."""
+        self._notes.add(reason, named.name)
+
+    def before(self, named: NamedModule, read: Callable[[Running, Sequence[Any], Mapping[str, Any]], None]) -> None:
+        """Register a hook that calls the function `read` before the first call of a module in each micro-batch.
+
+        `read` gets this call and its positional and keyword arguments.
+        """
+
+        def begins(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            if self._is_first_call(named, module):
+                read(Running(named, module, self._hooking.micro_step), args, kwargs)
+
+        self._register(named, hook_before, f"{self.name} of modules", begins)
+
+    def after(self, named: NamedModule, read: Callable[[Running, Any], None]) -> None:
+        """Register a hook that calls the function `read` after the first call of a module in each micro-batch.
+
+        `read` gets this call and the result of the module.
+        """
+
+        def ended(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+            if self._is_first_call(named, module):
+                read(Running(named, module, self._hooking.micro_step), output)
+
+        self._register(named, hook_after, f"{self.name} of modules", ended)
+
+    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        self._note_lost_hooks()
+        self._release()
+        self._seen.clear()
+        self._called.clear()
+
+    def on_forward_failed(self, table: Table) -> None:  # noqa: ARG002 - see above
+        micro_step = self._hooking.micro_step
+        self._seen = {key for key in self._seen if key[1] != micro_step}
+
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
+        self._note_uncalled(self._called)
+        self._notes.report(self.tell)
+
+    def _is_first_call(self, named: NamedModule, module: nn.Module) -> bool:
+        if module is not named.module:  # a replica of DataParallel, on another thread
+            self.missing("runs as replicas of DataParallel, which are not measured", named)
+            return False
+        if not self._hooking.in_forward or in_backward():
+            return False
+        key = named.name, self._hooking.micro_step
+        if key in self._seen:
+            self.missing("is called more than once in a micro-batch, of which only the first call is measured", named)
+            return False
+        self._seen.add(key)
+        self._called.add(named.name)
+        return True
+
+    def _register(
+        self,
+        named: NamedModule,
+        register: Callable[[nn.Module, Hook], Removable],
+        where: str,
+        function: Callable[..., None],
+    ) -> None:
+        """Register a hook on a module with the function `register`. The hook calls `function` and catches its errors.
+
+        If torch raises an error, as for a scripted module, store that the module is not measured.
+        """
+        was_compiled = on_compilation(functools.partial(self._compiled.add, named.name))
+        hook = self._hooking.guarded(where, function, self._gate, was_compiled)
+
+        def registered() -> Removable | None:
+            module = named.module
+            return None if module is None else register(module, hook)
+
+        try:
+            module = named.module
+            if module is not None:
+                # If the forward of this module begins the step, a hook per sampled step would be registered too late.
+                stays = any(module is chunk for chunk in self.monitored.framework.chunks)
+                self._gate.hook(hook, registered, stays=stays)
+            self._hooked.setdefault(named.name, (named, hook))
+        except (RuntimeError, AttributeError) as error:  # scripted modules and other objects that are no real modules
+            self.missing(f"no hook can be registered ({type(error).__name__})", named)
+
+    def expected_of(self, kinds: AbstractSet[str]) -> ExpectedRows:
+        """Return `kinds`, none if hooks were lost or run in no backward pass, which both have own notices."""
+        is_explained = self._lost or BACKWARD in self.monitored.compiled
+        return ExpectedRows(self.name, frozenset() if is_explained else frozenset(kinds), names_unmeasured=True)
+
+    def _note_lost_hooks(self) -> None:
+        """Store which modules have lost their hooks, so that they are reported.
+
+        Called when a sampled step begins: the hooks of this step are registered then.
+        """
+        for named, hook in self._hooked.values():
+            module = named.module
+            if module is not None and named.name not in self._lost and not _is_registered(module, hook):
+                self._lost.add(named.name)
+                self.missing(f"other code has removed the hooks, so {self.missing_result}: {REMEDY}", named)
+
+    def _note_uncalled(self, called: AbstractSet[str]) -> None:
+        """Store which modules were not called in the first sampled step, so that they are reported.
+
+        `called` contains the modules that were called.
+        """
+        if self._has_noted_uncalled:
+            return
+        self._has_noted_uncalled = True
+        for named, _ in self._hooked.values():
+            if named.name not in called:
+                is_compiled = named.compiled or self.monitored.framework.traits.is_compiled
+                compiled = is_compiled or named.name in self._compiled
+                reason = "is part of compiled code" if compiled else "was not called in a forward of the model"
+                self.missing(f"{reason}, so {self.missing_result}", named)
+
+
+def _is_registered(module: nn.Module, hook: Hook) -> bool:
+    # The tables themselves: other code also replaces them by new ones, and the handle of a hook does not show this.
+    tables = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001 - torch has no public name for it
+    return any(hook is known for table in tables for known in table.values())
+
+
+_NAMES: Final = ("weight", "wg")
+_MATRIX: Final = 2
+
+
+def weight_of(module: nn.Module | None) -> torch.Tensor | None:
+    """Return the attribute `weight` or `wg` of a module; if it has both, preferably a matrix.
+
+    Return None if the module has no weight, or if the weight is computed by a property.
+    """
+    if module is None:
+        return None
+    # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
+    parameters, attributes = module._parameters, vars(module)  # noqa: SLF001 - see above
+    found = [entry(parameters if name in parameters else attributes, name) for name in _NAMES]
+    held = [weight for weight in found if isinstance(weight, torch.Tensor)]
+    return next(filter(is_matrix, held), held[0] if held else None)
+
+
+def is_matrix(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight has two dimensions."""
+    return weight is not None and weight.dim() == _MATRIX
+
+
+def may_be_gathered(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight may be sharded, flat or freed between two calls of its module, as with FSDP."""
+    return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
+
+
+def local_matrix_or_reason(weight: torch.Tensor | None) -> torch.Tensor | str:
+    """Return the weight if it is a whole matrix on this rank; otherwise the reason why it is not, as text.
+
+    Reads no element of the weight.
+    """
+    if weight is None:
+        return "has a weight that is computed, or none"
+    placements = getattr(weight, "placements", None)
+    if placements is not None:
+        if not all(placement.is_replicate() for placement in placements):
+            return "has a weight in parts on several ranks"
+        weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
+    reason = why_not_measurable(weight)
+    if reason is None and is_freed(weight):
+        reason = "freed while it is not used"
+    if reason is None and (weight.dim() != _MATRIX or not weight.is_floating_point()):
+        reason = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}, not a matrix of floats"
+    return weight if reason is None else f"has a weight that is {reason}"
+
+
+def unusable_reason(tensor: torch.Tensor) -> str | None:
+    """Return the reason why a tensor cannot be read as a whole on this rank, as text; None if it can be read."""
+    if hasattr(tensor, "placements"):
+        return "a distributed tensor, which is not whole on any rank"
+    return why_not_measurable(tensor)

@@ -1,0 +1,295 @@
+"""Quantity `optimizer_state`: the state of every parameter after the update, such as Adam's moments.
+
+Quantity `adam_updates`: histograms of Adam's update of each element, and of the ratio of Adam's two moments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Final
+
+import torch
+
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.model.schema import PlanEntry
+from rankscope_exporter.adapters.base import ParameterState
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.parameter_names import Targets, local_tensor, real_parts
+from rankscope_exporter.measure.kernels.tensor_access import NO_CODES, dtype_name, is_code
+from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, TargetNames
+from rankscope_exporter.measure.table import Table
+from rankscope_exporter.process.validation import at_least
+from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
+from rankscope_exporter.records.plan_entries import ParameterEntries
+
+# Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
+ADAM_STATE: Final[dict[str, str]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
+MOMENTUM_STATE: Final[dict[str, str]] = {"momentum_buffer": Kind.MOMENTUM}
+KIND_OF_STATE: Final = ADAM_STATE | MOMENTUM_STATE
+"""The kind of each key in `optimizer.state[parameter]`.
+
+For a key that is not in this dictionary, the kind is the key.
+"""
+
+
+_NO_STATE: Final[Mapping[str, Any]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStateOptions(QuantityOptions):
+    """Options of the quantity `optimizer_state`: the state to measure in addition to moments and momentum."""
+
+    names: TargetNames = ()
+    """Keys, or globs, of additional tensors in `optimizer.state[parameter]`: "max_exp_avg_sq", "square_avg", "*"."""
+
+
+class StateQuantity(Quantity):
+    """Base class of quantities that read the state of optimizers."""
+
+    needed: ClassVar[str]
+    """The state without which a parameter has no rows, for messages. A subclass may define `expected` instead."""
+    _expected: Iterable[str] = ()  # kinds of the present step
+
+    @staticmethod
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
+        return monitored.state_elsewhere
+
+    def expected(self) -> ExpectedRows:
+        return ExpectedRows(self.name, frozenset(self._expected), f"the state has no {self.needed}")
+
+
+class OptimizerState(StateQuantity):
+    """Measures one row per parameter for each kind of optimizer state.
+
+    The kinds follow from the options of the optimizers, because the state itself appears only in the first step. Kinds
+    of an optimizer that the training creates after attach are added at the first sampled step of this optimizer.
+    Tensors of the state that the option `names` selects are added at the first sampled step at which they exist.
+    """
+
+    name: ClassVar[str] = "optimizer_state"
+    options_class: ClassVar[type[QuantityOptions]] = OptimizerStateOptions
+    options: OptimizerStateOptions
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._kinds = kinds_of(monitored.optimizers)  # by key
+        self._named = Targets(self.options.names)
+        self._found: dict[str, list[int]] = {}  # additional key -> its parameters
+        self._in_use: list[ParameterState] = []  # at the last measured update
+        self._remarks: dict[tuple[Any, ...], str] = {}  # by optimizer and keys of the state
+
+    def entries(self) -> ParameterEntries:
+        return self.parameter_entries(*self._kinds.values())
+
+    def on_optimizer_step_end(self, table: Table) -> None:
+        tensors = self.monitored.tensors()
+        known, optimizers = self.monitored.states(tensors), self.monitored.optimizers.present()
+        self._in_use = in_use(tensors, known, len(optimizers))
+        states: list[Mapping[str, Any]] = [_NO_STATE if own is None else own.state for own in known]
+        for key, kind in kinds_of(optimizers).items():
+            if key not in self._found:
+                self._kinds.setdefault(key, kind)
+        for key, kind in self._kinds.items():
+            if kind in table.slots:
+                slots = table.slots[kind]
+            else:
+                slots = table.add(key, functools.partial(self.parameter_entries, kind), self.monitored.owners)
+            table.measure(state_tensors(states, key), slots)
+        if self._named.patterns:
+            self._find_named(states)
+        for key, owners in self._found.items():
+            named = functools.partial(self._named_entries, key, states)
+            found = table.add(key, named, [self.monitored.owners[index] for index in owners])
+            table.measure(state_tensors([states[owner] for owner in owners], key), found)
+
+    def expected(self) -> ExpectedRows:
+        kinds: set[str] = set()
+        remarks: dict[tuple[Any, ...], str] = {}
+        for own in self._in_use:
+            kinds.update(kinds_of([own.optimizer]).values())
+            key = id(own.optimizer), *own.state
+            remarks[key] = self._remarks.get(key) or _described(own)
+        if self._in_use and self._named.patterns:
+            kinds.update(KIND_OF_STATE.get(name, name) for name in self._named.patterns if name.isidentifier())
+        self._in_use, self._remarks = [], remarks  # the first one holds optimizers
+        return ExpectedRows(self.name, frozenset(kinds), "; ".join(dict.fromkeys(remarks.values())))
+
+    def _find_named(self, states: list[Mapping[str, Any]]) -> None:
+        known = {*self._found, *self._kinds}
+        for key in dict.fromkeys(key for state in states for key in self._selected(state) if key not in known):
+            self._found[key] = [index for index, state in enumerate(states) if state_tensor(state, key) is not None]
+
+    def _named_entries(self, key: str, states: list[Mapping[str, Any]]) -> list[PlanEntry]:
+        return [self._entry(key, index, states[index][key]) for index in self._found[key]]
+
+    def _selected(self, state: Mapping[str, Any]) -> Iterator[str]:
+        # Adam keeps `step`, a number, as a tensor. It is read only if it is named explicitly.
+        return (
+            key
+            for key in state
+            if (value := state_tensor(state, key)) is not None
+            and self._named.selects(key)
+            and (value.numel() > 1 or key in self._named.patterns)
+        )
+
+    def _entry(self, key: str, index: int, value: torch.Tensor) -> PlanEntry:
+        entry = self.parameter_entry(KIND_OF_STATE.get(key, key), index)
+        shape = tuple(local_tensor(value).shape)
+        if shape != entry.shape:  # one number for the parameter, equal for all its parts
+            entry = replace(entry, placement=self.placement, shard_group=None, shape=shape)
+        return replace(entry, dtype=dtype_name(value.dtype))
+
+
+def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
+    """Return the tensor that `state` has for `key`; None without one, and if its elements are codes, not values."""
+    value = state.get(key)
+    if isinstance(value, torch.Tensor) and (value.dtype in NO_CODES or not is_code(value)):
+        return value
+    return None
+
+
+def state_tensors(states: Sequence[Mapping[str, Any]], key: str) -> list[torch.Tensor | None]:
+    """Return the result of `state_tensor` for each of `states`; usually, a check of their dtypes is sufficient."""
+    found = [state.get(key) for state in states]
+    if {value.dtype if type(value) is torch.Tensor else None for value in found} <= NO_CODES:
+        return found
+    return [state_tensor(state, key) for state in states]
+
+
+def in_use(
+    parameters: Sequence[torch.nn.Parameter | None], states: Sequence[ParameterState | None], optimizers: int
+) -> list[ParameterState]:
+    """Return, for each optimizer, the state of its first parameter that requires a gradient.
+
+    `optimizers` is the number of optimizers, at which the search ends.
+    """
+    found: dict[int, ParameterState] = {}
+    for parameter, own in zip(parameters, states, strict=True):
+        if own is not None and parameter is not None and parameter.requires_grad:
+            found.setdefault(id(own.optimizer), own)
+            if len(found) >= optimizers:
+                break
+    return list(found.values())
+
+
+def _described(own: ParameterState) -> str:
+    found = [
+        f"{key} ({dtype_name(value.dtype)})" for key, value in own.state.items() if isinstance(value, torch.Tensor)
+    ]
+    return f"the state of {type(own.optimizer).__name__} has {', '.join(found) or 'no tensors'}"
+
+
+def kinds_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return, by key, the kinds of the state that optimizers with these options usually have."""
+    has_moments = has_momentum = False
+    for optimizer in optimizers:
+        has_moments |= "betas" in optimizer.defaults
+        for group in optimizer.param_groups:
+            has_momentum |= bool(group.get("momentum"))
+    return (ADAM_STATE if has_moments else {}) | (MOMENTUM_STATE if has_momentum else {})
+
+
+UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
+
+_CHUNK: Final = 1 << 22  # elements at a time: histc counts in float32, which is exact up to 2^24, and memory is bounded
+_OTHER_FORMULAS: Final = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
+_EDGES: Final = 3  # below, above and nonfinite come before the bins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamUpdatesOptions(QuantityOptions):
+    """Options of the quantity `adam_updates`: the bins of both histograms."""
+
+    bins: Annotated[int, at_least(1)] = 30
+    low: float = -1.0
+    high: float = 1.0
+    """Values outside of the range from `low` to `high` are counted separately, not in the bins."""
+
+    def __post_init__(self) -> None:
+        QuantityOptions.__post_init__(self)
+        if not self.low < self.high:
+            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
+
+    @property
+    def scheme(self) -> str:
+        """Return the range and number of the bins as text, for the column `scheme` of the dataset `histograms`."""
+        return f"linear:{self.low:g}:{self.high:g}:{self.bins}"
+
+
+class AdamUpdates(StateQuantity):
+    """Two histograms per parameter, from the optimizer state after step t, over all elements in float32.
+
+    With m̂ = exp_avg / (1 - β1^t) and v̂ = exp_avg_sq / (1 - β2^t) (max_exp_avg_sq with amsgrad), `adam_update` is m̂ /
+    (√v̂ + ε), which the optimizer multiplies by the learning rate in this step. `adam_ratio` is m̂ / √v̂ (Kingma and Ba
+    2015, algorithm 1). A complex number counts as two elements, as in Adam.
+    """
+
+    name: ClassVar[str] = "adam_updates"
+    measures_tensors: ClassVar[bool] = False
+    options_class: ClassVar[type[QuantityOptions]] = AdamUpdatesOptions
+    options: AdamUpdatesOptions
+    needed: ClassVar[str] = "moments of Adam"
+
+    def on_optimizer_step_end(self, table: Table) -> None:
+        tensors, optimizers = self.monitored.tensors(), self.monitored.optimizers
+        states = self.monitored.states(tensors)
+        self._expected = KINDS if any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers)))) else ()
+        pairs = zip(self.monitored.parameters, states, strict=True)
+        found = {named.name: own for named, own in pairs if own is not None and _is_adam(own)}
+        names, kept = list(found), list(found.values())
+
+        def count(positions: Sequence[int]) -> None:
+            counted = [_histograms(kept[i].state, kept[i].group, self.options) for i in positions]
+            rows = functools.partial(self._rows, [names[i] for i in positions])
+            table.defer("histograms", torch.stack(counted), rows)
+
+        table.isolate("histograms", names, [own.state["exp_avg"] for own in kept], count)
+
+    def _rows(self, names: list[str], numbers: Numbers) -> Iterable[Row]:
+        for name, of_kinds in zip(names, numbers.tolist(), strict=True):
+            for kind, (below, above, nonfinite, *counts) in zip(KINDS, of_kinds, strict=True):
+                yield {
+                    "kind": kind,
+                    "tensor": name,
+                    "scheme": self.options.scheme,
+                    "below": below,
+                    "above": above,
+                    "nonfinite": nonfinite,
+                    "counts": counts,
+                }
+
+
+def _has_options_of_adam(own: ParameterState) -> bool:
+    return {"betas", "eps"} <= own.group.keys() and not isinstance(own.optimizer, _OTHER_FORMULAS)
+
+
+def _is_adam(own: ParameterState) -> bool:
+    moments = (state_tensor(own.state, key) for key in ADAM_STATE)
+    return _has_options_of_adam(own) and "step" in own.state and all(moment is not None for moment in moments)
+
+
+def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUpdatesOptions) -> torch.Tensor:
+    """Return two histograms, of the update and of the ratio, as int64 [2, 3 + bins] on the device of the state.
+
+    The first three columns are the numbers of values that are below `low`, above `high`, and not finite.
+    """
+    first = real_parts(local_tensor(state["exp_avg"])).reshape(-1)
+    second = real_parts(local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])).reshape(-1)
+    (beta1, beta2), epsilon, step = group["betas"], group["eps"], state["step"]
+    total = torch.zeros(len(KINDS), _EDGES + bins.bins, dtype=torch.int64, device=first.device)
+    for m, v in zip(torch.split(first, _CHUNK), torch.split(second, _CHUNK), strict=True):
+        corrected = m.float() / (1 - beta1**step)
+        root = (v.float() / (1 - beta2**step)).sqrt_()
+        total[0] += _counts(corrected / (root + epsilon), bins)
+        total[1] += _counts(corrected / root, bins)
+    return total
+
+
+def _counts(values: torch.Tensor, bins: AdamUpdatesOptions) -> torch.Tensor:
+    finite = values.isfinite()
+    edges = (finite & (values < bins.low), finite & (values > bins.high), ~finite)
+    # The documentation of histc does not define the bin of a value that is not finite.
+    inside = torch.histc(values.masked_fill(~finite, bins.high + 1), bins.bins, bins.low, bins.high)
+    return torch.cat([torch.stack([edge.sum() for edge in edges]), inside.to(torch.int64)])

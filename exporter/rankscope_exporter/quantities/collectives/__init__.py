@@ -1,5 +1,0 @@
-"""Quantity `collectives`: tensors that the script sends and receives by calling `torch.distributed`."""
-
-from rankscope_exporter.quantities.collectives.quantity import Collectives
-
-__all__ = ["Collectives"]
