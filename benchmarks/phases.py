@@ -10,8 +10,8 @@ import time
 
 from _rows import Row
 
-from rankscope_exporter.observers.step_timing.clock import HostClock
-from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
+from rankscope_exporter.monitors.step_timing.clock import HostClock
+from rankscope_exporter.monitors.step_timing.observer import LoopTraits, StepTimingObserver
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 

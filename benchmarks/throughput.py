@@ -13,9 +13,9 @@ from torch import nn
 
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
-from rankscope_exporter.observers.resources import resident_bytes
-from rankscope_exporter.observers.throughput import Throughput, ThroughputConfig
-from rankscope_exporter.observers.throughput.costs import ALONE, six_n
+from rankscope_exporter.monitors.resources import resident_bytes
+from rankscope_exporter.monitors.throughput import Throughput, ThroughputConfig
+from rankscope_exporter.monitors.throughput.costs import ALONE, six_n
 from rankscope_exporter.records.pending_step import Pending
 from rankscope_exporter.records.step_events import timing
 from rankscope_exporter.records.step_record import StepRecord

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor
     from rankscope_exporter.config.monitor_config import MonitorConfig
     from rankscope_exporter.config.sections import CaptureConfig
-    from rankscope_exporter.observers.throughput.flop_counter import count_flops
+    from rankscope_exporter.control.anomaly_callback import Anomaly
+    from rankscope_exporter.monitors.throughput.flop_counter import count_flops
     from rankscope_exporter.process.errors import ConfigError, CountError, RankscopeError
     from rankscope_exporter.publish.serving_config import ServeConfig
-    from rankscope_exporter.reactions.anomaly_callback import Anomaly
 
 _MODULES: Final = {
-    "Anomaly": "reactions.anomaly_callback",
+    "Anomaly": "control.anomaly_callback",
     "CaptureConfig": "config.sections",
     "ConfigError": "process.errors",
     "CountError": "process.errors",
@@ -30,7 +30,7 @@ _MODULES: Final = {
     "MonitorConfig": "config.monitor_config",
     "RankscopeError": "process.errors",
     "ServeConfig": "publish.serving_config",
-    "count_flops": "observers.throughput.flop_counter",
+    "count_flops": "monitors.throughput.flop_counter",
 }
 
 _OF_EXTENSION: Final = "TrainerMon"

@@ -40,7 +40,7 @@ from rankscope_exporter.process.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.process.identity import place_in, rank_here
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.records.selection import ALL_OPS, FALLBACK, chosen_ops
-from rankscope_exporter.sampling.sampling_config import CHANGEABLE, SWITCH
+from rankscope_exporter.training.sampling_config import CHANGEABLE, SWITCH
 from rankscope_msprobe.configuration import translated
 from rankscope_msprobe.files.csv_layout import anomaly_tag
 from rankscope_msprobe.sinks.csv_files import Anomalies, Csv

@@ -7,7 +7,7 @@ from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 
 from rankscope_exporter.monitors.hardware import poller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.observers.resources import ResourceObserver, allocator_scalars
+from rankscope_exporter.monitors.resources import ResourceObserver, allocator_scalars
 
 UUID = "bbbbbbbb-0000-1111-2222-333333333333"
 READINGS_PER_ERROR = 20

@@ -23,7 +23,7 @@ from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.adapters.parameter_names import Targets
 from rankscope_exporter.adapters.pytree import OBJECTS
 from rankscope_exporter.config.loader import without_comments
-from rankscope_exporter.sampling.sampling_config import sampling_config_from
+from rankscope_exporter.training.sampling_config import sampling_config_from
 from rankscope_msprobe.configuration import (
     CC_KEYS,
     FORMATS,

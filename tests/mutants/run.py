@@ -49,7 +49,7 @@ AREAS: Final = {
     ),
     "step model": (
         "exporter/rankscope_exporter/training/*.py",
-        "exporter/rankscope_exporter/observers/step_timing/*.py",
+        "exporter/rankscope_exporter/monitors/step_timing/*.py",
     ),
     "statistics": ("exporter/rankscope_exporter/measure/kernels/**/[!nk]*.py",),
     "record validation": ("ingest/rankscope_ingest/record_channel/*.py",),

@@ -35,6 +35,7 @@ from rankscope_exporter.api.session_end import EndedRun, Owner, SessionEnd, note
 from rankscope_exporter.api.session_factory import Optimizers, attached
 from rankscope_exporter.config.monitor_config import MonitorConfig, warn
 from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
+from rankscope_exporter.control.anomaly_callback import OnAnomaly
 from rankscope_exporter.measure.quantities.structure import Structure
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle
@@ -43,8 +44,7 @@ from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encoda
 from rankscope_exporter.process.standard_streams import occupy_standard_descriptors
 from rankscope_exporter.publish.sinks import Sink
 from rankscope_exporter.publish.sinks.memory import Row
-from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
-from rankscope_exporter.sampling.sampling_config import SWITCH, sampling_config_from
+from rankscope_exporter.training.sampling_config import SWITCH, sampling_config_from
 
 M = TypeVar("M", bound=Callable[..., None])
 

@@ -25,11 +25,16 @@ from rankscope_exporter.api.wiring import (
 )
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
+from rankscope_exporter.control.anomaly_callback import FindCallback
+from rankscope_exporter.control.anomaly_reactions import AnomalyReactions
+from rankscope_exporter.control.change_log import change_log_of
+from rankscope_exporter.control.change_queue import TIMES, ChangeQueue
+from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.measure.kernels.compiled import backend_name, warm_up_seconds
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
-from rankscope_exporter.observers.resources import ResourceObserver
-from rankscope_exporter.observers.throughput.costs import ALONE, Parallel
+from rankscope_exporter.monitors.resources import ResourceObserver
+from rankscope_exporter.monitors.throughput.costs import ALONE, Parallel
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
@@ -40,19 +45,14 @@ from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
 from rankscope_exporter.publish.silent_kinds import SilentKinds
 from rankscope_exporter.publish.sinks.memory import Row
-from rankscope_exporter.reactions.anomaly_callback import FindCallback
-from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions
-from rankscope_exporter.reconfiguration.change_log import change_log_of
-from rankscope_exporter.reconfiguration.change_queue import TIMES, ChangeQueue
-from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepEvents
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.sampling_config import SamplingConfig, selected_parts
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.model_changes import ModelChanges
 from rankscope_exporter.training.recorder import Recorder
+from rankscope_exporter.training.sampling_config import SamplingConfig, selected_parts
 from rankscope_exporter.training.step_tracker import StepTracker
 
 CATCH_UP_SECONDS: Final = 1.0

@@ -20,11 +20,11 @@ from torch import nn
 
 from rankscope_contract.model.events import ExitReason
 from rankscope_exporter.api.session import PUBLISH_SECONDS, Ending, Session
+from rankscope_exporter.control.anomaly_callback import OnAnomaly
 from rankscope_exporter.process import lifecycle, stop_signals
 from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.reactions.anomaly_callback import OnAnomaly
 
 
 class Owner:

@@ -26,7 +26,7 @@ from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets,
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import Owner
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.observers.throughput.costs import ALONE, parallel_of
+from rankscope_exporter.monitors.throughput.costs import ALONE, parallel_of
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import place_in
 

@@ -22,10 +22,10 @@ from rankscope_exporter.measure.kernels.compiled import warm_up
 from rankscope_exporter.measure.table import Measurement
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.observers.step_timing.clock import clock_of
-from rankscope_exporter.observers.step_timing.observer import LoopTraits, StepTimingObserver
-from rankscope_exporter.observers.throughput.costs import Parallel
-from rankscope_exporter.observers.throughput.meter import Throughput
+from rankscope_exporter.monitors.step_timing.clock import clock_of
+from rankscope_exporter.monitors.step_timing.observer import LoopTraits, StepTimingObserver
+from rankscope_exporter.monitors.throughput.costs import Parallel
+from rankscope_exporter.monitors.throughput.meter import Throughput
 from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.publish.console import Console, records_note
 from rankscope_exporter.publish.ring import Ring
@@ -37,9 +37,9 @@ from rankscope_exporter.publish.spool_writer import SpoolWriter
 from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.sampling.sampling_config import Part, selected_parts
+from rankscope_exporter.training.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
+from rankscope_exporter.training.sampling_config import Part, selected_parts
 
 WARM_UP_AT_STEP: Final = 3
 """The number of a training's steps after which the compiled kernel for statistics on a CUDA device is built.

@@ -39,7 +39,7 @@ from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, Op
 from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
-from rankscope_exporter.observers.throughput.costs import ThroughputConfig
+from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
 from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (

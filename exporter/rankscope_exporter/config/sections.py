@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.measure.quantities import select_quantities
-from rankscope_exporter.observers.throughput.costs import ThroughputConfig
+from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import Checked, at_least, check_keys, listed, number, table, validate
 from rankscope_exporter.publish.serving_config import ServeConfig

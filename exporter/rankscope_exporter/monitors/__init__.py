@@ -1,1 +1,1 @@
-"""Threads that run in parallel with the training: hardware metrics, flight recorder, detection of hangs."""
+"""Beside the training: hardware, flight recorder, hangs; and at every step: time by phase, throughput, memory."""

@@ -1,1 +1,1 @@
-"""Hooks on model and optimizers, the boundaries of steps, and the record of the step that is being measured."""
+"""Hooks on model and optimizers, boundaries of steps, the steps that are sampled, and the record of the open step."""

@@ -26,7 +26,7 @@ from rankscope_exporter.adapters.tracing import (
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.measure.quantities.module_quantity import NO_PASS, current_pass, in_backward
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
+from rankscope_exporter.training.active_quantities import ActiveQuantities
 from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder

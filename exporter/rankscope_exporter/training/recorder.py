@@ -20,12 +20,12 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.measure.transfers import take
-from rankscope_exporter.observers.step_timing.observer import Kind
+from rankscope_exporter.monitors.step_timing.observer import Kind
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.pending_step import Pending
 from rankscope_exporter.records.step_events import Cause, StepEvents, timing
 from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
+from rankscope_exporter.training.active_quantities import ActiveQuantities
 from rankscope_exporter.training.current_step import CurrentStep
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates

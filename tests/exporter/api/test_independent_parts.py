@@ -16,6 +16,9 @@ from tests.programs import run_program
 
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.api.session import Session
+from rankscope_exporter.control.anomaly_reactions import AnomalyReactions, CaptureController
+from rankscope_exporter.control.change_log import ChangeLog
+from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
@@ -23,10 +26,7 @@ from rankscope_exporter.publish import publisher as publisher_module
 from rankscope_exporter.publish.console import Console
 from rankscope_exporter.publish.publisher import Publisher
 from rankscope_exporter.publish.rank_server import RankServer
-from rankscope_exporter.reactions.anomaly_reactions import AnomalyReactions, CaptureController
-from rankscope_exporter.reconfiguration.change_log import ChangeLog
-from rankscope_exporter.reconfiguration.change_sources import ChangeSources
-from rankscope_exporter.sampling.active_quantity import ActiveQuantity
+from rankscope_exporter.training.active_quantity import ActiveQuantity
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
 
@@ -222,7 +222,7 @@ def test_failed_copy_of_statistics_loses_only_their_rows(monkeypatch, caplog):
     training = Training()
     training.train(loss=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("rankscope_exporter.sampling.active_quantities.HostCopy", broken)
+        patch.setattr("rankscope_exporter.training.active_quantities.HostCopy", broken)
         training.monitor.end_step()
     training.net(torch.ones(2, 3))
     training.finish()

@@ -21,7 +21,7 @@ from rankscope_contract.model.redaction import MAX_NAME, MAX_TEXT
 from rankscope_contract.model.schema import Plan
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_exporter import Monitor
-from rankscope_exporter.sampling import active_quantities
+from rankscope_exporter.training import active_quantities
 
 
 def page(watched: Watched) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -20,7 +20,7 @@ from rankscope_exporter.measure.quantities.activations.quantity import Activatio
 from rankscope_exporter.measure.quantities.gradients import Gradients
 from rankscope_exporter.measure.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.measure.quantities.parameters import Parameters
-from rankscope_exporter.observers.throughput import ThroughputConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.training.step_tracker import Ended, StepTracker
 
 STEPS, FAULTY = 5, 3

@@ -15,7 +15,7 @@ from torch.func import functional_call, functionalize, grad, grad_and_value, hes
 from torch.nn.utils import parametrize, prune
 
 from rankscope_exporter.api.session_factory import ReplicaDedup
-from rankscope_exporter.observers.throughput import ThroughputConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 
 STEPS = 4
 PLAIN = ("parameters", "gradients", "optimizer_state")

@@ -10,7 +10,7 @@ from tests.exporter.parts import Published, config_of, published
 from torch import nn
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.observers.throughput import ThroughputConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 
 NO_OPTIONS: dict[str, Any] = {}
 KINDS = {"in": ("act_in", "act_grad_in"), "out": ("act_out", "act_grad_out")}

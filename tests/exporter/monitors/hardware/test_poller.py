@@ -34,7 +34,7 @@ from rankscope_exporter.monitors.hardware.poller import (
     from_psutil,
     host_scalars,
 )
-from rankscope_exporter.observers.resources import ResourceObserver
+from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_record import StepRecord
 

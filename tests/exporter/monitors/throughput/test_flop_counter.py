@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import rankscope
 from rankscope_exporter import CountError, Monitor, MonitorConfig, count_flops
-from rankscope_exporter.observers.throughput import FlopCount
+from rankscope_exporter.monitors.throughput import FlopCount
 
 BATCH = 5
 FIRST, SECOND = 8 * 16, 16 * 4

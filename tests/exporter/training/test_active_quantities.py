@@ -19,8 +19,8 @@ from rankscope_exporter.publish.sinks.memory import rows_of
 from rankscope_exporter.records.plan_entries import ParameterEntries
 from rankscope_exporter.records.selection import EVERY_OP
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantity import Schedule
-from rankscope_exporter.sampling.sampling_config import Timing
+from rankscope_exporter.training.active_quantity import Schedule
+from rankscope_exporter.training.sampling_config import Timing
 
 
 def layers() -> nn.Sequential:

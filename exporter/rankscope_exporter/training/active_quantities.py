@@ -20,8 +20,8 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.pending_step import ExpectedRows
 from rankscope_exporter.records.selection import NO_OP, Finished, Ops, carried_ops
 from rankscope_exporter.records.step_record import StepBacklog, StepRecord
-from rankscope_exporter.sampling.active_quantity import ActiveQuantity, GateState
-from rankscope_exporter.sampling.sampling_config import Part, QuantitySampling
+from rankscope_exporter.training.active_quantity import ActiveQuantity, GateState
+from rankscope_exporter.training.sampling_config import Part, QuantitySampling
 
 MAX_BACKLOG: Final = 64
 """Largest number of sampled steps that may wait for the publisher.

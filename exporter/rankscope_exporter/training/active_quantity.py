@@ -18,7 +18,7 @@ from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions
 from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.selection import EVERY_OP, Ops
-from rankscope_exporter.sampling.sampling_config import QuantitySampling, Timing
+from rankscope_exporter.training.sampling_config import QuantitySampling, Timing
 
 
 @dataclass(slots=True)

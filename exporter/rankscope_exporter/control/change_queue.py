@@ -18,8 +18,8 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
-from rankscope_exporter.sampling.sampling_config import Part, SamplingConfig
+from rankscope_exporter.training.active_quantities import ActiveQuantities
+from rankscope_exporter.training.sampling_config import Part, SamplingConfig
 
 TIMES: Final = "times"
 """The source of the change that the queue itself makes to end sampling.

@@ -15,8 +15,8 @@ from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig, count_flops
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.observers.throughput import ThroughputConfig, meter
-from rankscope_exporter.observers.throughput.costs import TABLE, compute_dtype, multiplies_in_tf32, peak_tflops
+from rankscope_exporter.monitors.throughput import ThroughputConfig, meter
+from rankscope_exporter.monitors.throughput.costs import TABLE, compute_dtype, multiplies_in_tf32, peak_tflops
 
 BATCH = 32
 IDS = torch.zeros(2, 10, dtype=torch.long)

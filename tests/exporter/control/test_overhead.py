@@ -14,11 +14,11 @@ from tests.exporter.parts import Training
 from tests.programs import run_program
 from tests.properties import examples
 
+from rankscope_exporter.control.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict
 from rankscope_exporter.measure import quantities
 from rankscope_exporter.measure.quantities.parameters import Parameters
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import share_of
-from rankscope_exporter.reactions.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict
 
 PROGRAM = """
 import json, os, statistics, sys, time, urllib.request

@@ -23,8 +23,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
+from rankscope_exporter.control.change_log import Change, ChangeLog
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.reconfiguration.change_log import Change, ChangeLog
 
 
 class Shelf(dist.HashStore):

@@ -33,7 +33,7 @@ from rankscope_contract.model.phases import (
     STEP_PHASE_SECONDS,
     Phase,
 )
-from rankscope_exporter.observers.step_timing.clock import HostClock, Time
+from rankscope_exporter.monitors.step_timing.clock import HostClock, Time
 from rankscope_exporter.records.pending_step import Pending, Scalar
 from rankscope_exporter.records.step_events import Cause, StepObserver
 from rankscope_exporter.records.step_record import StepRecord

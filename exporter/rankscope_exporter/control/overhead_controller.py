@@ -16,11 +16,11 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.reactions.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, ReactionChange
-from rankscope_exporter.reconfiguration.change_sources import ChangeSources
+from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange, ReactionChange
+from rankscope_exporter.control.change_sources import ChangeSources
+from rankscope_exporter.control.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
 from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
+from rankscope_exporter.training.active_quantities import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The name under which the overhead controller requests changes of the sampling."""

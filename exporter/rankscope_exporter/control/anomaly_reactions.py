@@ -20,19 +20,19 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.sections import CaptureConfig
+from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback
+from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange, ReactionChange
+from rankscope_exporter.control.change_sources import ChangeSources
+from rankscope_exporter.control.overhead_controller import OverheadController
+from rankscope_exporter.control.overhead_window import OverheadWindow
+from rankscope_exporter.control.sample_ids import BatchesByStep, SampleIds, read
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
-from rankscope_exporter.reactions.anomaly_callback import AnomalyCallback, FindCallback
-from rankscope_exporter.reactions.overhead_controller import OverheadController
-from rankscope_exporter.reactions.overhead_window import OverheadWindow
-from rankscope_exporter.reactions.sample_ids import BatchesByStep, SampleIds, read
-from rankscope_exporter.reconfiguration.change_queue import ChangeQueue, PlannedChange, ReactionChange
-from rankscope_exporter.reconfiguration.change_sources import ChangeSources
 from rankscope_exporter.records.step_events import StepObserver
 from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.sampling.active_quantities import ActiveQuantities
+from rankscope_exporter.training.active_quantities import ActiveQuantities
 
 CAPTURE: Final = "capture"
 """The name under which anomaly capture requests changes of the sampling."""

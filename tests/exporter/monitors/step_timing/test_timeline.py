@@ -12,8 +12,8 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.observers.step_timing.clock import DeviceClock
-from rankscope_exporter.observers.step_timing.observer import (
+from rankscope_exporter.monitors.step_timing.clock import DeviceClock
+from rankscope_exporter.monitors.step_timing.observer import (
     Kind,
     LoopTraits,
     Mark,
@@ -188,7 +188,7 @@ def test_publisher_does_not_wait_for_a_device_for_ever(monkeypatch):
 
     assert clock.reached(clock.now())
     assert 2 == len(naps)
-    monkeypatch.setattr("rankscope_exporter.observers.step_timing.clock.TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("rankscope_exporter.monitors.step_timing.clock.TIMEOUT_SECONDS", 0.1)
     stuck = DeviceClock(device.event, sleep=lambda _seconds: None)
     assert not stuck.reached(stuck.now())
 

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.adapters import Framework
-from rankscope_exporter.observers.throughput.costs import (
+from rankscope_exporter.monitors.throughput.costs import (
     NoFormulaError,
     Parallel,
     ThroughputConfig,

@@ -182,7 +182,7 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     """
     _check(model)
     # Imported only here: torch's formulas take 0.2 s to import, and most programs do not count.
-    operations = importlib.import_module("rankscope_exporter.observers.throughput.operations")
+    operations = importlib.import_module("rankscope_exporter.monitors.throughput.operations")
     dist = torch.distributed
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     counter = operations.Counter()

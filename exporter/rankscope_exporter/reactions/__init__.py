@@ -1,1 +1,0 @@
-"""Reactions to overhead and to anomalies: the overhead controller, anomaly capture, and the script's `on_anomaly`."""

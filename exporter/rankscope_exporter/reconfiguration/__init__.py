@@ -1,1 +1,0 @@
-"""Changes of the sampling configuration during training: their sources, the log that ranks share, and their queue."""
