@@ -11,7 +11,7 @@ Every function of the monitor that torch calls is a `Hook` (`adapters.hook_conte
   each operation would be transformed, and the forward pass is no training forward pass. A call of the script, such as
   `Monitor.log`, runs outside of all transforms.
 - The current CUDA stream is captured into a graph. The function does nothing, as for a tracer: its operations would
-  become part of the user's graph (`process.graph_capture`).
+  become part of the user's graph (`adapters.graph_capture`).
 - Another dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
   `torch.set_default_device`, a mode of the user). The function runs with all modes switched off, so that no mode
   records an operation of the monitor.
@@ -37,8 +37,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from rankscope_exporter.adapters.graph_capture import is_capturing
 from rankscope_exporter.process.errors import torch_name
-from rankscope_exporter.process.graph_capture import is_capturing
 
 _STACKED: Final = "modes of the script remain active in hooks"
 _UNSEEN: Final = "hooks do not recognize that a tracer or transform runs"

@@ -11,6 +11,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import ExitReason
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS
+from rankscope_exporter.adapters.graph_capture import others_may_capture
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import element_count
@@ -159,6 +160,7 @@ class Session:
             silent_kinds=SilentKinds(self.notices.tell),
             pp_stage=monitored.framework.pp_stage,
             has_chunks=len(monitored.framework.chunks) > 1,
+            queries=others_may_capture,
         )
         self._announce_kinds()
         boundary.on_first = self.notices.fault

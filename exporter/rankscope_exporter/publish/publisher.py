@@ -28,7 +28,6 @@ from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.process.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
 from rankscope_exporter.publish.latest_values import NO_KIND
@@ -189,13 +188,15 @@ class Publisher:
         silent_kinds: SilentKinds,
         pp_stage: int | None,
         has_chunks: bool,
+        queries: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
         """Store the functions that the thread calls: `publish`, `on_record`, `flush_idle` and `finished`.
 
         `publish` stores a record. `on_record` is called with each record after `publish` has stored it. `finished` is
         called without arguments after the last record. `flush_idle` publishes the step that has not ended yet, if no
         hook was called for the number of seconds in the argument of `flush_idle`. `pp_stage` is the pipeline stage of
-        this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk.
+        this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk. The thread queries
+        the device within `queries()`.
         """
         self.publish = publish
         self._steps = steps
@@ -209,6 +210,7 @@ class Publisher:
         self.skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
         self._pp_stage = pp_stage
         self._has_chunks = has_chunks
+        self._queries = queries
         self._thread = OwnThread(target=self._run, name="rankscope-publisher", on_fault=boundary.report)
         self._totals = _Totals()
         self._taken = 0  # items that the thread has taken from the queue
@@ -331,7 +333,7 @@ class Publisher:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
 
         def call() -> None:
-            with others_may_capture(), no_fork():
+            with self._queries(), no_fork():
                 function(*args)
 
         self._boundary.call(where, call)

@@ -22,10 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankscope_exporter.adapters import tracing
+from rankscope_exporter.adapters import graph_capture, tracing
 from rankscope_exporter.adapters.hook_context import Hook, HookContext, IntraOpThreads
 from rankscope_exporter.adapters.tracing import is_plain
-from rankscope_exporter.process import graph_capture
 from rankscope_exporter.process.errors import ErrorBoundary
 
 EVERYTHING = (

@@ -20,11 +20,11 @@ from typing import Final
 
 import torch
 
+from rankscope_exporter.adapters.graph_capture import others_may_capture
 from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.c_kernel import c_kernel
 from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Kernel, StatisticsTable
-from rankscope_exporter.process.graph_capture import others_may_capture
 from rankscope_exporter.process.threads import OwnThread
 
 log = logging.getLogger("rankscope_exporter.measure.kernels")

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.process.graph_capture import is_capturing
+from rankscope_exporter.adapters.graph_capture import is_capturing
 
 TIMEOUT_SECONDS: Final = 30.0
 """Maximum seconds that the publisher thread waits until a slow device has reached an event of a step.

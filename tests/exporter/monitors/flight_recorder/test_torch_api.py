@@ -13,6 +13,7 @@ from tests.exporter.parts import CaptureRuntime
 from tests.programs import run_program
 
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES
+from rankscope_exporter.adapters import graph_capture
 from rankscope_exporter.monitors.flight_recorder import torch_api
 from rankscope_exporter.monitors.flight_recorder.entry import (
     KEPT,
@@ -28,7 +29,6 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
     read_with_stacks,
     read_without_stacks,
 )
-from rankscope_exporter.process import graph_capture
 
 C10D = torch._C._distributed_c10d
 DATA = Path(__file__).parents[3] / "data" / "flight"
