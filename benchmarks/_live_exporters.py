@@ -19,7 +19,7 @@ from _noise import six_statistics
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.record import Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Statistics, StepRecord
 
 STATISTICS = 8
 """Samples per tensor and step, as a reader counts them: norm, min, max, mean, nans, infs, zeros, numel."""

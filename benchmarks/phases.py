@@ -13,7 +13,7 @@ from _rows import Row
 from rankscope_exporter.monitors.step_timing.clock import HostClock
 from rankscope_exporter.monitors.step_timing.observer import LoopTraits, StepTimingObserver
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 STEPS = 2_000
 REPEATS = 30

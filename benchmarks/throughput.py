@@ -16,9 +16,7 @@ from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
 from rankscope_exporter.monitors.resources import resident_bytes
 from rankscope_exporter.monitors.throughput import Throughput, ThroughputConfig
 from rankscope_exporter.monitors.throughput.costs import ALONE, six_n
-from rankscope_exporter.records.pending_step import Pending
-from rankscope_exporter.records.step_events import timing
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Pending, StepRecord, timing
 
 REPEATS = 2000
 

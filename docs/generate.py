@@ -31,7 +31,7 @@ from rankscope_contract.model.scalar_names import names_of
 from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES
-from rankscope_exporter.records.pending_step import AMOUNTS, LABEL_OF_GROUP
+from rankscope_exporter.records.record import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_view.data.history import SPEEDS

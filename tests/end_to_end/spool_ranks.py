@@ -22,9 +22,8 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.publish.rank_server import RankServer
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
 
 
 def record(step: int, *events: Event, tensors: int = 1) -> StepRecord:

@@ -12,7 +12,7 @@ from rankscope_contract.model.events import Event
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 QUIET: dict[str, Any] = {"console": False, "exit_wait_seconds": 0}
 

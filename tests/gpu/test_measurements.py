@@ -18,7 +18,7 @@ from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
 from rankscope_exporter.monitors.resources import ResourceObserver
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 FORWARD, BACKWARD, UPDATE = 0.03, 0.05, 0.02
 """Seconds of work in each phase."""

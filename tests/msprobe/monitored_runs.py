@@ -12,7 +12,7 @@ from torch import nn
 
 from rankscope_exporter import Monitor
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 from rankscope_msprobe.trainer_mon import TrainerMon
 
 QUIET: dict[str, Any] = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "switch_poll_seconds": 0.01}

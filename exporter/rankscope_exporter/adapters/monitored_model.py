@@ -20,7 +20,7 @@ from torch import nn
 from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
 from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, found_in_place
 from rankscope_exporter.adapters.placement import loaded
-from rankscope_exporter.records.plan_entries import Descriptions
+from rankscope_exporter.records.plan import Descriptions
 
 T = TypeVar("T")
 

@@ -46,13 +46,11 @@ from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
 from rankscope_exporter.publish.silent_kinds import SilentKinds
 from rankscope_exporter.publish.sinks.memory import Row
-from rankscope_exporter.records.step_events import StepEvents
-from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.training.current_step import CurrentStep
+from rankscope_exporter.records.record import StepEvents, StepRecord
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.model_changes import ModelChanges
-from rankscope_exporter.training.recorder import Recorder
+from rankscope_exporter.training.recorder import CurrentStep, Recorder
 from rankscope_exporter.training.sampling_config import SamplingConfig, selected_parts
 from rankscope_exporter.training.step_tracker import StepTracker
 

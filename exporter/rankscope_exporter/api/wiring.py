@@ -34,11 +34,10 @@ from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.publish.spool_writer import SpoolWriter
+from rankscope_exporter.records.record import StepObserver, StepRecord
 from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.training.active_quantities import ActiveQuantities
-from rankscope_exporter.training.current_step import CurrentStep
+from rankscope_exporter.training.recorder import CurrentStep
+from rankscope_exporter.training.sampling import ActiveQuantities
 from rankscope_exporter.training.sampling_config import Part, selected_parts
 
 WARM_UP_AT_STEP: Final = 3

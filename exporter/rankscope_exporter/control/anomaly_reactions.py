@@ -30,9 +30,8 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.records.step_record import StepRecord
-from rankscope_exporter.training.active_quantities import ActiveQuantities
+from rankscope_exporter.records.record import StepObserver, StepRecord
+from rankscope_exporter.training.sampling import ActiveQuantities
 
 CAPTURE: Final = "capture"
 """The name under which anomaly capture requests changes of the sampling."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.training.active_quantities import ActiveQuantities
+from rankscope_exporter.records.record import StepObserver
+from rankscope_exporter.training.sampling import ActiveQuantities
 from rankscope_exporter.training.sampling_config import Part, SamplingConfig
 
 TIMES: Final = "times"

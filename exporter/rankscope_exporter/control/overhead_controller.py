@@ -19,8 +19,8 @@ from rankscope_contract.model.identity import Identity
 from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange, ReactionChange
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.training.active_quantities import ActiveQuantities
+from rankscope_exporter.records.record import StepObserver
+from rankscope_exporter.training.sampling import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The name under which the overhead controller requests changes of the sampling."""

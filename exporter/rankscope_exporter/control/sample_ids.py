@@ -17,9 +17,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_exporter.measure.transfers import copied_to_host
-from rankscope_exporter.records.pending_step import Transfer
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepObserver, StepRecord, Transfer
 
 KEPT_STEPS: Final = 64
 MOST_IDS: Final = 1024

@@ -26,8 +26,8 @@ from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import Rows, StatisticsTable, contiguous_rows, on_device
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_freed
 from rankscope_exporter.measure.transfers import copied_to_host
-from rankscope_exporter.records.pending_step import Deferred, Numbers, Row
-from rankscope_exporter.records.plan_entries import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
+from rankscope_exporter.records.plan import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
+from rankscope_exporter.records.record import Deferred, Numbers, Row
 from rankscope_exporter.records.selection import EVERY_OP, Ops
 
 MAX_ENTRIES: Final = 200_000

@@ -1,7 +1,4 @@
-"""Copies of torch's tensors to the host for a record: the numbers that a script logs, and rows of other datasets.
-
-The other modules of this package are imported without torch.
-"""
+"""Copies of torch's tensors to the host for a record: the numbers that a script logs, and rows of other datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.adapters.tracing import untransformed
 from rankscope_exporter.measure.kernels.statistics_table import queued_event
-from rankscope_exporter.records.pending_step import LABEL_OF_GROUP, Pending, Transfer
+from rankscope_exporter.records.record import LABEL_OF_GROUP, Pending, Transfer
 
 
 def copied_to_host(tensor: torch.Tensor) -> Transfer:

@@ -1,1 +1,1 @@
-"""Beside the training: hardware, flight recorder, hangs; and at every step: time by phase, throughput, memory."""
+"""Next to the training: hardware, flight recorder, hangs; and at every step: time by phase, throughput, memory."""

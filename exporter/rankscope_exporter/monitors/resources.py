@@ -17,9 +17,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepObserver, StepRecord
 
 _STATM: Final = Path("/proc/self/statm")
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")

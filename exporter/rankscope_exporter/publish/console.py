@@ -11,8 +11,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 from rankscope_exporter.process.report_child import command_line, installation
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepObserver, StepRecord
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0
 FREE_LINES: Final = 3

@@ -36,9 +36,8 @@ from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.wire.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.publish.latest_values import LatestValues, Sampled, ScalarKey, Snapshot
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Scalar, Statistics
 
 
 class MicroSteps:

@@ -20,9 +20,8 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
 
 _BYTES: Final = 6
 """Size in bytes of a combined hash.

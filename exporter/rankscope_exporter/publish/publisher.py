@@ -32,9 +32,8 @@ from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
 from rankscope_exporter.publish.latest_values import NO_KIND
 from rankscope_exporter.publish.silent_kinds import SilentKinds
-from rankscope_exporter.records.pending_step import Deferred, Row, Scalar, skipped_event
+from rankscope_exporter.records.record import Deferred, Row, Scalar, Statistics, StepBacklog, StepRecord, skipped_event
 from rankscope_exporter.records.selection import Finished, Published
-from rankscope_exporter.records.step_record import Statistics, StepBacklog, StepRecord
 
 MOST_PASSES: Final = 8
 """Largest number of backward passes before an update that is considered. More skipped steps in a row are reported."""

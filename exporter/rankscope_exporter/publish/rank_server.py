@@ -43,7 +43,7 @@ from rankscope_exporter.publish.routes import Routes
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.spool_writer import spool_of
 from rankscope_exporter.publish.wire_encoder import encode
-from rankscope_exporter.records.step_record import StepRecord, monotonic_microseconds, now_microseconds
+from rankscope_exporter.records.record import StepRecord, monotonic_microseconds, now_microseconds
 
 
 class ClockWatch:

@@ -17,8 +17,8 @@ from typing import Final
 from rankscope_contract.wire.channel import NOTHING
 from rankscope_exporter.publish.serving_config import MIN_RING_RECORDS
 from rankscope_exporter.publish.wire_encoder import EncodedRecord
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import StepRecord
 
 _PLANS_KEPT: Final = 64
 

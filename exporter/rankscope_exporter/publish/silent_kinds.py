@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import Plan
-from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
+from rankscope_exporter.records.record import OF_MICRO_BATCHES, ExpectedRows
 
 PATIENCE: Final = 3
 """The number of sampled steps with an update after which a kind without rows is reported."""

@@ -33,7 +33,7 @@ from rankscope_contract.wire.spool.reader import (
 )
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.publish.wire_encoder import OPTIONAL, EncodedRecord, schema_of, stream
-from rankscope_exporter.records.plan_entries import NamedPlan
+from rankscope_exporter.records.plan import NamedPlan
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024
 SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024

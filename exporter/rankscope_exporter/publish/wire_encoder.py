@@ -20,7 +20,7 @@ import pyarrow as pa
 from rankscope_contract.model.fields import arrow_schema, arrow_type
 from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA
 from rankscope_exporter.process.threads import no_fork
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 SCHEMA: Final = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, TensorHook, remove_all, remove_hook
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.record import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
 """Function that returns the gradient hook for the parameter at a given position."""

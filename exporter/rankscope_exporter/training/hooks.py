@@ -1,7 +1,4 @@
-"""The hooks on a model, its parameters and its optimizers.
-
-They detect the beginning, the phases and the end of a step.
-"""
+"""The hooks on a model, its parameters and its optimizers. They detect the start, the phases and the end of a step."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ from rankscope_exporter.adapters.tracing import (
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.measure.quantities.module_quantity import NO_PASS, current_pass, in_backward
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
-from rankscope_exporter.training.active_quantities import ActiveQuantities
 from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
+from rankscope_exporter.training.sampling import ActiveQuantities
 
 _CLASS_NAME: Final = operator.attrgetter("__name__")
 _FORWARD: Final = "a forward hook"

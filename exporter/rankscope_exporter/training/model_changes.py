@@ -15,7 +15,7 @@ from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, Mo
 from rankscope_exporter.adapters.parameter_names import entry
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
 from rankscope_exporter.measure.quantities.base import REMEDY
-from rankscope_exporter.records.step_events import StepObserver
+from rankscope_exporter.records.record import StepObserver
 
 
 class ModelChanges(StepObserver):

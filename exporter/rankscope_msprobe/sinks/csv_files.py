@@ -35,8 +35,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.validation import Checked, between, list_of, validate
 from rankscope_exporter.publish.sinks import files
 from rankscope_exporter.publish.sinks.base import Sink
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 from rankscope_msprobe.files import csv_layout as layout
 from rankscope_msprobe.sinks import output
 from rankscope_msprobe.sinks.families import (

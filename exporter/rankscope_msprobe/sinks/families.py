@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.records.step_record import Statistics
+from rankscope_exporter.records.record import Statistics
 from rankscope_msprobe.files import csv_layout as layout
 
 FEATURE_COLUMNS: Final[dict[str, dict[str, str]]] = {

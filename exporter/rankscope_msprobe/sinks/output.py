@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from rankscope_exporter.process.validation import Allowed, Checked, is_list, listed
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 from rankscope_msprobe.files.csv_layout import OPS, Squash
 
 

@@ -27,8 +27,7 @@ from rankscope_exporter.process.validation import validate
 from rankscope_exporter.publish.sinks import files
 from rankscope_exporter.publish.sinks.base import Sink
 from rankscope_exporter.publish.sinks.event_file import beginning, event, histogram_value, number_bytes, value_head
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 from rankscope_msprobe.files.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step
 from rankscope_msprobe.sinks import output
 from rankscope_msprobe.sinks.families import FamilyRows, FeatureRow, PlannedRows, columns_of, feature_rows

@@ -19,16 +19,16 @@ from rankscope_exporter.api.session import Session
 from rankscope_exporter.control.anomaly_reactions import AnomalyReactions, CaptureController
 from rankscope_exporter.control.change_log import ChangeLog
 from rankscope_exporter.control.change_sources import ChangeSources
+from rankscope_exporter.measure.kernels.statistics_table import HostCopy
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.publish import publisher as publisher_module
 from rankscope_exporter.publish.console import Console
 from rankscope_exporter.publish.publisher import Publisher
 from rankscope_exporter.publish.rank_server import RankServer
-from rankscope_exporter.training.active_quantity import ActiveQuantity
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
+from rankscope_exporter.training.sampling import ActiveQuantity
 
 WHY = "no such device"
 
@@ -222,7 +222,7 @@ def test_failed_copy_of_statistics_loses_only_their_rows(monkeypatch, caplog):
     training = Training()
     training.train(loss=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("rankscope_exporter.training.active_quantities.HostCopy", broken)
+        patch.setattr("rankscope_exporter.training.sampling.HostCopy", broken)
         training.monitor.end_step()
     training.net(torch.ones(2, 3))
     training.finish()
@@ -232,7 +232,7 @@ def test_failed_copy_of_statistics_loses_only_their_rows(monkeypatch, caplog):
 
 
 def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, caplog):
-    monkeypatch.setattr(publisher_module, "finish", broken)
+    monkeypatch.setattr(HostCopy, "finish", broken)
     with Training(rules=[AnomalyNan()]) as training:
         training.train(loss=1.0)
         training.train(loss=float("nan"))

@@ -21,7 +21,7 @@ from rankscope_contract.model.redaction import MAX_NAME, MAX_TEXT
 from rankscope_contract.model.schema import Plan
 from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_exporter import Monitor
-from rankscope_exporter.training import active_quantities
+from rankscope_exporter.training import sampling
 
 
 def page(watched: Watched) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -52,7 +52,7 @@ def test_logged_tensor_has_its_value_at_the_time_of_the_call():
 def test_value_that_cannot_be_logged_loses_only_itself():
     """There are more invalid values than steps may wait for the publisher: sampling continues."""
     invalid = (torch.tensor(1 + 2j), torch.tensor(1.0, device="meta"), "high", torch.ones(2))
-    steps = active_quantities.MAX_BACKLOG + 6
+    steps = sampling.MAX_BACKLOG + 6
     with Training() as training:
         for number in range(steps):
             training.train(good=1.0)
@@ -248,7 +248,7 @@ def test_failed_backward_pass_does_not_hide_the_next_one():
 
 
 def test_steps_beyond_the_backlog_limit_are_counted_as_dropped(monkeypatch):
-    monkeypatch.setattr(active_quantities, "MAX_BACKLOG", 3)
+    monkeypatch.setattr(sampling, "MAX_BACKLOG", 3)
     hold = threading.Event()
     with Training() as training:
         publish = training.session.publisher.publish

@@ -13,7 +13,7 @@ from tests.exporter.parts import QUIET, hooks_of
 from tests.programs import run_two_ranks
 
 from rankscope_exporter import Anomaly, AnomalyNan, Monitor
-from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.record import Scalar
 
 NAN = float("nan")
 CAPTURE: dict[str, Any] = {"quantities": ["activations"], "steps": 3, "cooldown_steps": 6}
@@ -304,7 +304,7 @@ def test_unreadable_samples_keep_event_and_callback(monkeypatch):
     seen: list[tuple[Any, ...]] = []
     with Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples))) as training:
         training.train(2)
-        module = "rankscope_exporter.records.pending_step"
+        module = "rankscope_exporter.records.record"
         monkeypatch.setattr(f"{module}.Transfer.wait", failing)
         monkeypatch.setattr(f"{module}.Pending.scalar", lambda item: Scalar(item.name, item.value))
         training.fire(ids=lambda step: torch.tensor([step]))

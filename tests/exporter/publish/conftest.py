@@ -23,8 +23,8 @@ from rankscope_exporter.publish.http_server import Answer, HttpServer
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
 from rankscope_exporter.publish.serving_config import Address, ServeConfig
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Statistics, StepRecord
 
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
 INCARNATION = "feedc0de"

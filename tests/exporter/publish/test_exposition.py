@@ -25,8 +25,7 @@ from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter.publish.exposition import ExporterStats, Exposition
 from rankscope_exporter.publish.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "exporter_page.txt"
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))

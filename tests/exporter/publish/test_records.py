@@ -6,7 +6,7 @@ import pytest
 
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.wire.channel import ARROW_STREAM
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 ENTRIES = (PlanEntry(kind="grad_reduced", tensor="a"), PlanEntry(kind="grad_reduced", tensor="学习 \"'"))
 NUMBERS = ({"norm": 1.0, "numel": 4}, None)

@@ -14,7 +14,7 @@ from rankscope_contract.model.events import Event, EventType, ExitReason, Severi
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
 from rankscope_exporter.publish.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner, records_note
 from rankscope_exporter.publish.publisher import MOST_PASSES, SkippedSteps
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 PLAIN = ("parameters", "gradients", "optimizer_state")
 ALL = (*PLAIN, "micro_gradients", "activations", "structure", "linear", "adam_updates", "direction")

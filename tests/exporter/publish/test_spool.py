@@ -19,8 +19,7 @@ from rankscope_contract.wire.spool import Orphan, SpoolReader
 from rankscope_contract.wire.spool.reader import message_ends, segments
 from rankscope_exporter.publish.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
 from rankscope_exporter.publish.wire_encoder import OPTIONAL, EncodedRecord, encode, stream
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 
 LIFE = {"started_at": 5, "planned_steps": 100, "config": {"every": 1}}
 WHO = Registration(

@@ -21,7 +21,7 @@ from rankscope_exporter.publish import orphan_recovery, spool_writer
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
 from rankscope_exporter.publish.spool import Spool, needed_plans
 from rankscope_exporter.publish.wire_encoder import encode
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))
 OWN = "feedc0de"

@@ -21,7 +21,7 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 from rankscope_exporter.measure.table import Measurement, StepTable, Table
-from rankscope_exporter.records.plan_entries import ParameterEntries
+from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.selection import EVERY_OP
 
 

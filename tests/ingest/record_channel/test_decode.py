@@ -28,8 +28,8 @@ from rankscope_contract.model.schema import (
     plan_hash,
 )
 from rankscope_exporter.publish.wire_encoder import encode, stream
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Statistics, StepRecord
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.arrow_guard import inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode

@@ -19,8 +19,7 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import PLAN_PATH
 from rankscope_exporter.publish.wire_encoder import encode, stream
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 from rankscope_msprobe.files.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
 from rankscope_storage.api.store import Batch, Store

@@ -18,7 +18,7 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.publish.sinks import event_file
 from rankscope_exporter.publish.sinks.memory import Api, ApiOptions
-from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.record import Scalar
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
 from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
 from rankscope_msprobe.files.csv_layout import FLOAT_OPS

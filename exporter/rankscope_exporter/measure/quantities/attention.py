@@ -34,7 +34,7 @@ from rankscope_exporter.measure.quantities.module_quantity import (
 )
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import Allowed, at_least, is_number, is_whole, number
-from rankscope_exporter.records.pending_step import Numbers, Row
+from rankscope_exporter.records.record import Numbers, Row
 
 Argument = Annotated[
     int | str,

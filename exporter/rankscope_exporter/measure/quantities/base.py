@@ -22,8 +22,8 @@ from rankscope_exporter.adapters.placement import FULL, Layout
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import RANKS, Checked, at_least, list_of, validate
-from rankscope_exporter.records.pending_step import ExpectedRows
-from rankscope_exporter.records.plan_entries import Descriptions, ParameterEntries
+from rankscope_exporter.records.plan import Descriptions, ParameterEntries
+from rankscope_exporter.records.record import ExpectedRows
 from rankscope_exporter.records.selection import chosen_ops
 
 BACKWARD: Final = "backward"

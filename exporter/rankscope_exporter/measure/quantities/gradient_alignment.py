@@ -13,7 +13,7 @@ from rankscope_exporter.adapters.parameter_names import local_tensor, real_parts
 from rankscope_exporter.measure.kernels.signs import sums_of_signs
 from rankscope_exporter.measure.quantities.optimizer_state import StateQuantity, in_use, kinds_of, state_tensor
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.records.pending_step import Numbers
+from rankscope_exporter.records.record import Numbers
 
 KIND: Final = "direction_agreement"
 _MOMENTA: Final = ("exp_avg", "momentum_buffer")

@@ -30,8 +30,8 @@ from rankscope_exporter.measure.quantities.base import BACKWARD, Quantity, Quant
 from rankscope_exporter.measure.quantities.module_quantity import MicroGradientHooks
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.process.validation import Allowed
-from rankscope_exporter.records.pending_step import OF_MICRO_BATCHES, ExpectedRows
-from rankscope_exporter.records.plan_entries import ParameterEntries
+from rankscope_exporter.records.plan import ParameterEntries
+from rankscope_exporter.records.record import OF_MICRO_BATCHES, ExpectedRows
 
 _PROC: Final = Path("/proc")
 _GROUPS: Final = Path("/sys/fs/cgroup")

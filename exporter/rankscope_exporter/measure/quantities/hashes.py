@@ -28,7 +28,7 @@ from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions
 from rankscope_exporter.measure.quantities.optimizer_state import KIND_OF_STATE
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import at_least
-from rankscope_exporter.records.pending_step import Numbers, Row
+from rankscope_exporter.records.record import Numbers, Row
 
 DATASET: Final = "hashes"
 BUFFER: Final = "buffer"

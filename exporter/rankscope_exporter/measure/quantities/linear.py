@@ -26,7 +26,7 @@ from rankscope_exporter.measure.quantities.module_quantity import (
 )
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import Converted, number
-from rankscope_exporter.records.pending_step import Numbers, Row
+from rankscope_exporter.records.record import Numbers, Row
 
 SPECTRAL_NORM: Final = "spectral_norm"
 STABLE_RANK: Final = "stable_rank"

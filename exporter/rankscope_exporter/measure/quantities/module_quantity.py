@@ -28,7 +28,7 @@ from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_m
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.errors import torch_name
-from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.record import ExpectedRows
 
 NO_PASS: Final = -1
 current_pass: Final = torch_name(

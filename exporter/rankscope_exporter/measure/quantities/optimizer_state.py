@@ -21,8 +21,8 @@ from rankscope_exporter.measure.kernels.tensor_access import NO_CODES, dtype_nam
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, TargetNames
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import at_least
-from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
-from rankscope_exporter.records.plan_entries import ParameterEntries
+from rankscope_exporter.records.plan import ParameterEntries
+from rankscope_exporter.records.record import ExpectedRows, Numbers, Row
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
 ADAM_STATE: Final[dict[str, str]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}

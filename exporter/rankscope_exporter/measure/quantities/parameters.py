@@ -14,8 +14,8 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import local_tensor, real_parts
 from rankscope_exporter.measure.quantities.base import UPDATE, Quantity, QuantityOptions
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.records.pending_step import ExpectedRows, Numbers, Row
-from rankscope_exporter.records.plan_entries import ParameterEntries
+from rankscope_exporter.records.plan import ParameterEntries
+from rankscope_exporter.records.record import ExpectedRows, Numbers, Row
 
 UPDATE_NORM: Final = "update_norm"
 

@@ -25,7 +25,7 @@ from rankscope_exporter.measure.quantities.module_quantity import (
 )
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import Checked, at_least, is_whole
-from rankscope_exporter.records.pending_step import Numbers, Row
+from rankscope_exporter.records.record import Numbers, Row
 
 ENTROPY: Final = "router_entropy"
 LOAD: Final = "router_load"

@@ -31,7 +31,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
 from rankscope_exporter.process.identity import rank_here
 from rankscope_exporter.process.validation import at_least, some_text
 from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
-from rankscope_exporter.records.pending_step import Row
+from rankscope_exporter.records.record import Row
 
 MODEL: Final = "(the model)"
 

@@ -39,8 +39,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import (
 )
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.step_events import StepObserver
-from rankscope_exporter.records.step_record import StepRecord, now_microseconds
+from rankscope_exporter.records.record import StepObserver, StepRecord, now_microseconds
 
 MOST_STEPS: Final = 16_384
 """Number of recent steps with a stored start time. torch has overwritten the entries of older steps."""

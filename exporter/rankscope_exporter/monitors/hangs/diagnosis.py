@@ -47,7 +47,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE, take_fli
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable
 from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.step_record import StepRecord, now_microseconds
+from rankscope_exporter.records.record import StepRecord, now_microseconds
 
 STACK_SIGNALS: Final = ("SIGUSR1", "SIGUSR2", "SIGQUIT")
 """Names of the signals that the setting `stacks_signal` accepts.

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_exporter.records.pending_step import Scalar
+from rankscope_exporter.records.record import Scalar
 
 _KIB: Final = 1024
 _ALL_LINKS: Final = 0xFFFFFFFF

@@ -22,8 +22,7 @@ import torch
 from rankscope_exporter.monitors.hardware.gpu import Gpu, load_nvml, uuid_of
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.pending_step import Scalar
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 
 _PROC: Final = Path("/proc")
 _KIB: Final = 1024

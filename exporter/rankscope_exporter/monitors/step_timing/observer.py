@@ -34,9 +34,7 @@ from rankscope_contract.model.phases import (
     Phase,
 )
 from rankscope_exporter.monitors.step_timing.clock import HostClock, Time
-from rankscope_exporter.records.pending_step import Pending, Scalar
-from rankscope_exporter.records.step_events import Cause, StepObserver
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
 
 Kind = Literal[
     "opens",  # start of a timeline

@@ -27,9 +27,7 @@ from rankscope_exporter.monitors.throughput.costs import (
     peak_tflops,
     six_n,
 )
-from rankscope_exporter.records.pending_step import Pending, Scalar
-from rankscope_exporter.records.step_events import Cause, StepObserver
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
 
 GIVEN: Final = "given"
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final, Self
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 
 class Sink(CopiesDoNothing, abc.ABC):

@@ -16,7 +16,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.process.validation import between, validate
 from rankscope_exporter.publish.sinks.base import Sink
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.record import Statistics, StepRecord
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from rankscope_exporter.monitors.hangs.diagnosis import (
     within,
 )
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 from rankscope_ingest.runs.blame import Place, place_of
 
 RECORDED = """\

@@ -36,7 +36,7 @@ from rankscope_exporter.monitors.hardware.poller import (
 )
 from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
 OFTEN = {"every_seconds": 0.01}

@@ -9,8 +9,8 @@ import pyarrow as pa
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
-from rankscope_exporter.records.plan_entries import NamedPlan
-from rankscope_exporter.records.step_record import Statistics, StepRecord
+from rankscope_exporter.records.plan import NamedPlan
+from rankscope_exporter.records.record import Statistics, StepRecord
 from rankscope_ingest.importers import importers
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRecord
 

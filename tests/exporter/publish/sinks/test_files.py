@@ -21,7 +21,7 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.sinks import files, sink_classes
 from rankscope_exporter.publish.sinks.base import LONGEST_PAUSE, Sink, Sinks
 from rankscope_exporter.publish.sinks.files import output_folder
-from rankscope_exporter.records.step_record import StepRecord
+from rankscope_exporter.records.record import StepRecord
 from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
 from rankscope_msprobe.sinks.tensorboard import TensorBoard, TensorBoardOptions
 

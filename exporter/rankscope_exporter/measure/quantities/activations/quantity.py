@@ -47,7 +47,7 @@ from rankscope_exporter.measure.quantities.module_quantity import (
 )
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.process.validation import table
-from rankscope_exporter.records.pending_step import ExpectedRows
+from rankscope_exporter.records.record import ExpectedRows
 
 
 class ModuleCall(NamedTuple):

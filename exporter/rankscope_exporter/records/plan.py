@@ -1,8 +1,7 @@
-"""Plan entries of parameters. An entry is created each time it is read, most of them on the publisher thread.
+"""The plan of a record: the entries to which its numbers refer, in the order of the rows of the statistics table.
 
-A plan has up to ten entries for each parameter, and a model may have many thousands of parameters.
-
-The plan of a record, with the rows of the statistics table from which the numbers of the record are read.
+A plan has up to ten entries for each parameter, and a model may have many thousands of parameters. The entries of
+parameters are therefore created each time they are read, most of them on the publisher thread.
 """
 
 from __future__ import annotations
