@@ -10,8 +10,7 @@ import time
 
 from _rows import Row
 
-from rankscope_exporter.monitors.step_timing.clock import HostClock
-from rankscope_exporter.monitors.step_timing.observer import LoopTraits, StepTimingObserver
+from rankscope_exporter.monitors.step_timing import HostClock, LoopTraits, StepTimingObserver
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import StepRecord
 

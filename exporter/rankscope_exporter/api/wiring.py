@@ -22,8 +22,7 @@ from rankscope_exporter.measure.kernels.compiled import warm_up
 from rankscope_exporter.measure.table import Measurement
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.monitors.step_timing.clock import clock_of
-from rankscope_exporter.monitors.step_timing.observer import LoopTraits, StepTimingObserver
+from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
 from rankscope_exporter.monitors.throughput.costs import Parallel
 from rankscope_exporter.monitors.throughput.meter import Throughput
 from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text

@@ -23,7 +23,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.measure.transfers import take
-from rankscope_exporter.monitors.step_timing.observer import Kind
+from rankscope_exporter.monitors.step_timing import Kind
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import (
     Cause,

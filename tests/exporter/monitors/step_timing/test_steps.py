@@ -128,7 +128,7 @@ def training(quiet: MonitorConfig, reader: Any, eventually: Any) -> Training:
 
 @pytest.fixture
 def all_totals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rankscope_exporter.monitors.step_timing.observer.EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("rankscope_exporter.monitors.step_timing.EVERY_SECONDS", 0.0)
 
 
 def step_phases(records: list[dict[str, Any]]) -> dict[str, float]:
