@@ -204,7 +204,10 @@ class MonitoredModel:
         """Return the present gradient of each parameter of the optimizer step that begins now (see `tensors`)."""
         is_plain = type(self.framework).gradient is Framework.gradient
         gradient: Callable[[Any], Any] = _GRADIENT if is_plain else self.framework.gradient
-        return [None if parameter is None else gradient(parameter) for parameter in self.tensors(of_update=True)]
+        parameters = self.tensors(of_update=True)
+        if all(map(operator.is_not, parameters, itertools.repeat(None))):
+            return [*map(gradient, parameters)]
+        return [None if parameter is None else gradient(parameter) for parameter in parameters]
 
     def states(self, parameters: Sequence[nn.Parameter | None]) -> list[ParameterState | None]:
         """Return the optimizer states, None without one; of several optimizers, the state of the latest to step."""
@@ -212,6 +215,14 @@ class MonitoredModel:
         if len(optimizers) > 1:
             optimizers.sort(key=lambda optimizer: id(optimizer) != self.update.latest)
         return self.framework.optimizer_states(parameters, optimizers)
+
+    def is_trained(self) -> bool:
+        """Return whether some parameter requires a gradient, and its optimizer has stepped in this step."""
+        stepped = self.update.stepped  # empty if optimizers update copies
+        for owner, parameter in zip(self.owners, self.tensors(), strict=True):
+            if parameter is not None and parameter.requires_grad and (not stepped or owner in stepped):
+                return True
+        return False
 
     def missing(self) -> set[int]:
         """Return the positions, in the attribute `parameters`, of parameters that the model no longer uses.

@@ -141,9 +141,11 @@ class NamedParameter:
     @property
     def parameter(self) -> nn.Parameter | None:
         """Return the parameter; None if its module has another object under its name, or no longer exists."""
-        current = self.current()
+        owner = self.owner()
+        table = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
+        current = dict.get(table, self.key) if isinstance(table, dict) else entry(table, self.key)
         # A module that replaces its parameter creates the new one while it still holds the old one: the ids differ.
-        return current if id(current) == self.identity else None  # type: ignore[return-value]  # the very parameter
+        return current if id(current) == self.identity else None
 
     def current(self) -> torch.Tensor | None:
         """Return the tensor that the module currently has under the name of the parameter; None if there is none."""

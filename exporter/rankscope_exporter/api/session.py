@@ -152,6 +152,7 @@ class Session:
             AnomalyDetector(config.rules),
             boundary=boundary,
             publish=self._publish,
+            on_publish=self.events.on_publish,
             on_record=self.events.on_record,
             flush_idle=self.recorder.flush_idle,
             finished=self.sinks.close,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.measure.transfers import copied_to_host
+from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.records.record import StepObserver, StepRecord, Transfer
 
 KEPT_STEPS: Final = 64

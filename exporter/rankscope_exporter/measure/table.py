@@ -23,9 +23,14 @@ import torch
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.measure.kernels.isolation import Isolation, without_frames
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
-from rankscope_exporter.measure.kernels.statistics_table import Rows, StatisticsTable, contiguous_rows, on_device
+from rankscope_exporter.measure.kernels.statistics_table import (
+    Rows,
+    StatisticsTable,
+    contiguous_rows,
+    copied_to_host,
+    on_device,
+)
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_freed
-from rankscope_exporter.measure.transfers import copied_to_host
 from rankscope_exporter.records.plan import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
 from rankscope_exporter.records.record import Deferred, Numbers, Row
 from rankscope_exporter.records.selection import EVERY_OP, Ops
@@ -78,6 +83,8 @@ class StepTable:
         self.tell = tell
         """Function that publishes a notice for the user."""
         self.deferred: list[Deferred] = []
+        self.deferred_before = 0
+        """Number of `deferred` before the present training forward pass."""
         self.rows: dict[str, list[Row]] = {}
         self.changes = 0  # of entries that were in the plan before
         self.left_out = 0  # entries that did not fit
@@ -167,12 +174,6 @@ class StepTable:
                 self._version = None
         self.statistics.accumulate(ops)
 
-    def take_rows(self) -> tuple[list[Deferred], dict[str, list[Row]]]:
-        """Return the rows of this step for datasets other than the statistics of tensors, and clear their buffers."""
-        deferred, rows = self.deferred, self.rows
-        self.deferred, self.rows = [], {}
-        return deferred, rows
-
     def find_unused(self, tables: Iterable[Table]) -> None:
         """Count the slots that none of `tables` has. Called when quantities have changed."""
         used = {row for table in tables for slots in table.all_slots() for row in slots.rows}
@@ -185,7 +186,7 @@ class StepTable:
         for table in tables:
             count, age = table.end()
             absent, ages = absent + count, ages + age
-        return ages > REBUILD_AFTER * (len(self) - absent)
+        return ages > REBUILD_AFTER * (len(self._items) - absent)
 
     def rebuild(self, tables: Sequence[Table]) -> None:
         """Build the empty table again with the slots of `tables` that were requested at their last sampled step."""
@@ -271,8 +272,6 @@ class Specs:
 
     def copy(self, source: Rows, target: Rows) -> None:
         """Correct the entries at `target`. Their statistics were copied from the rows `source`."""
-        if len(target) > 1 and not self.have_changed:
-            return
         if self._changes != self._table.changes:
             self._copied, self._changes = set(), self._table.changes
         if (source, target) in self._copied:
@@ -462,7 +461,8 @@ class Table:
         """Copy the statistics of `source`, which were measured at this step, to `target`."""
         if source is not None and target is not None:
             self._table.statistics.copy(source.rows, target.rows)
-            self._specs.copy(source.rows, target.rows)
+            if self._specs.have_changed or len(target.rows) == 1:
+                self._specs.copy(source.rows, target.rows)
 
     def forget(self, slots: Slots | None) -> None:
         """Delete the statistics of `slots`, which were measured at this step: the slots are absent then."""

@@ -69,7 +69,9 @@ class ResourceObserver(StepObserver):
     """Function that returns the factor by which the overhead controller has multiplied the sampling interval."""
     due_at: float = field(default=float("-inf"), init=False)
 
-    def on_step_end(self, record: StepRecord) -> None:
+    def on_publish(self, record: StepRecord) -> None:
+        if record.is_skipped is None:  # not the end of a step
+            return
         if record.sampled:
             record.later += [self.of_process, self.of_allocator]
         now = time.monotonic()

@@ -139,12 +139,12 @@ class AnomalyDetector:
         )
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
-    def observe(self, finished: Finished, call_order: Sequence[int] = ()) -> StepVerdict:
+    def observe(self, finished: Finished, arrived: Sequence[int] = ()) -> StepVerdict:
         """Evaluate the rules for the statistics of one step, and update the baselines. Return the result.
 
-        A plan entry without a value at this step does not change its baseline. `call_order` has the place of each
-        parameter in the order in which gradients arrived, -1 for a parameter without a gradient. Entries without a
-        parameter are sorted by their position in the plan.
+        A plan entry without a value at this step does not change its baseline. `arrived` has the position of the
+        parameter of each gradient in the order in which they arrived. Entries without a parameter are sorted by their
+        position in the plan.
         """
         with np.errstate(all="ignore"):  # products with Inf and NaN are intended
             before, against = self._advance(finished)
@@ -152,7 +152,7 @@ class AnomalyDetector:
             shown = np.where(finished.present, against, np.float32(math.nan))
             if not any(bool(fires.any()) for _, fires in verdicts.values()):
                 return StepVerdict(shown)
-            calls = self._calls(call_order)
+            calls = self._calls(arrived)
             firings, left_out = self._firings(finished, before, verdicts, calls)
             order = {firing.entry: int(calls[firing.entry]) for firing in firings}
             return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
@@ -249,16 +249,15 @@ class AnomalyDetector:
         )
         return firings, max(0, len(places) - self._limit)
 
-    def _calls(self, call_order: Sequence[int]) -> Integers:
+    def _calls(self, arrived: Sequence[int]) -> Integers:
         """Return, for each plan entry, the number by which firings with equal micro-batch and kind are sorted.
 
         With a parameter, it is the place of its gradient in the order of arrival (-1: unknown), else that in the plan.
         """
         own = np.arange(len(self._owner_of_entry), dtype=np.int64)
-        if not call_order:
-            return np.where(self._owner_of_entry >= 0, np.int64(-1), own)
-        seen = np.array(call_order, np.int64)
-        return np.where(self._owner_of_entry >= 0, seen[self._owner_of_entry.clip(min=0)], own)
+        place = {parameter: number for number, parameter in enumerate(dict.fromkeys(arrived))}
+        seen = np.array([place.get(owner, -1) for owner in self._owner_of_entry.tolist()], np.int64)
+        return np.where(self._owner_of_entry >= 0, seen, own)
 
     def _causal_rank(self, entries: Integers, calls: Integers) -> npt.NDArray[np.float64]:
         last = int(calls.max()) + 1  # entries with an unknown position are last

@@ -181,6 +181,7 @@ class Publisher:
         *,
         boundary: ErrorBoundary,
         publish: Callable[[StepRecord], object],
+        on_publish: Callable[[StepRecord], None],
         on_record: Callable[[StepRecord], None],
         flush_idle: Callable[[float], None],
         finished: Callable[[], None],
@@ -189,19 +190,20 @@ class Publisher:
         has_chunks: bool,
         queries: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
-        """Store the functions that the thread calls: `publish`, `on_record`, `flush_idle` and `finished`.
+        """Store the functions that the thread calls: `on_publish`, `publish`, `on_record`, `flush_idle`, `finished`.
 
-        `publish` stores a record. `on_record` is called with each record after `publish` has stored it. `finished` is
-        called without arguments after the last record. `flush_idle` publishes the step that has not ended yet, if no
-        hook was called for the number of seconds in the argument of `flush_idle`. `pp_stage` is the pipeline stage of
-        this rank. If `has_chunks` is true, names of tensors begin with the number of a model chunk. The thread queries
-        the device within `queries()`.
+        `on_publish` may add data to a record, and `publish` stores it. `on_record` is called with each record after
+        `publish` has stored it. `finished` is called without arguments after the last record. `flush_idle` publishes
+        the step that has not ended yet, if no hook was called for the number of seconds in its argument. `pp_stage` is
+        the pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model
+        chunk. The thread queries the device within `queries()`.
         """
         self.publish = publish
         self._steps = steps
         self._backlog = backlog
         self._detector = detector
         self._boundary = boundary
+        self._on_publish = on_publish
         self._on_record = on_record
         self._flush_idle = flush_idle
         self._finished = finished
@@ -338,6 +340,7 @@ class Publisher:
         self._boundary.call(where, call)
 
     def _publish(self, record: StepRecord) -> None:
+        self._on_publish(record)
         where = "computing the statistics of a step"
         record.statistics, verdict = self._boundary.call(where, self._statistics, record) or (None, None)
         read = (self._boundary.call("a logged number", pending.scalar) for pending in record.pending)
@@ -390,7 +393,7 @@ class Publisher:
             self._silent_kinds.see(plan.plan, finished.present)
         finished = published.only(finished) if published is not None else finished
         self._detector.follow(version.entries, version.owners)
-        verdict = self._detector.observe(finished, record.call_order)
+        verdict = self._detector.observe(finished, record.arrived)
         values, counts = arrow_statistics(finished, verdict.baselines, published, plan.plan.value_ops)
         if published is None:
             return Statistics(plan, values, counts), verdict

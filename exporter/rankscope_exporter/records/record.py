@@ -1,8 +1,7 @@
 """The record of one step of one rank, its parts, and the events of a training step, in which observers add data to it.
 
-`measure.transfers` starts copies of tensors to the host without waiting for the device, and the publisher thread reads
-them. Rows are made from numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP
-threads.
+Copies of tensors to the host start without waiting for the device, and the publisher thread reads them. Rows are made
+from numpy arrays, because a torch operation on the publisher thread would start a team of OpenMP threads.
 """
 
 from __future__ import annotations
@@ -249,8 +248,8 @@ class StepRecord:
     deferred: list[Deferred] = field(default_factory=list)
     rows: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)  # rows of other datasets, by name
     expected: Sequence[ExpectedRows] = ()  # empty for a step without an update
-    call_order: list[int] = field(default_factory=list)
-    """By parameter: position of its gradient in the order of arrival, -1 if it did not arrive."""
+    arrived: list[int] = field(default_factory=list)
+    """Positions of the parameters whose gradients have arrived, in order, also several times."""
 
     @classmethod
     def now(cls, step: int | None = None, **more: Any) -> Self:
@@ -260,7 +259,7 @@ class StepRecord:
     def release(self) -> None:
         """Release the data that only the publisher thread reads: the ring keeps the record."""
         nothing: list[Any] = []
-        self.pending = self.learning_rates = self.found_inf = self.later = self.deferred = self.call_order = nothing
+        self.pending = self.learning_rates = self.found_inf = self.later = self.deferred = self.arrived = nothing
         self.copy = self.plan = None
         self.rows, self.expected = {}, ()
 
@@ -339,6 +338,9 @@ class StepObserver:
     def on_training_end(self) -> None:
         """Called at the end of training. The current step, if there is one, is the last one."""
 
+    def on_publish(self, record: StepRecord) -> None:
+        """Called on the publisher thread before a record is published, in the order of the records: to add data."""
+
     def on_record(self, record: StepRecord) -> None:
         """Called on the publisher thread when the record of a step has been published, in the order of the steps."""
 
@@ -375,4 +377,5 @@ class StepEvents:
         self.on_step_end = event(StepObserver.on_step_end)
         self.on_step_timed = event(StepObserver.on_step_timed)
         self.on_training_end = event(StepObserver.on_training_end)
+        self.on_publish = event(StepObserver.on_publish)
         self.on_record = event(StepObserver.on_record)

@@ -100,13 +100,6 @@ class GradientHooks(StepObserver):
         self._arrived[:] = dict.fromkeys(self._arrived)  # passes of many micro-batches
         self._before = len(self._arrived)
 
-    def call_order(self) -> list[int]:
-        """Return, for each parameter, the place of its gradient in the order of arrival, -1 if it did not arrive."""
-        order = [-1] * len(self._monitored.parameters)
-        for place, index in enumerate(dict.fromkeys(self._arrived)):
-            order[index] = place
-        return order
-
     def are_cleared(self) -> bool:
         """Return whether the gradient that arrived last was deleted, or its parameter replaced, since."""
         last = self._arrived[-1] if len(self._arrived) > self._before else self._last

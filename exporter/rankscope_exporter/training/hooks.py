@@ -21,7 +21,7 @@ from rankscope_exporter.adapters.tracing import (
     uncompiled,
 )
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
-from rankscope_exporter.measure.quantities.module_quantity import NO_PASS, current_pass, in_backward
+from rankscope_exporter.measure.quantities.module_quantity import NO_PASS, current_pass
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
@@ -79,6 +79,7 @@ class Hooks(HookContext):
         self._handled = id(None)  # the exception that the training handled when the forward pass began, by identity
         self._reads_in_hooks = not monitored.framework.traits.local_until_backward_ends
         self._has_chunks = len(monitored.framework.chunks) > 1
+        self._is_unwrapped = type(monitored.framework).module is Framework.module
         self._in_evaluation = False
         self._update_was_compiled = on_compilation(self._update_compiles)
         self._when_gradients_ready = Hook(self, "reading local gradients", self._gradients_ready)
@@ -128,7 +129,8 @@ class Hooks(HookContext):
         self._watchdog.active_at = time.monotonic()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
-        if self._monitored.framework.module.training and torch.is_grad_enabled():
+        own = module if self._is_unwrapped else self._monitored.framework.module
+        if own.training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
             self._recorder.forward_begins(self._monitored.framework.chunk(module) if self._has_chunks else 0)
@@ -233,7 +235,7 @@ class Hooks(HookContext):
         """Register hooks on `optimizer` after its first step, and publish a notice."""
         self._follow(optimizer)
         self._changes.added()  # the parameters of another optimizer are not additional ones
-        if in_backward():
+        if current_pass() != NO_PASS:
             self._updates_in_backward(optimizer, has_stepped=True)
         else:
             self._recorder.new_optimizer(optimizer, replaces=replaces)
@@ -244,7 +246,7 @@ class Hooks(HookContext):
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._watchdog.active_at = time.monotonic()
         self._new_optimizers.followed_begins(optimizer)
-        if in_backward():
+        if current_pass() != NO_PASS:
             self._updates_in_backward(optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -275,7 +277,7 @@ class Hooks(HookContext):
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._watchdog.active_at = time.monotonic()
         self._new_optimizers.stepping.discard(id(optimizer))
-        if not in_backward():
+        if current_pass() == NO_PASS:
             self._recorder.updated(optimizer)
 
     def _update_compiles(self) -> None:

@@ -161,8 +161,8 @@ class NewOptimizers:
             self._known[id(optimizer)] = left
             self._followed[:] = [*self._followed, optimizer]
         known = self._known.get(id(optimizer))
-        if known is not None:
-            known.note(optimizer)
+        if known is not None and len(known.latest) != sum(map(len, map(PARAMETERS, optimizer.param_groups))):
+            known.latest = identities(optimizer)
 
     def _begins(self, optimizer: Optimizer) -> None:
         if not any(id(known) in self.stepping for known in self._followed):
@@ -194,15 +194,11 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self._parameters = identities(optimizer)
+        self.latest = identities(optimizer)
+        """The id() of each parameter of the optimizer at its latest step with another number of parameters."""
 
     @property
     def parameters(self) -> set[int]:
         """The id() of each parameter of the optimizer, or of its last step if the script has deleted it."""
         optimizer = self.optimizer()
-        return set(self._parameters if optimizer is None else identities(optimizer))
-
-    def note(self, optimizer: Optimizer) -> None:
-        """Update the stored parameters of `optimizer` if their number has changed."""
-        if len(self._parameters) != sum(map(len, map(PARAMETERS, optimizer.param_groups))):
-            self._parameters = identities(optimizer)
+        return set(self.latest if optimizer is None else identities(optimizer))

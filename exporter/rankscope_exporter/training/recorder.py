@@ -17,20 +17,25 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.events import Event
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
+from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.tracing import untransformed
+from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.measure.transfers import take
 from rankscope_exporter.monitors.step_timing import Kind
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import (
+    LABEL_OF_GROUP,
     Cause,
     Pending,
     Scalar,
     StepEvents,
     StepRecord,
+    Transfer,
     monotonic_microseconds,
     now_microseconds,
     timing,
@@ -109,7 +114,8 @@ class Recorder:
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
             if self.current.is_sampled:
-                self.active_quantities.forward()
+                table = self.active_quantities.table
+                table.deferred_before = len(table.deferred)
             self.note("forward_begins")
             self.events.on_forward_begin()
 
@@ -117,7 +123,7 @@ class Recorder:
         """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
         with self._lock:
             if self.current.is_sampled:
-                self.active_quantities.forward(failed=True)
+                self.active_quantities.forward_failed()
             self._forwards[chunk] -= 1
             self.micro_step = self._forwards[chunk]
 
@@ -396,8 +402,11 @@ class Recorder:
         pending.is_skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
         pending.skip_is_certain = ended is not None and ended.is_certain
         if pending.sampled:
-            pending.call_order = self.gradients.call_order()
-            self.boundary.call("copying statistics", self.active_quantities.end, pending)
+            pending.arrived = list(self.monitored.update.arrived)
+            try:
+                self.active_quantities.end(pending)
+            except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
+                self.boundary.report("copying statistics", error)
         self.current.hand_over(pending)
 
     def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
@@ -413,7 +422,10 @@ class Recorder:
         """Store that `optimizer` steps, and return whether it is the first optimizer step of the training step."""
         is_first = not self._updated_by
         if is_first:
-            self.boundary.call("the learning rate", self.current.note_learning_rates, self.monitored)
+            try:
+                self.current.note_learning_rates(self.monitored)
+            except Exception as error:  # noqa: BLE001 - see above
+                self.boundary.report("the learning rate", error)
         self._updated_by.add(id(optimizer))
         self.monitored.update.latest = id(optimizer)
         return is_first
@@ -528,3 +540,42 @@ class CurrentStep:
         with self.lock:
             step = self.pending.step if self.pending is not None else self.last_step
             self.hand_over(StepRecord.now(step, events=[event]))
+
+
+def take(name: str, value: Any) -> list[Pending]:
+    """Return the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
+
+    Other names of losses, such as `val/loss`, are replaced. The list is empty if the value is None. Raises TypeError if
+    the value is not a number, ValueError for a tensor with several elements.
+    """
+    if value is None:
+        return []
+    stored, labels = logged_name(name)
+    if not isinstance(value, Mapping):
+        number = _copied(name, value) if isinstance(value, torch.Tensor) else float(value)
+        return [Pending(stored, number, labels)]
+    label, found = LABEL_OF_GROUP.get(stored, "key"), []
+    for key, item in value.items():
+        for pending in take(name, item):
+            of_item = {**pending.labels, label: _label(key)}
+            found.append(Pending(stored, pending.value, of_item))
+    return found
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _label(key: Any) -> str:
+    return redacted_name(str(key), MAX_LABEL)
+
+
+def _copied(name: str, value: torch.Tensor) -> Transfer:
+    value = untransformed(value).detach()
+    placements = getattr(value, "placements", None)
+    if placements is not None:  # a DTensor. If it is divided among ranks, reading it would be a collective.
+        if not all(placement.is_replicate() for placement in placements):
+            raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
+        value = value.to_local()  # type: ignore[attr-defined]  # see above
+    if value.numel() != 1:
+        raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
+    if value.is_complex() or value.is_meta:
+        raise ValueError(f"log({name}=…) must be a real number, not a tensor of {value.dtype} on device {value.device}")
+    return copied_to_host(value.reshape(()))

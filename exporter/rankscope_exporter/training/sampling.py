@@ -338,7 +338,6 @@ class ActiveQuantities:
         tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
         self.table = StepTable(table, measurement or Measurement(), tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
-        self._deferred_before = 0  # rows of other datasets before the present forward pass
         self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
         self.unsampled = 0  # steps that were not measured because of the backlog
@@ -514,12 +513,10 @@ class ActiveQuantities:
                 except Exception as error:  # noqa: BLE001 - see above
                     self._boundary.report(f"{member.quantity.name} (expected)", error)
 
-    def forward(self, *, failed: bool = False) -> None:
-        """Handle the beginning of a training forward pass of a sampled step; if it `failed`, delete its data."""
-        if failed:
-            del self.table.deferred[self._deferred_before :]
-            self.notify(Quantity.on_forward_failed)
-        self._deferred_before = len(self.table.deferred)
+    def forward_failed(self) -> None:
+        """Delete the data of a training forward pass of a sampled step that has raised."""
+        del self.table.deferred[self.table.deferred_before :]
+        self.notify(Quantity.on_forward_failed)
 
     def gradient_ready(self, index: int, holder: GradientSource) -> None:
         """Call the method `on_gradient_ready` of each quantity that reads single gradients.
@@ -545,17 +542,20 @@ class ActiveQuantities:
 
         Add this copy and the rows for other datasets to the record of the step.
         """
-        opened = [member for member in self._measured if member.is_open]
         self.notify(Quantity.on_step_end)
-        for member in opened:
-            member.is_open = False
-            member.schedule.sampled()
-        measured = [member.slots for member in opened if member.slots is not None]
-        is_wasteful = self.table.end_step(measured)
-        record.deferred, record.rows = self.table.take_rows()
+        table, measured = self.table, []
+        for member in self._measured:
+            if member.is_open:
+                member.is_open = False
+                member.schedule.sampled()
+                if member.slots is not None:
+                    measured.append(member.slots)
+        is_wasteful = table.end_step(measured)
+        record.deferred, table.deferred = table.deferred, []
+        record.rows, table.rows = table.rows, {}
         record.expected, self._expected = tuple(self._expected.values()), {}
-        record.plan = self.table.version()
-        record.copy = HostCopy(self.table.statistics, len(self.table))
+        record.plan = table.version()
+        record.copy = HostCopy(table.statistics, len(record.plan.items))
         if is_wasteful:
             self.table.rebuild(self._tables)
         self._is_clear = True

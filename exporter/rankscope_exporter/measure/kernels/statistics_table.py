@@ -18,6 +18,7 @@ import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, OPS, VALUE_OPS
 from rankscope_exporter.measure.kernels.c_kernel import CKernel
+from rankscope_exporter.records.record import Transfer
 from rankscope_exporter.records.selection import Finished
 
 SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
@@ -46,7 +47,8 @@ class StatisticsTable:
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
         self.extra_sums: tuple[str, ...] = ()
-        self._free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
+        self.free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
+        """Buffers that no copy uses. They are in pinned memory if the device can copy to it asynchronously."""
         self._indices: dict[Rows, torch.Tensor] = {}
         self.may_compile = True
         """True if the compiled kernel measures once it is ready."""
@@ -183,19 +185,10 @@ class StatisticsTable:
         """Return the statistics `ops` of the first `used` entries, without clearing the table. Waits for the device."""
         return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
 
-    def take_host_buffer(self) -> torch.Tensor:
-        """Return a free buffer on the host. It is in pinned memory if the device can copy to it asynchronously."""
-        while self._free_host_buffers:
-            buffer = self._free_host_buffers.popleft()
-            if buffer.shape == self.buffer.shape:  # otherwise the table has grown since
-                return buffer
-        # All in use: the publisher is behind.
-        return _new_buffer(self, torch.device("cpu"), pinned=self.device.type == "cuda")
-
     def give_host_buffer(self, buffer: torch.Tensor) -> None:
         """Add a host buffer that is no longer read to the free buffers. Called on the publisher thread."""
-        if len(self._free_host_buffers) < _HOST_BUFFERS_KEPT:
-            self._free_host_buffers.append(buffer)
+        if len(self.free_host_buffers) < _HOST_BUFFERS_KEPT:
+            self.free_host_buffers.append(buffer)
 
 
 def _new_buffer(table: StatisticsTable, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
@@ -231,6 +224,19 @@ def queued_event(device: torch.device) -> torch.cuda.Event:
     return event
 
 
+def copied_to_host(tensor: torch.Tensor) -> Transfer:
+    """Start to copy `tensor` to the host.
+
+    Never waits for the device. Afterwards `tensor` may be changed in place.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return Transfer(tensor.clone())
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return Transfer(host, queued_event(tensor.device))
+
+
 class HostCopy:
     """An asynchronous copy of the table of one step to the host. Creating it clears the table for the next step.
 
@@ -242,15 +248,20 @@ class HostCopy:
     def __init__(self, table: StatisticsTable, used: int | None = None) -> None:
         self.table = table
         self.used = table.size if used is None else used
-        self.buffer = table.take_host_buffer()
+        free = table.free_host_buffers
+        while free and free[0].shape != table.buffer.shape:  # the table has grown since
+            free.popleft()
+        # If all are in use, the publisher is behind.
+        is_pinned = table.device.type == "cuda"
+        buffer = free.popleft() if free else _new_buffer(table, torch.device("cpu"), pinned=is_pinned)
         self.extra_sums = table.extra_sums
         self._event: torch.cuda.Event | None = None
         if table.device.type == "cpu":
-            free, self.buffer = self.buffer, table.buffer  # exchanged, not copied
-            table.clear(free)
+            self.buffer = table.buffer  # exchanged, not copied
+            table.clear(buffer)
             return
-        self.buffer.copy_(table.buffer, non_blocking=table.device.type == "cuda")
-        if table.device.type == "cuda":  # other accelerators block, since their events are not tested
+        self.buffer = buffer.copy_(table.buffer, non_blocking=is_pinned)
+        if is_pinned:  # other accelerators block, since their events are not tested
             self._event = queued_event(table.device)
         table.clear()  # behind the copy on the same stream
 

@@ -143,14 +143,6 @@ class Quantity:
         """
         return ExpectedRows(self.name)
 
-    def is_trained(self) -> bool:
-        """Return whether some measured parameter requires a gradient, and its optimizer has stepped in this step."""
-        stepped = self.monitored.update.stepped  # empty if optimizers update copies
-        for owner, parameter in zip(self.monitored.owners, self.monitored.tensors(), strict=True):
-            if parameter is not None and parameter.requires_grad and (not stepped or owner in stepped):
-                return True
-        return False
-
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Register the hooks of the quantity. Called once, when the monitor is attached to the model."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
@@ -131,6 +131,11 @@ class MicroBatchSums:
             self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of
         )
         gate.keep(CallbackHandle(self.release))
+
+    @property
+    def may_be_needed(self) -> bool:
+        """False if the framework keeps the sums itself, and the option does not ask for sums."""
+        return bool(self._wanted) or self._monitored.framework.traits.reduces_each_micro_batch is not False
 
     def on_step_begin(self) -> None:
         """Release the gradient sums of the last step, and start new ones if they are needed and fit into the memory."""
@@ -251,7 +256,7 @@ class MicroGradients(Quantity):
         self._hooks.register()  # on parameters that were unfrozen since the last step
 
     def expected(self) -> ExpectedRows:
-        is_read = BACKWARD not in self.monitored.compiled and self.is_trained()
+        is_read = BACKWARD not in self.monitored.compiled and self.monitored.is_trained()
         return ExpectedRows(self.name, frozenset({OF_MICRO_BATCHES} if is_read else ()))
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
@@ -291,6 +296,7 @@ class Gradients(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._sums = MicroBatchSums(self.monitored, wanted=self.options.sum_micro_batches)
+        self._may_sum = self._sums.may_be_needed
         traits = monitored.framework.traits
         self._batched = traits.local_until_backward_ends
         self._reduces_after_last = traits.reduces_after_last_backward
@@ -317,7 +323,7 @@ class Gradients(Quantity):
     def expected(self) -> ExpectedRows:
         # `grad_clipped` is absent if it is equal to `grad_reduced`.
         kinds = set()
-        if self.is_trained():
+        if self.monitored.is_trained():
             kinds = {Kind.GRAD_REDUCED} if len(self._elsewhere) < len(self.monitored.parameters) else set()
             if self.monitored.copies > 1 and not self._sums.are_reported:
                 kinds.add(Kind.GRAD_UNREDUCED)
@@ -327,15 +333,20 @@ class Gradients(Quantity):
         self._sums.install(hooking, gate)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        self._frozen = FrozenRows()
+        self._frozen.stepped.clear()
+        if self._frozen.saved is not None:
+            self._frozen.clear()
         self._mixed = False
         self._has_reduced = False
         self._arrived.clear()
-        self._sums.on_step_begin()
+        if self._may_sum:
+            self._sums.on_step_begin()
 
     def on_step_end(self, table: Table) -> None:
-        self._sums.release()
-        self._frozen.restore(table)
+        if self._sums.are_kept:
+            self._sums.release()
+        if self._frozen.saved is not None:
+            self._frozen.restore(table)
 
     def on_gradient_ready(self, index: int, holder: GradientSource, table: Table) -> None:
         # Before the framework reduces the gradient in place or shards it. Gradients that are complete until the pass
@@ -352,7 +363,8 @@ class Gradients(Quantity):
         self._arrived.add(index)
         if self._batched != self.monitored.update.is_inside_backward:
             return
-        self._frozen.protect(table)
+        if self._frozen.stepped:
+            self._frozen.protect(table)
         gradient, slot = holder.grad, _one(table.slots[Kind.GRAD_UNREDUCED], index)
         if gradient is None:  # this framework keeps no sum of several micro-batches
             self._sums.learn()
@@ -361,7 +373,8 @@ class Gradients(Quantity):
             table.measure([gradient], slot)
 
     def on_gradients_ready(self, table: Table) -> None:
-        self._frozen.protect(table)
+        if self._frozen.stepped:
+            self._frozen.protect(table)
         if self._sums.are_kept:
             self._read_sums(table)
         elif self._mixed:
@@ -370,9 +383,9 @@ class Gradients(Quantity):
             table.forget(table.slots[Kind.GRAD_UNREDUCED])
         elif self._batched:
             # A gradient that no backward pass of this step has reached is left over from an earlier step.
-            arrived = set(self.monitored.update.arrived)
-            tensors = zip(self.monitored.owners, self.monitored.tensors(), strict=True)
-            own = [None if item is None or owner not in arrived else item.grad for owner, item in tensors]
+            arrived, own = set(self.monitored.update.arrived), []
+            for owner, item in zip(self.monitored.owners, self.monitored.tensors(), strict=True):
+                own.append(None if item is None or owner not in arrived else item.grad)
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
@@ -405,18 +418,20 @@ class Gradients(Quantity):
     def on_optimizer_step_begin(self, table: Table) -> None:
         if self.monitored.update.is_inside_backward:
             return
-        self._sums.release()
+        if self._sums.are_kept:
+            self._sums.release()
         gradients, slots = self.monitored.gradients(), table.slots
+        own = self._own(gradients) if self._elsewhere else gradients
         read = self.monitored.update.positions
         owners = self.monitored.owners
-        self._frozen.add(
+        self._frozen.stepped.update(
             [i for i, owner in enumerate(owners) if owner in read] if read is not None else range(len(owners))
         )
         if self._reduced_by_loop:
-            table.measure(self._own(gradients), slots[Kind.GRAD_REDUCED])
+            table.measure(own, slots[Kind.GRAD_REDUCED])
         elif self._has_reduced:
             # All gradients: neither a gradient scaler nor clipping through `.data` changes their version.
-            table.measure(self._own(gradients), slots[Kind.GRAD_CLIPPED])
+            table.measure(own, slots[Kind.GRAD_CLIPPED])
             table.forget_equal(slots[Kind.GRAD_CLIPPED], slots[Kind.GRAD_REDUCED])
         elif self._assigned_by_loop:
             whole = gradients
@@ -444,27 +459,28 @@ class FrozenRows:
     """
 
     def __init__(self) -> None:
-        self._stepped: set[int] = set()  # positions of parameters whose rows are not saved yet
+        self.stepped: set[int] = set()
+        """Positions of parameters whose optimizer has stepped, and whose present rows are not saved yet."""
         self._kept: set[int] = set()  # positions of parameters whose rows are saved
-        self._saved: torch.Tensor | None = None
+        self.saved: torch.Tensor | None = None
 
-    def add(self, positions: Iterable[int]) -> None:
-        """Freeze the present rows of the parameters at `positions`."""
-        self._stepped.update(positions)
-        self._kept -= self._stepped
+    def clear(self) -> None:
+        """Forget the saved rows: another step begins."""
+        self._kept.clear()
+        self.saved = None
 
     def protect(self, table: Table) -> None:
-        """Save the frozen rows before a backward pass changes rows."""
-        if self._stepped:
-            self.restore(table)
-            self._kept |= self._stepped
-            self._stepped.clear()
-            self._saved = table.save()
+        """Save the rows of the parameters `stepped` before a backward pass changes rows."""
+        self.restore(table)
+        self._kept |= self.stepped
+        self.stepped.clear()
+        self.saved = table.save()
 
     def restore(self, table: Table) -> None:
-        """Write the saved rows to `table`."""
-        if self._kept and self._saved is not None:
-            table.restore(self._saved, table.slots.values(), sorted(self._kept))
+        """Write the saved rows to `table`, except those of parameters whose optimizer has stepped again."""
+        kept = self._kept - self.stepped
+        if kept and self.saved is not None:
+            table.restore(self.saved, table.slots.values(), sorted(kept))
 
 
 def _one(slots: Slots | None, position: int) -> Slots | None:

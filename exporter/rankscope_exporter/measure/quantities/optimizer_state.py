@@ -87,7 +87,6 @@ class OptimizerState(StateQuantity):
         tensors = self.monitored.tensors()
         known, optimizers = self.monitored.states(tensors), self.monitored.optimizers.present()
         self._in_use = in_use(tensors, known, len(optimizers))
-        states: list[Mapping[str, Any]] = [_NO_STATE if own is None else own.state for own in known]
         for key, kind in kinds_of(optimizers).items():
             if key not in self._found:
                 self._kinds.setdefault(key, kind)
@@ -96,13 +95,17 @@ class OptimizerState(StateQuantity):
                 slots = table.slots[kind]
             else:
                 slots = table.add(key, functools.partial(self.parameter_entries, kind), self.monitored.owners)
-            table.measure(state_tensors(states, key), slots)
+            table.measure(state_tensors(known, key), slots)
         if self._named.patterns:
-            self._find_named(states)
+            self._measure_named(known, table)
+
+    def _measure_named(self, known: Sequence[ParameterState | None], table: Table) -> None:
+        states = [_NO_STATE if own is None else own.state for own in known]
+        self._find_named(states)
         for key, owners in self._found.items():
             named = functools.partial(self._named_entries, key, states)
             found = table.add(key, named, [self.monitored.owners[index] for index in owners])
-            table.measure(state_tensors([states[owner] for owner in owners], key), found)
+            table.measure(state_tensors([known[owner] for owner in owners], key), found)
 
     def expected(self) -> ExpectedRows:
         kinds: set[str] = set()
@@ -150,12 +153,15 @@ def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     return None
 
 
-def state_tensors(states: Sequence[Mapping[str, Any]], key: str) -> list[torch.Tensor | None]:
+def state_tensors(states: Sequence[ParameterState | None], key: str) -> list[torch.Tensor | None]:
     """Return the result of `state_tensor` for each of `states`; usually, a check of their dtypes is sufficient."""
-    found = [state.get(key) for state in states]
-    if {value.dtype if type(value) is torch.Tensor else None for value in found} <= NO_CODES:
-        return found
-    return [state_tensor(state, key) for state in states]
+    found: list[torch.Tensor | None] = []
+    for own in states:
+        value = None if own is None else own.state.get(key)
+        if type(value) is not torch.Tensor or value.dtype not in NO_CODES:
+            value = None if own is None else state_tensor(own.state, key)
+        found.append(value)
+    return found
 
 
 def in_use(

@@ -91,7 +91,7 @@ class Parameters(Quantity):
             table.isolate(UPDATE_NORM, self._names, tensors, compare)
 
     def expected(self) -> ExpectedRows:
-        kinds: set[str] = {Kind.PARAM_AFTER} if self.is_trained() else set()
+        kinds: set[str] = {Kind.PARAM_AFTER} if self.monitored.is_trained() else set()
         if kinds and UPDATE not in self.monitored.compiled:  # no hook runs before an update in compiled code
             kinds |= {Kind.PARAM_BEFORE, *([UPDATE_NORM] if self.options.updates else [])}
         return ExpectedRows(self.name, frozenset(kinds))

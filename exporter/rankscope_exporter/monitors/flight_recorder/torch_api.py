@@ -236,9 +236,8 @@ _NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_gro
 """Names of the fields that an entry of a flight record must have; entries without one of them are skipped."""
 
 
-def has_groups() -> bool:
-    """Return whether this process has a process group; without one there are no collectives."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+has_groups: Callable[[], bool] = torch.distributed.is_initialized if torch.distributed.is_available() else bool
+"""Function that returns whether this process has a process group; without one there are no collectives."""
 
 
 def prepare_stacks() -> bool:

@@ -233,9 +233,9 @@ def test_memory_of_an_accelerator_is_read_from_its_allocator(monkeypatch):
     asked = []
     monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: asked.append(device) or STATS)
     device = torch.device("xpu", 1)
-    record = StepRecord(step=1, ts=0, sampled=True)
+    record = StepRecord(step=1, ts=0, sampled=True, is_skipped=False)
 
-    ResourceObserver(device, dict, int).on_step_end(record)
+    ResourceObserver(device, dict, int).on_publish(record)
     scalars = {scalar.name: scalar.value for later in record.later for scalar in later()}
 
     assert [device] == asked
