@@ -151,11 +151,11 @@ class Session:
             self.active_quantities.backlog,
             AnomalyDetector(config.rules),
             boundary=boundary,
-            publish=self._publish,
             on_publish=self.events.on_publish,
-            on_record=self.events.on_record,
+            publish=self.channel.publish,
+            sinks=self.sinks,
+            on_anomalies=self.events.on_anomalies,
             flush_idle=self.recorder.flush_idle,
-            finished=self.sinks.close,
             silent_kinds=SilentKinds(self.notices.tell),
             pp_stage=monitored.framework.pp_stage,
             has_chunks=len(monitored.framework.chunks) > 1,
@@ -401,13 +401,6 @@ class Session:
         self.notices.about(self.change_queue.sampling.config, self.config.rules, self.active_quantities.published())
 
     # Records and state.
-
-    def _publish(self, record: StepRecord) -> None:
-        try:
-            self.channel.publish(record)
-        finally:
-            if self.publisher.is_current_thread:
-                self.sinks.put(record)
 
     def current(self, kinds: tuple[str, ...]) -> tuple[Row, ...]:
         """Return the rows of statistics of the step in progress.

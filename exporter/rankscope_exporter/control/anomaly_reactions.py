@@ -30,7 +30,7 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
-from rankscope_exporter.records.record import StepObserver, StepRecord
+from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.training.sampling import ActiveQuantities
 
 CAPTURE: Final = "capture"
@@ -310,12 +310,9 @@ class AnomalyReactions(StepObserver):
         )
         return *(observer for observer, is_needed in needed if is_needed), self
 
-    def on_record(self, record: StepRecord) -> None:
-        anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
-        if anomalies:
-            run, rank = self._identity.run, self._identity.rank
-            self._boundary.call("capture", self.captures.fired, record.step, anomalies)
-            self._boundary.call("on_anomaly", self.callbacks.put, run, rank, record.step, anomalies)
+    def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
+        self._boundary.call("capture", self.captures.fired, step, anomalies)
+        self._boundary.call("on_anomaly", self.callbacks.put, self._identity.run, self._identity.rank, step, anomalies)
 
     def sampling_changed(self, step: int) -> None:
         """Reset the overhead controller and captures: a new sampling configuration takes effect at `step`."""

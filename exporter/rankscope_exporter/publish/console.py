@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
-from rankscope_contract.model.events import Event, EventType
+from rankscope_contract.model.events import Event
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 from rankscope_exporter.process.report_child import command_line, installation
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
-from rankscope_exporter.records.record import StepObserver, StepRecord
+from rankscope_exporter.records.record import StepObserver
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0
 FREE_LINES: Final = 3
@@ -39,11 +39,8 @@ class Console(StepObserver):
         self._seen: set[tuple[str | None, str]] = set()  # rules and severities of all firings so far
         self._last = float("-inf")
 
-    def on_record(self, record: StepRecord) -> None:
-        anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
-        if not anomalies:
-            return
-        ordered = in_causal_order(record.step, anomalies)
+    def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
+        ordered = in_causal_order(step, anomalies)
         new = [first for key, first in _first_of_each(ordered).items() if key not in self._seen]
         self._seen |= _first_of_each(ordered).keys()
         now = self._clock()
@@ -51,7 +48,7 @@ class Console(StepObserver):
             self._suppressed += 1
             for event in anomalies:
                 self._held[event.rule] = self._held.get(event.rule, 0) + 1
-            self._held_step = record.step
+            self._held_step = step
             return
         shown = new or ordered[:1]
         more = f" (and {len(anomalies) - len(shown)} more at this step)" if len(anomalies) > len(shown) else ""
@@ -59,7 +56,7 @@ class Console(StepObserver):
         earlier = f" [{self._suppressed} step{plural} with firings not shown]" if self._suppressed else ""
         for event in shown:
             note = f"{more}{earlier}" if event is shown[0] else ""
-            self.line(f"step {record.step}, rank {self._rank}: {event.message}{note}")
+            self.line(f"step {step}, rank {self._rank}: {event.message}{note}")
         self._lines, self._suppressed, self._last = self._lines + 1, 0, now
         self._held.clear()
 

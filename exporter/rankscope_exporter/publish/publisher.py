@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +33,7 @@ from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
 from rankscope_exporter.publish.latest_values import NO_KIND
 from rankscope_exporter.publish.silent_kinds import SilentKinds
+from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.records.record import Deferred, Row, Scalar, Statistics, StepBacklog, StepRecord, skipped_event
 from rankscope_exporter.records.selection import Finished, Published
 
@@ -182,18 +184,18 @@ class Publisher:
         boundary: ErrorBoundary,
         publish: Callable[[StepRecord], object],
         on_publish: Callable[[StepRecord], None],
-        on_record: Callable[[StepRecord], None],
+        sinks: Sinks,
+        on_anomalies: Callable[[int | None, Sequence[Event]], None],
         flush_idle: Callable[[float], None],
-        finished: Callable[[], None],
         silent_kinds: SilentKinds,
         pp_stage: int | None,
         has_chunks: bool,
         queries: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
-        """Store the functions that the thread calls: `on_publish`, `publish`, `on_record`, `flush_idle`, `finished`.
+        """Store the functions that the thread calls: `on_publish`, `publish`, `on_anomalies` and `flush_idle`.
 
-        `on_publish` may add data to a record, and `publish` stores it. `on_record` is called with each record after
-        `publish` has stored it. `finished` is called without arguments after the last record. `flush_idle` publishes
+        `on_publish` may add data to a record, and `publish` stores it. The `sinks` then receive it. `on_anomalies` is
+        then called with the number of the step and the anomalies of the record, if it has any. `flush_idle` publishes
         the step that has not ended yet, if no hook was called for the number of seconds in its argument. `pp_stage` is
         the pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model
         chunk. The thread queries the device within `queries()`.
@@ -204,9 +206,9 @@ class Publisher:
         self._detector = detector
         self._boundary = boundary
         self._on_publish = on_publish
-        self._on_record = on_record
+        self._sinks = sinks
+        self._on_anomalies = on_anomalies
         self._flush_idle = flush_idle
-        self._finished = finished
         self._silent_kinds = silent_kinds
         self.skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
         self._pp_stage = pp_stage
@@ -296,7 +298,7 @@ class Publisher:
         self._process_queue()
         self._process(self.skipped.finish)
         if not self._is_blocked:
-            self._finished()
+            self._sinks.close()
 
     def _process_queue(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -332,27 +334,34 @@ class Publisher:
 
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
-
-        def call() -> None:
+        try:
             with self._queries(), no_fork():
                 function(*args)
-
-        self._boundary.call(where, call)
+        except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
+            self._boundary.report(where, error)
 
     def _publish(self, record: StepRecord) -> None:
         self._on_publish(record)
+        call = self._boundary.call
         where = "computing the statistics of a step"
-        record.statistics, verdict = self._boundary.call(where, self._statistics, record) or (None, None)
-        read = (self._boundary.call("a logged number", pending.scalar) for pending in record.pending)
-        scalars = [scalar for scalar in read if scalar is not None]
-        found_inf = [self._boundary.call("found_inf", pending.scalar) for pending in record.found_inf]
-        if any(scalar is not None and scalar.value for scalar in found_inf):
+        record.statistics, verdict = call(where, self._statistics, record) or (None, None)
+        scalars: list[Scalar] = []
+        for pending in record.pending:
+            scalar = call("a logged number", pending.scalar)
+            if scalar is not None:
+                scalars.append(scalar)
+        found_inf = False
+        for pending in record.found_inf:
+            scalar = call("found_inf", pending.scalar)
+            found_inf = found_inf or (scalar is not None and bool(scalar.value))
+        if found_inf:
             record.events.append(skipped_event())
         if record.is_skipped is not None and self.skipped.is_reported(record):
             record.events.append(skipped_event())
         firing: set[tuple[str, str]] = set()
         if verdict is not None:
-            record.events += [self._anomaly(item, verdict) for item in verdict.firings]
+            for item in verdict.firings:
+                record.events.append(self._anomaly(item, verdict))
             firing |= verdict.firing
             self.events_left_out += verdict.left_out
         for event in self._scalar_anomalies(scalars):
@@ -360,13 +369,14 @@ class Publisher:
             firing.add((str(event.rule), NO_KIND))
         scalars += self._totals.after(scalars)
         for later in record.later:  # no rule evaluates these: bytes and seconds of the monitor itself
-            scalars += self._boundary.call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
+            scalars += call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record.scalars, record.firing = scalars, frozenset(firing)
-        rows = self._other_rows(record)
+        for deferred in record.deferred:
+            read = call(f"rows of {deferred.dataset}", _rows_of, deferred, self._has_chunks)
+            record.rows.setdefault(deferred.dataset, []).extend(read or ())
         if record.expected:
-            where = "looking for kinds without rows"
-            self._boundary.call(where, self._silent_kinds.judge, record.expected, rows)
-        for dataset, items in rows.items():
+            call("looking for kinds without rows", self._silent_kinds.judge, record.expected, record.rows)
+        for dataset, items in record.rows.items():
             setattr(record, dataset, items)
         record.release()
         self._publish_record(record)
@@ -377,8 +387,13 @@ class Publisher:
         try:
             self.publish(record)
         finally:
+            if self._sinks.by_name and self.is_current_thread:
+                self._sinks.put(record)
             self._is_publishing = False  # from here on, the number of the newest record includes it
-            self._on_record(record)
+            if record.events:
+                anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
+                if anomalies:
+                    self._on_anomalies(record.step, anomalies)
 
     def _statistics(self, record: StepRecord) -> tuple[Statistics | None, StepVerdict | None]:
         version = record.plan
@@ -399,13 +414,6 @@ class Publisher:
             return Statistics(plan, values, counts), verdict
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
         return Statistics(plan, values, counts, version.ops, measured), verdict
-
-    def _other_rows(self, record: StepRecord) -> dict[str, list[Row]]:
-        rows = {name: list(known) for name, known in record.rows.items()}
-        for deferred in record.deferred:
-            read = self._boundary.call(f"rows of {deferred.dataset}", _rows_of, deferred, self._has_chunks)
-            rows.setdefault(deferred.dataset, []).extend(read or ())
-        return rows
 
     def _anomaly(self, firing: EntryFiring, verdict: StepVerdict) -> Event:
         entry = self._detector.entries[firing.entry]
@@ -477,7 +485,7 @@ def arrow_statistics(
     finished: Finished,
     baselines: npt.NDArray[np.float32],
     published: Published | None = None,
-    value_ops: Sequence[str] = WIRE_VALUE_OPS,
+    value_ops: tuple[str, ...] = WIRE_VALUE_OPS,
 ) -> tuple[pa.FloatArray, pa.Int64Array]:
     """Return the columns `values` (float32) and `counts` (int64) of a record.
 
@@ -485,11 +493,15 @@ def arrow_statistics(
     first statistic for all plan entries. The values of the second statistic follow, and so on. In the argument
     `finished`, NaN represents null. This is safe because no statistic over finite elements is NaN.
     """
-    rows = [finished.values[VALUE_OPS.index(op)] for op in value_ops if op in OPS]
-    numbers = _arrow(np.concatenate((*rows, *baselines)), pa.float32())
+    numbers = _arrow(np.concatenate((finished.values[_rows_of_ops(value_ops)], baselines)), pa.float32())
     values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
     exists: npt.NDArray[np.bool_] = np.broadcast_to(finished.present, finished.counts.shape)
     return values, arrow_counts(finished.counts, exists & published.counts if published is not None else exists)
+
+
+@lru_cache
+def _rows_of_ops(value_ops: tuple[str, ...]) -> list[int]:
+    return [VALUE_OPS.index(op) for op in value_ops if op in OPS]  # the others are baselines
 
 
 def arrow_counts(counts: npt.NDArray[np.int64], exists: npt.NDArray[np.bool_]) -> pa.Int64Array:

@@ -296,8 +296,8 @@ class StepObserver:
     """Base class of observers of training steps. Every event does nothing unless a subclass overrides it.
 
     Events are called on the training thread, which waits: they perform no I/O and store a limited amount of data. There
-    are two exceptions. `on_record` is always called on the publisher thread, and `on_step_end` if the next step does
-    not begin in time.
+    are two exceptions. `on_publish` and `on_anomalies` are always called on the publisher thread, and `on_step_end` if
+    the next step does not begin in time.
 
     Quantities have methods with the same names for some of the events, which are called at sampled steps only.
     """
@@ -341,8 +341,8 @@ class StepObserver:
     def on_publish(self, record: StepRecord) -> None:
         """Called on the publisher thread before a record is published, in the order of the records: to add data."""
 
-    def on_record(self, record: StepRecord) -> None:
-        """Called on the publisher thread when the record of a step has been published, in the order of the steps."""
+    def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
+        """Called on the publisher thread when a record with anomalies has been published, in the order of the steps."""
 
 
 class StepEvents:
@@ -378,4 +378,4 @@ class StepEvents:
         self.on_step_timed = event(StepObserver.on_step_timed)
         self.on_training_end = event(StepObserver.on_training_end)
         self.on_publish = event(StepObserver.on_publish)
-        self.on_record = event(StepObserver.on_record)
+        self.on_anomalies = event(StepObserver.on_anomalies)

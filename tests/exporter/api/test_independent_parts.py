@@ -248,7 +248,7 @@ def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, c
     told: list[int | None] = []
     training = Training(rules=[AnomalyNan()], sinks={"api": {}})
     monkeypatch.setattr(Console, "line", broken)
-    monkeypatch.setattr(training.session.channel, "publish", broken)
+    monkeypatch.setattr(training.session.publisher, "publish", broken)
     monkeypatch.setattr(training.session.reactions.captures, "fired", lambda step, _events: told.append(step))
     training.train(loss=float("nan"))
     training.monitor.detach()

@@ -293,14 +293,10 @@ SPIKE, WORSE, NAN = (
 )
 
 
-def record(step: int, *events: Event) -> StepRecord:
-    return StepRecord(ts=0, step=step, events=events)
-
-
 def test_firing_prints_one_line_with_the_first_cause() -> None:
     stream = io.StringIO()
     console = Console(3, enabled=True, stream=stream)
-    console.on_record(record(7, anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")))
+    console.on_anomalies(7, [anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")])
 
     assert "rankscope: step 7, rank 3: cause (and 1 more at this step)\n" == stream.getvalue()
 
@@ -309,9 +305,9 @@ def test_many_firings_do_not_flood_the_console() -> None:
     stream, now = io.StringIO(), [0.0]
     console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(100):
-        console.on_record(record(step, anomaly("grad_reduced", "again")))
+        console.on_anomalies(step, [anomaly("grad_reduced", "again")])
     now[0] = MIN_SECONDS_BETWEEN_LINES
-    console.on_record(record(100, anomaly("grad_reduced", "again")))
+    console.on_anomalies(100, [anomaly("grad_reduced", "again")])
     lines = stream.getvalue().splitlines()
 
     assert FREE_LINES + 1 == len(lines)
@@ -323,16 +319,16 @@ def test_first_firing_of_each_rule_and_severity_is_printed_immediately() -> None
     stream, now = io.StringIO(), [0.0]
     console = Console(0, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(20):
-        console.on_record(record(step, SPIKE))
-    console.on_record(record(20, SPIKE, NAN))
-    console.on_record(record(21, WORSE))
+        console.on_anomalies(step, [SPIKE])
+    console.on_anomalies(20, [SPIKE, NAN])
+    console.on_anomalies(21, [WORSE])
     for step in range(22, 30):
-        console.on_record(record(step, NAN))
+        console.on_anomalies(step, [NAN])
     console.finish()
     console.finish()
     once = Console(1, enabled=True, stream=stream, clock=lambda: now[0])
     for step in range(4):
-        once.on_record(record(step, NAN))
+        once.on_anomalies(step, [NAN])
     once.finish()
     lines = stream.getvalue().splitlines()
 
