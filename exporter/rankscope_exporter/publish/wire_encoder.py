@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.fields import arrow_schema, arrow_type
+from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.record import StepRecord
@@ -29,11 +29,13 @@ _OPTIONS: Final = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 _TYPES: Final = {field.name: field.type for field in SCHEMA}
 _FIELDS: Final = {dataset: list(_TYPES[dataset].value_type) for dataset in NESTED}
-_COLUMN_TYPES: Final = {
-    dataset: {field.name: arrow_type(pa, field.type) for field in fields} for dataset, fields in NESTED.items()
-}
 OPTIONAL: Final = frozenset({*NESTED, "clock_offset"})
 """Columns that a record has only if it has a value for them."""
+
+_FLAT: Final = {name: attrgetter(f"record.{name}") for name in ("step", "micro_step", "ts")} | {
+    "plan": attrgetter("plan_hash")
+}
+"""Columns that are built for all records of a stream, besides their sequence numbers."""
 
 _HEAD: Final = struct.Struct("<qiq")
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
@@ -58,6 +60,7 @@ class EncodedRecord:
 
     record: StepRecord
     columns: Mapping[str, pa.Array]
+    plan_hash: str | None
     size: int
     """Approximate uncompressed size in bytes."""
     unencodable: int
@@ -84,7 +87,9 @@ def encode(record: StepRecord) -> EncodedRecord:
         if rows:
             columns[dataset], refused = _nested(dataset, rows)
             unencodable += refused
-    return EncodedRecord(record=record, columns=columns, size=_bytes(record), unencodable=unencodable)
+    plan_hash = None if statistics is None else statistics.plan.hash
+    size = _bytes(record)
+    return EncodedRecord(record=record, columns=columns, plan_hash=plan_hash, size=size, unencodable=unencodable)
 
 
 @no_fork()
@@ -93,15 +98,13 @@ def stream(first_seq: int, records: Sequence[EncodedRecord], columns: Iterable[s
 
     Their sequence numbers start at `first_seq`. The stream has the columns of the records, and the `columns`.
     """
-    schema = schema_of(OPTIONAL.intersection(set(columns).union(*(item.columns for item in records))))
-    made = [item.record for item in records]
-    plans = [None if record.statistics is None else record.statistics.plan.hash for record in made]
-    flat: dict[str, Sequence[Any]] = {"seq": range(first_seq, first_seq + len(records)), "plan": plans}
-    flat |= {name: [getattr(record, name) for record in made] for name in ("step", "micro_step", "ts")}
+    schema = schema_of(OPTIONAL.intersection({*columns}.union(*map(attrgetter("columns"), records))))
     arrays = []
     for name in schema.names:
-        if name in flat:
-            arrays.append(pa.array(flat[name], _TYPES[name]))
+        if name == "seq":
+            arrays.append(pa.array(range(first_seq, first_seq + len(records)), _TYPES[name]))
+        elif name in _FLAT:
+            arrays.append(pa.array(list(map(_FLAT[name], records)), _TYPES[name]))
         else:
             absent = _absent(name)
             parts = [item.columns.get(name, absent) for item in records]
@@ -147,20 +150,15 @@ def _nested(dataset: str, rows: Sequence[Any]) -> tuple[Any, int]:
 
 def _structs(dataset: str, rows: Sequence[Any]) -> Any:
     # Most records have the scalars of the record before them, with other values.
-    array = _array if dataset == "scalars" else pa.array
-    columns = [
-        array(tuple(map(getter, rows)), type_)
-        for getter, type_ in zip(_getters(dataset), _COLUMN_TYPES[dataset].values(), strict=True)
-    ]
-    fields = _FIELDS[dataset]
-    for field, column in zip(fields, columns, strict=True):
+    is_cached = dataset == "scalars"
+    columns, fields = [], _FIELDS[dataset]
+    for getter, field in zip(_getters(dataset), fields, strict=True):
+        items = tuple(map(getter, rows))
+        column = _texts(items) if is_cached and field.type == pa.string() else pa.array(items, field.type)
         if not field.nullable and column.null_count:
             raise ValueError(f"the field {field.name} of the dataset {dataset} must not be null")
+        columns.append(column)
     return pa.StructArray.from_arrays(columns, fields=fields)
-
-
-def _array(items: Sequence[Any], type_: Any) -> Any:
-    return _texts(items) if type_ == pa.string() else pa.array(items, type_)
 
 
 @lru_cache(maxsize=64)
@@ -180,8 +178,8 @@ def _fits(dataset: str, row: Any) -> bool:
 def _getters(dataset: str) -> tuple[Callable[[Any], Any], ...]:
     if dataset in _ATTRIBUTES:
         renamed = _ATTRIBUTES[dataset]
-        return tuple(attrgetter(renamed.get(name, name)) for name in _COLUMN_TYPES[dataset])
-    return tuple(_key_getter(name) for name in _COLUMN_TYPES[dataset])
+        return tuple(attrgetter(renamed.get(field.name, field.name)) for field in NESTED[dataset])
+    return tuple(_key_getter(field.name) for field in NESTED[dataset])
 
 
 def _key_getter(name: str) -> Callable[[Mapping[str, Any]], Any]:
@@ -193,10 +191,15 @@ def _bytes(record: StepRecord) -> int:
 
     Raises ValueError if the number of statistics does not match the plan.
     """
-    size = _RECORD_BYTES + sum(len(getattr(record, dataset)) for dataset in NESTED) * _ROW_BYTES
-    size += sum(len(event.message) + len(event.details or "") for event in record.events)
-    size += sum(len(row.get("stack") or "") for row in record.modules)
-    size += sum(8 * len(row.get("counts") or ()) for row in record.histograms)
+    size = _RECORD_BYTES
+    for dataset in NESTED:
+        size += len(getattr(record, dataset)) * _ROW_BYTES
+    for event in record.events:
+        size += len(event.message) + len(event.details or "")
+    for row in record.modules:
+        size += len(row.get("stack") or "")
+    for row in record.histograms:
+        size += 8 * len(row.get("counts") or ())
     statistics = record.statistics
     if statistics is None:
         return size
