@@ -32,7 +32,7 @@ from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
-from rankscope_exporter.publish.spool_writer import SpoolWriter
+from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.records.record import StepObserver, StepRecord
 from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.recorder import CurrentStep

@@ -41,7 +41,7 @@ from rankscope_exporter.publish.registration import DiscoveryFile, RegistrationL
 from rankscope_exporter.publish.ring import Ring
 from rankscope_exporter.publish.routes import Routes
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.publish.spool_writer import spool_of
+from rankscope_exporter.publish.spool import spool_of
 from rankscope_exporter.publish.wire_encoder import encode
 from rankscope_exporter.records.record import StepRecord, monotonic_microseconds, now_microseconds
 

@@ -17,7 +17,7 @@ from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import Orphan, SpoolReader
 from rankscope_contract.wire.spool.reader import read_service, service_name
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.publish import orphan_recovery, spool_writer
+from rankscope_exporter.publish import orphan_recovery, spool
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
 from rankscope_exporter.publish.spool import Spool, needed_plans
 from rankscope_exporter.publish.wire_encoder import encode
@@ -147,8 +147,8 @@ class _Disk:
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Return the disk of `tmp_path`, with short timeouts of the publisher."""
-    monkeypatch.setattr(spool_writer, "WRITE_SECONDS", 0.2)
-    monkeypatch.setattr(spool_writer, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(spool, "WRITE_SECONDS", 0.2)
+    monkeypatch.setattr(spool, "CLOSE_SECONDS", 0.2)
     made = _Disk(tmp_path, monkeypatch)
     yield made
     made.answer()
@@ -196,7 +196,7 @@ def test_hanging_disk_delays_only_one_record(spooled, disk, until, caplog):
 
 def test_spool_continues_when_the_disk_responds_again(spooled, tmp_path, disk, until, monkeypatch, caplog):
     """The backlog is written, further records are counted, and a new file starts after the gap."""
-    monkeypatch.setattr(spool_writer, "BACKLOG_RECORDS", 3)
+    monkeypatch.setattr(spool, "BACKLOG_RECORDS", 3)
     rank = spooled(1)
     disk.hang()
     rank.fill(8, begin=1)
@@ -493,7 +493,7 @@ def test_disk_error_of_an_orphaned_spool_is_answered_with_500(heir, plant):
 
 
 @pytest.mark.parametrize(
-    ("part", "method", "other"), [(OrphanRecovery, "stop", OWN), (spool_writer.SpoolWriter, "close", "dead")]
+    ("part", "method", "other"), [(OrphanRecovery, "stop", OWN), (spool.SpoolWriter, "close", "dead")]
 )
 def test_error_while_closing_leaves_no_other_spool_open(part, method, other, heir, tmp_path, plant, monkeypatch):
     rank = heir()
