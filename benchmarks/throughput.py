@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
-from rankscope_exporter.monitors.resources import resident_bytes
+from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.monitors.throughput import Throughput, ThroughputConfig
 from rankscope_exporter.monitors.throughput.costs import ALONE, six_n
 from rankscope_exporter.records.record import Pending, StepRecord, timing
@@ -26,6 +26,7 @@ def run() -> list[Row]:
     torch.manual_seed(0)
     model = Model()
     process = psutil.Process()
+    resources = ResourceObserver(torch.device("cpu"), dict, lambda: 1)
     host = (("psutil", lambda: from_psutil(psutil, process, lambda _name, ask: ask())), ("/proc", from_proc))
     return [
         Row(
@@ -36,7 +37,7 @@ def run() -> list[Row]:
         ),
         Row("a step, on the training thread", 1e6 * followed(model), "us CPU"),
         Row("a step, on the publisher's thread", 1e6 * published(model), "us CPU"),
-        Row("resident memory, of a measured step", 1e6 * seconds_of(resident_bytes), "us CPU"),
+        Row("resident memory, of a measured step", 1e6 * seconds_of(resources.of_process), "us CPU"),
         *(Row(f"one look, by {name}", 1e6 * seconds_of(read), "us CPU", "every 5 s") for name, read in host),
     ]
 

@@ -309,13 +309,17 @@ class SeriesEvaluator:
         """
         self._position += 1
         value = raw if self._stored_as_float64 else to_float32(raw)
-        before, is_early = self.baseline, self._missing_values > 0
+        is_early = self._missing_values > 0
+        before = math.nan if is_early else self._baseline
         self._baseline = next_baseline(self._baseline, value)
         self._missing_values -= math.isfinite(value)
         # The first value is compared with itself. AnomalyTurbulence therefore never fires for it.
         self.compared = self._baseline if math.isnan(before) and not is_early else before
-        fires = (rule for rule in self._judging if rule.fires(self._op, value, self.compared))
-        found = next((Firing(self._position, rule, value, before) for rule in fires), None)
+        found = None
+        for rule in self._judging:
+            if rule.fires(self._op, value, self.compared):
+                found = Firing(self._position, rule, value, before)
+                break
         for curve_rule, curve in self._curves:
             middle = curve.observe(curve_rule, value)
             if found is None and middle is not None:

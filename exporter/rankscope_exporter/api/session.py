@@ -39,12 +39,11 @@ from rankscope_exporter.monitors.throughput.costs import ALONE, Parallel
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
-from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
+from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, SilentKinds
 from rankscope_exporter.publish.console import Console, banner
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
-from rankscope_exporter.publish.silent_kinds import SilentKinds
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.records.record import StepEvents, StepRecord
 from rankscope_exporter.training.gradient_hooks import GradientHooks

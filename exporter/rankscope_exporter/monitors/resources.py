@@ -39,18 +39,6 @@ def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
             yield Scalar(name, float(stats[key]), unit)
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process in bytes.
-
-    On systems without /proc, return the highest resident memory of this process so far.
-    """
-    try:
-        return int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-
 EVERY_SECONDS: Final = 10.0
 
 
@@ -83,8 +71,16 @@ class ResourceObserver(StepObserver):
         self.due_at = float("-inf")
 
     def of_process(self) -> list[Scalar]:
-        """Return a scalar with the resident memory of this process in bytes."""
-        return [Scalar("resident_memory_bytes", float(resident_bytes()), "bytes")]
+        """Return a scalar with the resident memory of this process in bytes.
+
+        On systems without /proc, it is the highest resident memory so far.
+        """
+        try:
+            resident = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+        except OSError:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            resident = peak if sys.platform == "darwin" else peak * 1024
+        return [Scalar("resident_memory_bytes", float(resident), "bytes")]
 
     def of_allocator(self) -> list[Scalar]:
         """Return scalars with statistics of torch's allocator for an accelerator. Does not wait for the device."""

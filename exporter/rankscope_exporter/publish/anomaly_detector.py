@@ -1,15 +1,17 @@
-"""Evaluates the anomaly rules for all series of a rank together, on the publisher thread, with numpy.
+"""Finds what is wrong with a step, on the publisher thread: anomalies, and kinds of rows that are absent.
 
-The results are bit-identical to `rankscope_contract.rules.curve`, which evaluates one series at a time. The only
-state of the rules is, for each series, one float32 baseline and the number of values that the series still needs before
-it is evaluated.
+`AnomalyDetector` evaluates the anomaly rules for all series of a rank together, with numpy. The results are
+bit-identical to `rankscope_contract.rules.curve`, which evaluates one series at a time. The only state of the rules is,
+for each series, one float32 baseline and the number of values that the series still needs before it is evaluated.
+
+`SilentKinds` publishes one notice for each kind of rows that is configured and absent.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -17,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope_contract.model.events import Event, causal_key, causal_micro_step, causal_stage
-from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS
-from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, Firing, SeriesEvaluator, needed_values
+from rankscope_exporter.records.record import OF_MICRO_BATCHES, ExpectedRows
 from rankscope_exporter.records.selection import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
@@ -150,7 +153,7 @@ class AnomalyDetector:
             before, against = self._advance(finished)
             verdicts = self._verdicts(finished, against)
             shown = np.where(finished.present, against, np.float32(math.nan))
-            if not any(bool(fires.any()) for _, fires in verdicts.values()):
+            if not verdicts:
                 return StepVerdict(shown)
             calls = self._calls(arrived)
             firings, left_out = self._firings(finished, before, verdicts, calls)
@@ -203,7 +206,8 @@ class AnomalyDetector:
     def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], tuple[_Scope, Bools]]:
         """Return a bool array [entries] for each op and rule: True for the plan entries for which the rule holds.
 
-        The keys are pairs of an op and the position of a rule in the list of rules.
+        The keys are pairs of an op and the position of a rule in the list of rules. Rules that hold for no entry are
+        left out.
         """
         verdicts = {}
         value: npt.NDArray[Any]
@@ -218,7 +222,9 @@ class AnomalyDetector:
             exists = finished.present if op in _COUNTS_JUDGED else finished.present & ~np.isnan(value)
             for scope in scopes:
                 fires = scope.rule.fires(op, value, baseline) & exists
-                verdicts[op, scope.order] = scope, fires if scope.mask is None else fires & scope.mask
+                fires = fires if scope.mask is None else fires & scope.mask
+                if fires.any():
+                    verdicts[op, scope.order] = scope, fires
         return verdicts
 
     def _firings(
@@ -310,3 +316,71 @@ def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, .
         )
 
     return tuple(sorted(events, key=key))
+
+
+PATIENCE: Final = 3
+"""The number of sampled steps with an update after which a kind without rows is reported."""
+
+
+_OF_KINDS: Final = ("features", "histograms")
+"""Datasets with a column for the kind of each row."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The rows of one kind so far."""
+
+    steps_with: int = 0
+    steps_without: int = 0  # since the last step with rows
+    is_lost: bool = False
+
+
+class SilentKinds:
+    """Reports expected kinds that have no rows in the first steps, or that have had rows and have none any more.
+
+    Used on the publisher thread only.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell = tell
+        self._seen: dict[str, _Seen] = {}
+        self._present: set[str] = set()
+        self._plan: Plan | None = None
+        self._names = np.zeros(0, object)  # of the kinds in the plan
+        self._kinds = np.zeros(0, np.int64)  # by entry of the plan: position of its kind in `_names`
+
+    def see(self, plan: Plan, present: npt.NDArray[np.bool_]) -> None:
+        """Store the kinds of statistics that a step has. `present` is true for the entries of `plan` with a row."""
+        if plan is not self._plan:
+            positions: dict[str, int] = {}
+            names = (_name(entry.kind, entry.micro_step) for entry in plan.entries)
+            self._kinds = np.array([positions.setdefault(name, len(positions)) for name in names], np.int64)
+            self._plan, self._names = plan, np.array(list(positions), object)
+        self._present = set(self._names[np.unique(self._kinds[present])].tolist())
+
+    def judge(self, expected: Iterable[ExpectedRows], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Publish notices about kinds that the step should have. `rows` has the rows of its other datasets."""
+        present, self._present = self._present, set()
+        for dataset in _OF_KINDS:
+            for row in rows.get(dataset, ()):
+                present.add(row["kind"])
+        for item in expected:
+            never, lost = [], []
+            for kind in sorted(item.kinds):
+                seen = self._seen.setdefault(kind, _Seen())
+                seen.steps_without = 0 if kind in present else seen.steps_without + 1
+                seen.steps_with += kind in present
+                if seen.steps_without == PATIENCE and not seen.steps_with and not item.names_unmeasured:
+                    never.append(kind)
+                elif seen.steps_without == PATIENCE <= seen.steps_with and not seen.is_lost:
+                    seen.is_lost = True
+                    lost.append(kind)
+            why = f" ({item.remark})" if item.remark else ""
+            if never:
+                self.tell(f"{item.quantity}: {', '.join(never)} had no rows in {PATIENCE} measured updates{why}")
+            if lost:
+                self.tell(f"{item.quantity}: {', '.join(lost)} had rows, and none in {PATIENCE} measured updates{why}")
+
+
+def _name(kind: str, micro_step: int | None) -> str:
+    return OF_MICRO_BATCHES if kind == Kind.GRAD_UNREDUCED and micro_step is not None else str(kind)

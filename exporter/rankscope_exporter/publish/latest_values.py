@@ -158,13 +158,15 @@ class LatestValues:
 
         The call is cheap: it stores references and does not read the statistics of tensors.
         """
-        hashes = combined(record.step, record.hashes)
-        features = feature_bounds(record.features)
+        hashes = combined(record.step, record.hashes) if record.hashes else ()
+        features = feature_bounds(record.features) if record.features else {}
         with self._lock:
-            self._features.update(features)
-            left_out = sum(map(len, self._features.values())) - MAX_FEATURE_SERIES
-            self._features_left_out = max(self._features_left_out, left_out)
-            self._replica_hashes.update((item.replicas, item) for item in hashes)
+            if features:
+                self._features.update(features)
+                left_out = sum(map(len, self._features.values())) - MAX_FEATURE_SERIES
+                self._features_left_out = max(self._features_left_out, left_out)
+            for item in hashes:
+                self._replica_hashes[item.replicas] = item
             if record.step is not None:
                 self._step = record.step
             # A record of hardware metrics, between steps, contains no logged scalars.

@@ -30,9 +30,8 @@ from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread, no_fork
-from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, StepVerdict
+from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, SilentKinds, StepVerdict
 from rankscope_exporter.publish.latest_values import NO_KIND
-from rankscope_exporter.publish.silent_kinds import SilentKinds
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.records.record import Deferred, Row, Scalar, Statistics, StepBacklog, StepRecord, skipped_event
 from rankscope_exporter.records.selection import Finished, Published

@@ -65,7 +65,8 @@ class Ring:
         self._changed = threading.Condition()
         self._records: deque[EncodedRecord] = deque()
         self._plans: dict[str, NamedPlan] = {}
-        self._head = NOTHING
+        self.head = NOTHING
+        """Sequence number of the newest record. Only `append` changes it."""
         self._committed = NOTHING
         self._bytes = 0
         self._uncommitted_bytes = 0
@@ -74,15 +75,17 @@ class Ring:
     def append(self, record: EncodedRecord) -> int:
         """Store `record` and return its sequence number."""
         with self._changed:
-            self._head += 1
+            self.head += 1
             self._records.append(record)
             self._bytes += record.size
             self._uncommitted_bytes += record.size
             if record.record.statistics is not None:
                 self._remember(record.record.statistics.plan)
-            while self._is_over():
+            while len(self._records) > self._max_records or (
+                self._bytes > self._max_bytes and len(self._records) > MIN_RING_RECORDS
+            ):
                 self._drop_oldest()
-            return self._head
+            return self.head
 
     def after(self, cursor: int, max_bytes: int) -> Window:
         """Return the records after `cursor`, oldest first. Raises CursorError if `cursor` is above the newest record.
@@ -91,8 +94,8 @@ class Ring:
         after the cursor.
         """
         with self._changed:
-            if cursor > self._head:
-                raise CursorError(f"after={cursor} is above the sequence number of the newest record: {self._head}")
+            if cursor > self.head:
+                raise CursorError(f"after={cursor} is above the sequence number of the newest record: {self.head}")
             first = self._first
             start = max(cursor + 1, first)
             # Copy references under the lock and join outside of it, so that a slow reader does not block `append`.
@@ -112,8 +115,8 @@ class Ring:
         Raises CursorError if `seq` is above the newest record.
         """
         with self._changed:
-            if seq > self._head:
-                raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self._head}")
+            if seq > self.head:
+                raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self.head}")
             if seq <= self._committed:
                 return
             fresh = islice(self._records, max(self._committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
@@ -142,10 +145,6 @@ class Ring:
 
     def __len__(self) -> int:
         return len(self._records)
-
-    @property
-    def head(self) -> int:
-        return self._head
 
     @property
     def first(self) -> int:
@@ -178,15 +177,11 @@ class Ring:
 
     @property
     def _first(self) -> int:
-        return self._head + 1 - len(self._records)
+        return self.head + 1 - len(self._records)
 
     @property
     def _uncommitted(self) -> int:
-        return self._head - max(self._committed, self._first - 1)
-
-    def _is_over(self) -> bool:
-        kept = len(self._records)
-        return kept > self._max_records or (self._bytes > self._max_bytes and kept > MIN_RING_RECORDS)
+        return self.head - max(self._committed, self._first - 1)
 
     def _drop_oldest(self) -> None:
         if self._first > self._committed:

@@ -185,11 +185,6 @@ class StatisticsTable:
         """Return the statistics `ops` of the first `used` entries, without clearing the table. Waits for the device."""
         return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
 
-    def give_host_buffer(self, buffer: torch.Tensor) -> None:
-        """Add a host buffer that is no longer read to the free buffers. Called on the publisher thread."""
-        if len(self.free_host_buffers) < _HOST_BUFFERS_KEPT:
-            self.free_host_buffers.append(buffer)
-
 
 def _new_buffer(table: StatisticsTable, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
     rows = ROWS + len(table.extra_sums)
@@ -269,16 +264,14 @@ class HostCopy:
         """Return whether the copy has arrived on the host. Never waits."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
-    def wait(self) -> None:
-        """Wait until the copy has arrived: on the publisher thread and at exit, never during a step."""
+    def finish(self, ops: Sequence[str] = VALUE_OPS) -> Finished:
+        """Wait for the copy, return its statistics, and free the host buffer. Called once, on the publisher thread."""
         if self._event is not None:
             self._event.synchronize()
-
-    def finish(self, ops: Sequence[str] = VALUE_OPS) -> Finished:
-        """Return the copied statistics, and free the host buffer. Called once, on the publisher thread."""
-        self.wait()
         finished = _finished(self.buffer.numpy(), self.used, self.extra_sums, ops)
-        self.table.give_host_buffer(self.buffer)
+        free = self.table.free_host_buffers
+        if len(free) < _HOST_BUFFERS_KEPT:
+            free.append(self.buffer)
         return finished
 
 

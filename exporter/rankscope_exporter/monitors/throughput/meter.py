@@ -27,17 +27,14 @@ from rankscope_exporter.monitors.throughput.costs import (
     peak_tflops,
     six_n,
 )
-from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
+from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord, Transfer
 
 GIVEN: Final = "given"
 
 SIX_N: Final = "6n"
 
-
-def _amount(logged: Sequence[Pending], name: str) -> float | None:
-    """Return the sum that the script logged as `name` in a step, if any. Waits for copies of tensors to the host."""
-    parts = [item.scalar().value for item in logged if item.name == name]
-    return sum(parts) if parts else None
+_AMOUNTS: Final = ("flops", "tokens", "samples")
+"""Names of logged numbers from which the FLOPs of a step follow."""
 
 
 @dataclass(eq=False)
@@ -79,16 +76,23 @@ class Throughput(StepObserver):
     # On the publisher's thread.
 
     def _scalars(self, logged: Sequence[Pending], timed: Sequence[Pending]) -> list[Scalar]:
-        seconds = next((item.value for item in timed if item.name == "step_seconds"), 0.0)
+        """Return TFLOP/s and MFU of a step. Waits for copies of logged tensors to the host."""
+        seconds: float | Transfer = 0.0
+        for item in timed:
+            if item.name == "step_seconds":
+                seconds = item.value
+                break
         if not isinstance(seconds, float) or seconds <= 0 or (found := self._flops(logged)) is None:
             return []
         flops, method = found
         if not 0 < flops < math.inf:  # for example 0 tokens or NaN was logged
             return []
-        tflops, peak = flops / seconds / 1e12, self._known_peak()
+        if not self._peak_is_known:
+            self._find_peak()
+        tflops = flops / seconds / 1e12
         scalars = [Scalar("tflops_per_gpu", tflops, "TFLOP/s", {"method": method})]
-        if peak is not None:
-            scalars.append(Scalar("mfu", tflops / peak, "ratio", {"method": method}))
+        if self._peak is not None:
+            scalars.append(Scalar("mfu", tflops / self._peak, "ratio", {"method": method}))
         return scalars
 
     def _flops(self, logged: Sequence[Pending]) -> tuple[float, str] | None:
@@ -97,9 +101,13 @@ class Throughput(StepObserver):
         Return None if the FLOPs are unknown.
         """
         config, ranks = self.config, self.parallel.ranks
-        flops, tokens, samples = (_amount(logged, name) for name in ("flops", "tokens", "samples"))
-        if flops is not None:
-            return flops, GIVEN
+        amounts: dict[str, float] = {}
+        for item in logged:
+            if item.name in _AMOUNTS:
+                amounts[item.name] = amounts.get(item.name, 0.0) + item.scalar().value
+        tokens, samples = amounts.get("tokens"), amounts.get("samples")
+        if "flops" in amounts:
+            return amounts["flops"], GIVEN
         if config.flops_per_token is not None and tokens is not None:
             return config.flops_per_token * tokens / ranks, GIVEN
         if config.flops_per_sample is not None and samples is not None:
@@ -107,7 +115,7 @@ class Throughput(StepObserver):
         if config.method == GIVEN:
             return None
         try:
-            if tokens is not None:
+            if tokens is not None and not self._is_known:
                 self._find_flops_per_token()
         except ReferenceError:  # the script has deleted its model
             return None
@@ -117,8 +125,6 @@ class Throughput(StepObserver):
         return self._flops_per_token * tokens, SIX_N
 
     def _find_flops_per_token(self) -> None:
-        if self._is_known:
-            return
         self._is_known = True
         try:
             self._flops_per_token = six_n(self.framework, self.parallel)
@@ -136,18 +142,14 @@ class Throughput(StepObserver):
         if is_expected or self.config != ThroughputConfig():
             self.report(f"TFLOP/s and MFU are absent: {self._absence}")
 
-    def _known_peak(self) -> float | None:
-        if not self._peak_is_known:
-            self._peak_is_known = True
-            name = device_name(self.device)
-            if name is not None:
-                dtype = compute_dtype(self.framework, self._autocast)
-                self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
-                if self._peak is None:
-                    self.report(
-                        f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU"
-                    )
-        return self._peak
+    def _find_peak(self) -> None:
+        self._peak_is_known = True
+        name = device_name(self.device)
+        if name is not None:
+            dtype = compute_dtype(self.framework, self._autocast)
+            self._peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
+            if self._peak is None:
+                self.report(f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU")
 
 
 def device_name(device: torch.device) -> str | None:
