@@ -17,7 +17,7 @@ import pyarrow as pa
 from _noise import plan_of
 
 from rankscope_contract.model.schema import WIRE_COUNT_OPS, WIRE_VALUE_OPS
-from rankscope_exporter.publish.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
 
 _SEQ, _STEP, _TS = 0x1122334455667788, 0x2233445566778811, 0x3344556677881122

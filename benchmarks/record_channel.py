@@ -15,8 +15,8 @@ from _rows import Row, cpu_seconds, print_rows
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.wire.channel import SCHEMA_HEADER
 from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.publish.wire_encoder import encode, stream
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, ValidBody, check

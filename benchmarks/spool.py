@@ -15,8 +15,8 @@ from _rows import Row, print_rows
 
 from rankscope_contract.wire.channel import Registration
 from rankscope_exporter.process.threads import CpuMeter
+from rankscope_exporter.publish.ring import EncodedRecord, encode, stream
 from rankscope_exporter.publish.spool import Spool, SpoolWriter, needed_plans
-from rankscope_exporter.publish.wire_encoder import EncodedRecord, encode, stream
 
 STEPS, PAIRS = 100, 7
 WHO = Registration(

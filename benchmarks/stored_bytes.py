@@ -20,7 +20,7 @@ from _noise import SIX, plan_of, six_statistics
 from _rows import Row, cpu_seconds, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
-from rankscope_exporter.publish.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check

@@ -11,7 +11,7 @@ Every function of the monitor that torch calls is a `Hook` (`adapters.hook_conte
   each operation would be transformed, and the forward pass is no training forward pass. A call of the script, such as
   `Monitor.log`, runs outside of all transforms.
 - The current CUDA stream is captured into a graph. The function does nothing, as for a tracer: its operations would
-  become part of the user's graph (`adapters.graph_capture`).
+  become part of the user's graph, and each replay would write to memory of the monitor that was freed.
 - Another dispatch or function mode is active (FlopCounterMode, selective activation checkpointing, CommDebugMode,
   `torch.set_default_device`, a mode of the user). The function runs with all modes switched off, so that no mode
   records an operation of the monitor.
@@ -24,20 +24,29 @@ Dynamo compiles a hook of an optimizer.
 
 If C++ code such as the autograd engine calls a hook during a compiled function, Dynamo would compile the hook on its
 own. The decorator `uncompiled` prevents this, and the hook runs.
+
+Queries of the device on another thread, such as the thread that publishes records, would also break the capture of a
+CUDA graph. The device's runtime refuses them during a capture and invalidates the capture, unless the thread is in the
+relaxed capture mode (`others_may_capture`).
+
+A query also creates a context of about 500 MB on the current device of the thread, if the process has none there. A new
+thread has device 0 as its current device, whichever device the training uses. `others_may_capture` therefore selects a
+device that the process uses already.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any, Final, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from rankscope_exporter.adapters.graph_capture import is_capturing
 from rankscope_exporter.process.errors import torch_name
 
 _STACKED: Final = "modes of the script remain active in hooks"
@@ -194,3 +203,58 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
     # function while it compiles, and takes its result for a constant.
     was_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
     return was_compiled
+
+
+_RELAXED: Final = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+
+def is_capturing() -> bool:
+    """Return whether the current stream of this thread is captured."""
+    return _cuda.is_initialized() and _cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def others_may_capture() -> Iterator[bool]:
+    """Permit this thread to query the device without invalidating a graph capture of another thread.
+
+    The current device of this thread is one that the process uses already. The value is False if the runtime of the
+    device has no mode for this.
+    """
+    device = device_in_use()
+    if device is None:
+        yield True
+        return
+    with _cuda.device(device):
+        mode = ctypes.c_int(_RELAXED)
+        exchange = exchange_of_modes()
+        is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
+        try:
+            yield is_relaxed
+        finally:
+            if is_relaxed:
+                exchange(ctypes.byref(mode))
+
+
+def device_in_use() -> int | None:
+    """Return the number of a CUDA device on which this process has a context; None if there is none.
+
+    The result is the current device of this thread, if it has a context. The function creates no context.
+    """
+    if not _cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
+        return None
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _device: True)  # noqa: SLF001 - no public name
+    devices = (_cuda.current_device(), *range(_cuda.device_count()))
+    return next((device for device in devices if has_context(device)), None)
+
+
+@functools.cache
+def exchange_of_modes() -> Any:
+    """Return the runtime's function that exchanges the capture mode of the calling thread; None if it is missing."""
+    library, prefix = f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}", "cuda"
+    if getattr(torch.version, "hip", None):
+        library, prefix = "libamdhip64.so", "hip"
+    try:
+        return getattr(ctypes.CDLL(library), f"{prefix}ThreadExchangeStreamCaptureMode")
+    except (OSError, AttributeError):
+        return None

@@ -11,10 +11,10 @@ from typing import Any, Final
 from rankscope_contract.model.events import ExitReason
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS
-from rankscope_exporter.adapters.graph_capture import others_may_capture
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import element_count
+from rankscope_exporter.adapters.tracing import others_may_capture
 from rankscope_exporter.api.wiring import (
     KernelWarmUp,
     Notices,

@@ -37,7 +37,7 @@ from rankscope_contract.model.phases import (
     STEP_PHASE_SECONDS,
     Phase,
 )
-from rankscope_exporter.adapters.graph_capture import is_capturing
+from rankscope_exporter.adapters.tracing import is_capturing
 from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
 
 TIMEOUT_SECONDS: Final = 30.0

@@ -1,4 +1,4 @@
-"""Finds what is wrong with a step, on the publisher thread: anomalies, and kinds of rows that are absent.
+"""Finds anomalies of a step and kinds of rows that are absent, on the publisher thread.
 
 `AnomalyDetector` evaluates the anomaly rules for all series of a rank together, with numpy. The results are
 bit-identical to `rankscope_contract.rules.curve`, which evaluates one series at a time. The only state of the rules is,

@@ -38,11 +38,10 @@ from rankscope_exporter.publish.latest_values import LatestValues
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
 from rankscope_exporter.publish.rank_state import RankServerSources, RankState
 from rankscope_exporter.publish.registration import DiscoveryFile, RegistrationLoop, service_client
-from rankscope_exporter.publish.ring import Ring
+from rankscope_exporter.publish.ring import Ring, encode
 from rankscope_exporter.publish.routes import Routes
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.spool import spool_of
-from rankscope_exporter.publish.wire_encoder import encode
 from rankscope_exporter.records.record import StepRecord, monotonic_microseconds, now_microseconds
 
 

@@ -44,9 +44,8 @@ from rankscope_exporter.publish.exposition import Exposition
 from rankscope_exporter.publish.http_server import Answer, Request
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
 from rankscope_exporter.publish.rank_state import RankServerSources, RankState, RecentClients
-from rankscope_exporter.publish.ring import CursorError, Ring
+from rankscope_exporter.publish.ring import CursorError, Ring, stream
 from rankscope_exporter.publish.spool import SpoolWriter
-from rankscope_exporter.publish.wire_encoder import stream
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"

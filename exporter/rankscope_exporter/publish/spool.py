@@ -41,8 +41,8 @@ from rankscope_contract.wire.spool.reader import (
     write_whole,
 )
 from rankscope_exporter.process.threads import CpuMeter, OwnThread, no_fork
+from rankscope_exporter.publish.ring import OPTIONAL, EncodedRecord, schema_of, stream
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.publish.wire_encoder import OPTIONAL, EncodedRecord, schema_of, stream
 from rankscope_exporter.records.plan import NamedPlan
 
 SEGMENT_BYTES: Final = 8 * 1024 * 1024

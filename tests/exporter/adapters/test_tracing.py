@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankscope_exporter.adapters import graph_capture, tracing
+from rankscope_exporter.adapters import tracing
 from rankscope_exporter.adapters.hook_context import Hook, HookContext, IntraOpThreads
 from rankscope_exporter.adapters.tracing import is_plain
 from rankscope_exporter.process.errors import ErrorBoundary
@@ -433,8 +433,8 @@ def test_captured_step_is_not_a_step(monkeypatch):
 def test_publisher_thread_is_in_the_relaxed_capture_mode(monkeypatch):
     runtime, modes = CaptureRuntime(), []
     with Training() as training:
-        monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
-        monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
+        monkeypatch.setattr(tracing, "device_in_use", lambda: -1)
+        monkeypatch.setattr(tracing, "exchange_of_modes", lambda: runtime.exchange)
         training.session.steps.items.put(lambda: modes.append(runtime.mode))
         training.publish()
         monkeypatch.undo()
@@ -457,12 +457,12 @@ def test_thread_calls_the_runtime_on_a_device_in_use_only(in_use, expected, monk
         calls.append(current[-1])
         return 0
 
-    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: exchange)
+    monkeypatch.setattr(tracing, "exchange_of_modes", lambda: exchange)
     for name, double in {"is_initialized": lambda: True, "device_count": lambda: 8, "device": device}.items():
         monkeypatch.setattr(torch.cuda, name, double)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", in_use.__contains__, raising=False)
-    with graph_capture.others_may_capture() as is_relaxed:
+    with tracing.others_may_capture() as is_relaxed:
         assert is_relaxed
 
     assert expected == calls

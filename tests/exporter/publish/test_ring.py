@@ -24,9 +24,8 @@ from rankscope_contract.model.schema import (
     canonical_labels,
 )
 from rankscope_exporter.publish.rank_server import ClockWatch
-from rankscope_exporter.publish.ring import CursorError, Ring
+from rankscope_exporter.publish.ring import OPTIONAL, CursorError, Ring, encode, stream
 from rankscope_exporter.publish.serving_config import MIN_RING_RECORDS
-from rankscope_exporter.publish.wire_encoder import OPTIONAL, encode, stream
 from rankscope_exporter.records.record import Scalar, StepRecord
 
 EVERYTHING = 1 << 40

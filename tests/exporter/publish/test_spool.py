@@ -17,8 +17,8 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import Orphan, SpoolReader
 from rankscope_contract.wire.spool.reader import message_ends, segments
+from rankscope_exporter.publish.ring import OPTIONAL, EncodedRecord, encode, stream
 from rankscope_exporter.publish.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
-from rankscope_exporter.publish.wire_encoder import OPTIONAL, EncodedRecord, encode, stream
 from rankscope_exporter.records.record import Scalar, StepRecord
 
 LIFE = {"started_at": 5, "planned_steps": 100, "config": {"every": 1}}

@@ -19,8 +19,8 @@ from rankscope_contract.wire.spool.reader import read_service, service_name
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish import orphan_recovery, spool
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish.ring import encode
 from rankscope_exporter.publish.spool import Spool, needed_plans
-from rankscope_exporter.publish.wire_encoder import encode
 from rankscope_exporter.records.record import StepRecord
 
 ENTRY = PlanEntry(kind="param_after", tensor="w", shape=(2,))

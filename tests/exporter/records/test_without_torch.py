@@ -23,7 +23,7 @@ for room in ("process", "publish", "publish.sinks", "records"):
 from tests.exporter.publish.sinks.records import FINITE, entry, record
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publish.ring import Ring
-from rankscope_exporter.publish.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check

@@ -27,7 +27,7 @@ from rankscope_contract.model.schema import (
     PlanEntry,
     plan_hash,
 )
-from rankscope_exporter.publish.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Statistics, StepRecord
 from rankscope_ingest.base.errors import DecodeError

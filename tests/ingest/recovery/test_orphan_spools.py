@@ -14,8 +14,8 @@ from tests.programs import run_command
 from rankscope_contract.model.events import Event
 from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import FolderLock
+from rankscope_exporter.publish.ring import encode
 from rankscope_exporter.publish.spool import Spool
-from rankscope_exporter.publish.wire_encoder import encode
 from rankscope_ingest.recovery import orphan_spools
 from rankscope_ingest.recovery.orphan_spools import Spools
 

@@ -18,7 +18,7 @@ from tests.properties import examples
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import PLAN_PATH
-from rankscope_exporter.publish.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.records.record import Scalar, StepRecord
 from rankscope_msprobe.files.csv_layout import FLOAT_OPS, parse_folder
 from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.adapters.graph_capture import others_may_capture
+from rankscope_exporter.adapters.tracing import others_may_capture
 from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.c_kernel import c_kernel
 from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments

@@ -40,7 +40,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from rankscope_exporter.adapters.graph_capture import others_may_capture
+from rankscope_exporter.adapters.tracing import others_may_capture
 
 SPARE_THREADS: Final = 16
 """Number of threads that the process must be able to start in addition to those of the server.

@@ -27,7 +27,7 @@ from rankscope_exporter.monitors.flight_recorder.poller import (
 )
 from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepare_stacks
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.publish.wire_encoder import encode, stream
+from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.records.record import StepRecord
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import RowContext, check

@@ -13,7 +13,7 @@ from tests.exporter.parts import CaptureRuntime
 from tests.programs import run_program
 
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES
-from rankscope_exporter.adapters import graph_capture
+from rankscope_exporter.adapters import tracing
 from rankscope_exporter.monitors.flight_recorder import torch_api
 from rankscope_exporter.monitors.flight_recorder.entry import (
     KEPT,
@@ -121,13 +121,13 @@ DEVICE = TorchRecorder(**NAMES, asks_device=True)
 
 @pytest.fixture
 def on_a_device(monkeypatch):
-    monkeypatch.setattr(graph_capture, "device_in_use", lambda: -1)
+    monkeypatch.setattr(tracing, "device_in_use", lambda: -1)
 
 
 def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, monkeypatch):
     """The previous mode of the thread is restored."""
     runtime, seen = CaptureRuntime(), []
-    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: runtime.exchange)
+    monkeypatch.setattr(tracing, "exchange_of_modes", lambda: runtime.exchange)
     monkeypatch.setattr(C10D, DEVICE.plain, lambda *_: seen.append(runtime.mode) or "{}", raising=False)
     read_without_stacks(failures.report, recorders=[DEVICE])
 
@@ -139,7 +139,7 @@ def test_device_without_that_mode_is_queried_only_for_a_hang(
     is_urgent, names, on_a_device, functions, failures, monkeypatch
 ):
     """The other recorder is always read."""
-    monkeypatch.setattr(graph_capture, "exchange_of_modes", lambda: None)
+    monkeypatch.setattr(tracing, "exchange_of_modes", lambda: None)
     monkeypatch.setattr(C10D, DEVICE.plain, getattr(C10D, GOOD.plain), raising=False)
 
     assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent, recorders=[DEVICE, GOOD]))
