@@ -14,8 +14,7 @@ from _rows import Row, cpu_seconds, print_rows
 
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector

@@ -13,9 +13,8 @@ from rankscope_contract import __version__
 
 if TYPE_CHECKING:
     from rankscope.reports import open_run, report
+    from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
     from rankscope_contract.rules.curve import CurveRule
-    from rankscope_contract.rules.nan import AnomalyNan
-    from rankscope_contract.rules.turbulence import AnomalyTurbulence
     from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
     from rankscope_msprobe.trainer_mon import TrainerMon
     from rankscope_storage.connection import connect
@@ -38,8 +37,8 @@ __all__ = [
 
 _MODULES: Final = {
     "Anomaly": "rankscope_exporter",
-    "AnomalyNan": "rankscope_contract.rules.nan",
-    "AnomalyTurbulence": "rankscope_contract.rules.turbulence",
+    "AnomalyNan": "rankscope_contract.rules.anomaly",
+    "AnomalyTurbulence": "rankscope_contract.rules.anomaly",
     "CaptureConfig": "rankscope_exporter",
     "CurveRule": "rankscope_contract.rules.curve",
     "Monitor": "rankscope_exporter",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 
 if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor

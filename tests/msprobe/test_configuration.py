@@ -17,8 +17,7 @@ from tests.exporter.ranks import RANKS, WORLD, outcomes_of
 from tests.msprobe.monitored_runs import QUIET, Run, adam, batch, left, model, train, write
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.adapters.parameter_names import Targets
 from rankscope_exporter.adapters.pytree import OBJECTS

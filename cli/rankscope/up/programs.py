@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.up.state_dir import StateDir
-from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_contract.wire.channel import HEALTH_PATH
 from rankscope_dashboards.alerts.groups import rule_file
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Receiver, alertmanager_config

@@ -22,10 +22,8 @@ from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.anomaly import LIMITED, NOT_LIMITED, AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.scalars import LIMITED, NOT_LIMITED
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.wire.escaping import label_value
 from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import increased

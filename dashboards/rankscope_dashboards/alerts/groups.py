@@ -14,7 +14,7 @@ from typing import Any, Final
 from rankscope_contract.metrics import catalogue, hardware
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import held, increased

@@ -9,7 +9,7 @@ from grafana_foundation_sdk.builders import dashboard as builders
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyTurbulence
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
 from rankscope_dashboards.boards.elements.board import Section, make_board, sized
 from rankscope_dashboards.boards.elements.panels import (

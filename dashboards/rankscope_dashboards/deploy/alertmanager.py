@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.wire.escaping import label_value
 from rankscope_dashboards.deploy.prometheus import duration
 

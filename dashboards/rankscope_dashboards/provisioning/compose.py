@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from rankscope_contract import __version__
-from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_contract.wire.channel import HEALTH_PATH
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import RULE_FILE, PrometheusSettings, as_yaml, prometheus_config

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
-from rankscope_contract.rules.defaults import DEFAULT_RULES
+from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import RUNBOOKS
 from rankscope_dashboards.alerts.groups import alert_groups, rule_file
 from rankscope_dashboards.boards.elements.pages import with_pages

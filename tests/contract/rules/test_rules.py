@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.rules import AnomalyRule, rule_from_config
+from rankscope_contract.rules.anomaly import DEFAULT_RULES, AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import SeriesEvaluator, evaluate, next_baseline, to_float32
-from rankscope_contract.rules.defaults import DEFAULT_RULES
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "data" / "anomaly_vectors.json").read_text())["series"]
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.rules import rule_from_config
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import SeriesEvaluator, to_float32
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import RUNBOOKS
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups
 

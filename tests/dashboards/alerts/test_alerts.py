@@ -15,8 +15,8 @@ from tests.properties import few
 
 from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.rules import rule_classes
+from rankscope_contract.rules.anomaly import AnomalyNan
 from rankscope_contract.rules.curve import CurveRule
-from rankscope_contract.rules.nan import AnomalyNan
 from rankscope_dashboards.alerts.anomaly import rule_expression
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.generate import PROVISIONING

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from rankscope_contract.model.events import Severity
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.deploy import alertmanager
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, Mail, Receiver, Webhook, alertmanager_config

@@ -9,8 +9,7 @@ import yaml
 from tests.dashboards.conftest import BOARDS as GENERATED
 from tests.dashboards.conftest import FILES
 
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_dashboards.alerts.alert import Alert, AlertGroup
 from rankscope_dashboards.alerts.groups import alert_groups
 from rankscope_dashboards.alerts.panels import Panel

@@ -19,7 +19,7 @@ from torch import nn
 
 from rankscope_contract.model.redaction import MAX_NAME, MAX_TEXT
 from rankscope_contract.model.schema import Plan
-from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.anomaly import AnomalyNan
 from rankscope_exporter import Monitor
 from rankscope_exporter.training import sampling
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.programs import run_program
 
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.config.loader import without_comments
 from rankscope_exporter.config.monitor_config import (

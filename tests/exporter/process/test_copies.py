@@ -26,9 +26,8 @@ import rankscope
 import rankscope_exporter
 from rankscope.reports import OpenedRun
 from rankscope_contract.model.events import Event, ExitReason
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_contract.wire.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext

@@ -15,8 +15,7 @@ import pytest
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.http_server import Answer, HttpServer

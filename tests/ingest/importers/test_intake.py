@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest.importers.conftest import Counting, Made
 
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import SeriesEvaluator, evaluate
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import (
     Faults,

@@ -12,9 +12,8 @@ from tests.exporter.parts import Published, config_of, hooks_of, published, smal
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import RANK_RULES
-from rankscope_contract.rules.nan import AnomalyNan
-from rankscope_contract.rules.turbulence import AnomalyTurbulence
 from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup

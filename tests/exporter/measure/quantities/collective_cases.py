@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_contract.rules.nan import AnomalyNan
+from rankscope_contract.rules.anomaly import AnomalyNan
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.measure.quantities.collectives import quantity
 
