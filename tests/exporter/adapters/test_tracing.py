@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.exporter.measure.kernels.conftest import Operations
 from tests.exporter.parts import CaptureRuntime, Training, Watched
 from tests.properties import few
 from torch import nn
@@ -18,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -213,16 +213,6 @@ class Traced(Loop):
         self.collected.append(self.tracers[step - 1](self.net))
 
 
-class CountedOperations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counted[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 class CountedFunctions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +234,7 @@ def found_in(mode: Any) -> Any:
 
 @contextlib.contextmanager
 def modes_of_both_kinds() -> Iterator[Any]:
-    with CountedFunctions(), CountedOperations() as operations, FlopCounterMode(display=False):
+    with CountedFunctions(), Operations() as operations, FlopCounterMode(display=False):
         yield operations
 
 
@@ -261,7 +251,7 @@ class Moded(Loop):
     """Whole steps, including calls of the monitor, run under modes of the user."""
 
     modes: tuple[Callable[[], Any], ...] = (
-        *(CountedOperations, CountedFunctions, functools.partial(FlopCounterMode, display=False), CommDebugMode),
+        *(Operations, CountedFunctions, functools.partial(FlopCounterMode, display=False), CommDebugMode),
         *(modes_of_both_kinds, default_device, functools.partial(torch.device, "meta")),
     )
     steps = 2 * len(modes)
@@ -344,7 +334,7 @@ def test_modes_are_restored_in_order_after_a_hook_that_raises():
 
     boundary = ErrorBoundary()
     context = HookContext(boundary, team=IntraOpThreads(), lock=contextlib.nullcontext(), tell=print)
-    with CountedFunctions() as outer, CountedFunctions() as inner, CountedOperations() as operations:
+    with CountedFunctions() as outer, CountedFunctions() as inner, Operations() as operations:
         Hook(context, "a hook", fails)()
         modes = torch.overrides._get_current_function_mode_stack()
         torch.ones(2).sum()

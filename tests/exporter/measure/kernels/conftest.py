@@ -1,6 +1,7 @@
 """Fixtures for both backends of the statistics, and a float64 reference that shares no code with them."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,13 +90,25 @@ def assert_is_true(finished: Finished, entry: int, expected: Truth, ops: Sequenc
 
 
 class Operations(TorchDispatchMode):
+    """Counts the operations of this thread, and lists those for which the host would wait for a device.
+
+    The host waits for numbers of a tensor, and for a size that depends on them: torch tags these operations. It also
+    waits for the error code of a decomposition.
+    """
+
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.counted: Counter[str] = Counter()
+        self.waits: list[str] = []
         self.largest_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
+        self.counted[str(func)] += 1
+        is_tagged = not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
+        if str(func).startswith(("aten.index.", "aten.index_put")):  # an index that is no mask gives a known size
+            is_tagged = any(getattr(index, "dtype", None) is torch.bool for index in args[1])
+        if is_tagged or ("linalg" in str(func) and "vector_norm" not in str(func)):
+            self.waits.append(str(func))
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
             if isinstance(tensor, torch.Tensor):

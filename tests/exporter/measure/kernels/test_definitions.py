@@ -197,10 +197,3 @@ def test_nothing_to_measure_leaves_the_entry_absent(measured):
     assert np.isnan(finished.values[:, :-1]).all()
     assert 0 == int(np.abs(finished.counts[:, :-1]).sum())
     assert (np.float32, np.int64) == (finished.values.dtype, finished.counts.dtype)
-
-
-def test_dtypes_can_be_mixed_in_one_group(check_all):
-    tensors = [numbers(size, dtype) for dtype in (*FLOATS, torch.int32) for size in (0, 3, 5000)]
-    tensors.insert(4, embedding_gradient())
-    tensors.insert(9, None)
-    check_all(tensors)

@@ -113,13 +113,3 @@ def test_tensor_without_memory_is_not_hashable() -> None:
     there, absent = torch.ones(2), (None, torch.ones(2, device="meta"), torch.ones(2).to_sparse())
 
     assert [True, True, False, False, False] == [hashable(one) for one in (there, torch.empty(0), *absent)]
-
-
-def test_hashing_changes_no_tensor_and_no_generator() -> None:
-    tensor = torch.randn(1000)
-    before, state = tensor.clone(), torch.get_rng_state()
-    hashed(tensor, SMALL)
-
-    assert torch.equal(before, tensor)
-    assert torch.equal(state, torch.get_rng_state())
-    assert 0 == tensor._version
