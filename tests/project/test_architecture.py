@@ -1,5 +1,6 @@
 """The import rules hold, and the training side loads no package of the services."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -67,6 +68,50 @@ def test_every_thread_of_the_exporter_is_started_by_process_threads():
     others = [path for path in exporter.rglob("*.py") if path != own and STARTS_THREADS.search(path.read_text())]
 
     assert [] == others
+
+
+READERS_OF_PRIVATE_NAMES = {"torch_private", "identity", "deepspeed", "megatron"}
+"""Modules that read private names: of torch, and of the framework that an adapter is for."""
+OF_PYTHON = {"_current_frames", "_fields", "_getframe", "_replace"}
+
+
+def private_names(source: str) -> set[str]:
+    """Return the private names of other modules that `source` reads or writes, as attribute, import or text."""
+    found, own = set(), set(OF_PYTHON)
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                own.add(node.attr)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                own.add(name)
+            case ast.Attribute(attr=name) | ast.Subscript(slice=ast.Constant(value=str(name))):
+                found.add(name)
+            case ast.ImportFrom(module=str(path)):
+                found |= {*path.split("."), *(alias.name for alias in node.names)}
+            case ast.Call():
+                found |= {text.value for text in node.args if isinstance(text, ast.Constant)}
+            case ast.Constant(value=str(text)) | ast.alias(name=text) if text.startswith("torch."):
+                found |= set(text.split("."))
+    return {name for name in found - own if re.fullmatch(r"_[a-zA-Z]\w*", str(name))}
+
+
+def test_one_module_alone_reads_private_names_of_torch():
+    """A new release of torch may change them."""
+    files = [path for package in ("exporter", "msprobe") for path in (ROOT / "exporter").glob(f"*_{package}/**/*.py")]
+    found = {path.stem: names for path in files if (names := private_names(path.read_text()))}
+
+    assert found.keys() == READERS_OF_PRIVATE_NAMES, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("t._version", "t._grad = 1", "getattr(t, '_cdata', 0)", "vars(unit)['_handle']", "NAME = 'torch._C.now'"),
+        *("from torch._C import now", "from torch.nn import _reduction", "import torch._dynamo"),
+    ],
+)
+def test_private_name_is_found(source):
+    assert private_names(source)
 
 
 def test_unknown_name_lists_the_known_ones():

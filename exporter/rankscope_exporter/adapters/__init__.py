@@ -1,6 +1,7 @@
 """Adapters of training frameworks: each adapter describes how one framework wraps models and treats gradients.
 
-The other modules are about models of every framework: hooks, names of parameters, tensors in arguments, tracers.
+The other modules are about models of every framework: hooks, names of parameters, tensors in arguments, tracers,
+private names of torch.
 
 To add a framework, add a file with a `Framework` subclass to this folder.
 """
@@ -16,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework
-from rankscope_exporter.adapters.parameter_names import entry
-from rankscope_exporter.adapters.pipeline import Pipeline, Stage, is_stage
+from rankscope_exporter.adapters.pipeline import Pipeline, Stage
+from rankscope_exporter.adapters.torch_private import compiled_module, is_stage
 from rankscope_exporter.process.errors import ConfigError
 
 __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
@@ -41,7 +42,7 @@ def framework_of(model: Any) -> Framework:
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     adapters = sorted(_subclasses(Framework), key=lambda cls: cls.priority, reverse=True)
-    compiled = entry(model._modules, "_orig_mod")  # noqa: SLF001 - torch.compile keeps the original under this name
+    compiled = compiled_module(model)
     inner = model if compiled is None else compiled
     framework = next(cls(inner) for cls in adapters if cls.matches(inner))
     if compiled is not None:

@@ -18,17 +18,10 @@ from torch import nn
 
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import unwrapped
-from rankscope_exporter.adapters.parameter_hooks import (
-    ACCUMULATED,
-    GRADIENT,
-    Announced,
-    CallbackHandle,
-    Removable,
-    TensorHook,
-    remove_all,
-)
+from rankscope_exporter.adapters.parameter_hooks import Announced, CallbackHandle, Removable, TensorHook, remove_all
 from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
+from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits
+from rankscope_exporter.adapters.torch_private import comm_hooks
 
 
 class Plain(Framework):
@@ -72,7 +73,7 @@ class DistributedData(Framework):
         # The ranks on which `parameter` is equal: all ranks of DDP's process group. This includes frozen parameters:
         # DDP has broadcast them, and nothing changes them. The result is empty for a parameter that DDP ignores. It
         # is empty for all parameters if the user registered a communication hook.
-        if self.root._comm_hooks or self._is_ignored(parameter):  # noqa: SLF001 - torch has no public list of hooks
+        if comm_hooks(self.root) or self._is_ignored(parameter):
             return ()
         return dist.get_process_group_ranks(self.root.process_group)
 

@@ -1,8 +1,8 @@
 """Adapter for FSDP1 (`FullyShardedDataParallel`): parameters are views of flat shards that each forward pass gathers.
 
 Norms of shards are not combined here: each rank publishes its own norms, and the view `tensor_global` of the store
-combines them. The adapter uses private names, because torch has no public access from a flat parameter to its
-parameters.
+combines them. The adapter reads private names (`adapters.torch_private`), because torch has no public access from a
+flat parameter to its parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.adapters.base import (
     Framework,
     FrameworkTraits,
@@ -54,8 +55,8 @@ class FullyShardedData(Framework):
         super().__init__(model)
         self._views = {
             id(parameter): _View(unit, position)
-            for unit in self._units()
-            for position, parameter in enumerate(unit._handle.flat_param._params or ())  # noqa: SLF001 - see the top
+            for unit in units(self.root)
+            for position, parameter in enumerate(torch_private.flat_views(torch_private.flat_parameter(unit)) or ())
         }
 
     @classmethod
@@ -69,7 +70,7 @@ class FullyShardedData(Framework):
 
     def reduces_in_backward(self) -> bool:
         # False inside `no_sync()`, where FSDP accumulates gathered gradients without reducing them.
-        return any(unit._sync_gradients for unit in self._units())  # noqa: SLF001 - see the top
+        return any(map(torch_private.reduces_gradients, units(self.root)))
 
     def layout(self, parameter: torch.Tensor) -> Layout:
         # With the strategy NO_SHARD, a parameter is whole.
@@ -86,7 +87,7 @@ class FullyShardedData(Framework):
         if unit is None:
             return super().replicas(parameter)
         whole = unit.sharding_strategy.name == "NO_SHARD"
-        group = unit.process_group if whole else getattr(unit, "_inter_node_pg", None)
+        group = unit.process_group if whole else torch_private.inter_node_group(unit)
         return () if group is None else dist.get_process_group_ranks(group)
 
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
@@ -124,12 +125,12 @@ class FullyShardedData(Framework):
         unit = self._unit_of(parameter)
         if unit is None:
             return super().holds_gradient(parameter)
-        flat = unit._handle.flat_param  # noqa: SLF001 - see the top
-        return any(item.grad is not None for item in (flat, *(flat._params or ())))  # noqa: SLF001 - see the top
+        flat = torch_private.flat_parameter(unit)
+        return any(item.grad is not None for item in (flat, *(torch_private.flat_views(flat) or ())))
 
     def install(self, hooking: HookContext) -> None:
         # The forward hooks run in every forward pass, after FSDP has made new views.
-        for unit in self._units():
+        for unit in units(self.root):
             views = [view for view in self._views.values() if view.unit() is unit]
             if views:
                 hook = Hook(hooking, "hooking gathered parameters", lambda *_, views=views: _hook_all(views))
@@ -146,11 +147,6 @@ class FullyShardedData(Framework):
         view = self._view(parameter)
         return super().on_gradient(parameter, hook) if view is None else view.register(hook)
 
-    def _units(self) -> Iterator[Any]:
-        for module in self.root.modules():
-            if _is_unit(module) and module._handle is not None:  # noqa: SLF001 - see the top
-                yield module
-
     def _view(self, tensor: torch.Tensor) -> _View | None:
         view = self._views.get(id(tensor))
         # Another tensor may have the id() of a parameter that was freed.
@@ -160,7 +156,7 @@ class FullyShardedData(Framework):
         view = self._view(parameter)
         if view is not None:
             return view.unit()
-        return next((unit for unit in self._units() if unit._handle.flat_param is parameter), None)  # noqa: SLF001 - see the top
+        return next((unit for unit in units(self.root) if torch_private.flat_parameter(unit) is parameter), None)
 
 
 class _View:
@@ -170,9 +166,9 @@ class _View:
     """
 
     def __init__(self, unit: Any, position: int) -> None:
-        flat = unit._handle.flat_param  # noqa: SLF001 - see the top
-        info = flat._param_infos[position]  # noqa: SLF001 - see the top
-        self.shape: torch.Size = flat._shapes[position]  # noqa: SLF001 - see the top
+        flat = torch_private.flat_parameter(unit)
+        info = torch_private.flat_infos(flat)[position]
+        self.shape: torch.Size = torch_private.flat_shapes(flat)[position]
         self.unit: weakref.ref[Any] = weakref.ref(unit)
         self._owner = weakref.ref(info.module)
         self._key = info.param_name
@@ -183,8 +179,7 @@ class _View:
     def parameter(self) -> nn.Parameter | None:
         """Return the parameter; None after the FSDP unit replaced it or was freed."""
         unit = self.unit()
-        flat = None if unit is None else unit._handle.flat_param  # noqa: SLF001 - see the top
-        parameters = getattr(flat, "_params", None) or ()
+        parameters = () if unit is None else torch_private.flat_views(torch_private.flat_parameter(unit)) or ()
         return parameters[self._position] if self._position < len(parameters) else None
 
     def register(self, hook: Callable[[torch.Tensor], None]) -> Removable:
@@ -197,7 +192,7 @@ class _View:
         """Register the hooks on the present view once: with checkpointing, a module computes twice with one view."""
         view = getattr(self._owner(), self._key, None)
         if self._hooks and is_temporarily_replaced(view) and view.requires_grad:
-            present: dict[int, Any] = view._backward_hooks or {}  # noqa: SLF001 - torch has no public list of hooks
+            present: dict[int, Any] = torch_private.gradient_hooks(view) or {}
             if self._call not in present.values():
                 view.register_hook(self._call)  # type: ignore[no-untyped-call]  # untyped in torch
 
@@ -219,6 +214,11 @@ def _hook_all(views: list[_View]) -> None:
     if torch.is_grad_enabled():
         for view in views:
             view.hook_view()
+
+
+def units(model: nn.Module) -> Iterator[Any]:
+    """Yield the FSDP units in `model` that have parameters."""
+    return (unit for unit in filter(_is_unit, model.modules()) if torch_private.flat_handle(unit) is not None)
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -16,17 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import (
-    Framework,
-    FrameworkTraits,
-    GradientSource,
-    LazyGradient,
-    TensorSpec,
-)
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, LazyGradient, TensorSpec
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import Layout, loaded
+from rankscope_exporter.adapters.torch_private import gathered_parameter, gathered_shape, parameter_groups
 from rankscope_exporter.adapters.tracing import uncompiled
 
 
@@ -60,7 +55,7 @@ class FullyShard(Framework):
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        return any(_is_sharded(module) for module in model.modules())
+        return any(is_sharded(module) for module in model.modules())
 
     def reduces_in_backward(self) -> bool:
         # False while `set_requires_gradient_sync(False)` delays the reduction.
@@ -79,7 +74,7 @@ class FullyShard(Framework):
         if source is None:
             return super().local_spec(parameter)
         policy = getattr(self._sources[id(parameter)][0](), "mp_policy", None)
-        shape = getattr(source, "_orig_size", parameter.shape)
+        shape = gathered_shape(source) or parameter.shape
         return TensorSpec(tuple(shape), getattr(policy, "param_dtype", None) or parameter.dtype)
 
     def is_in_place(self, named: NamedParameter) -> bool:
@@ -142,7 +137,7 @@ class FullyShard(Framework):
             source = self._source_of(number)
             if deferred.is_removed or source is None:
                 continue
-            gathered = getattr(source, "_unsharded_param", None)
+            gathered = gathered_parameter(source)
             if gathered is None or not gathered.requires_grad:
                 left.append((number, deferred))
             else:
@@ -161,12 +156,7 @@ class FullyShard(Framework):
         return source if source is not None and id(source.sharded_param) == identity else None
 
     def _groups(self) -> Iterator[Any]:
-        for module in self.root.modules():
-            if _is_sharded(module):
-                state = module._get_fsdp_state()  # noqa: SLF001 - see the top
-                groups = getattr(state, "_fsdp_param_groups", None)
-                # Before torch 2.12, a module has one group or None.
-                yield from filter(None, (state._fsdp_param_group,)) if groups is None else groups  # noqa: SLF001
+        return (group for module in filter(is_sharded, self.root.modules()) for group in parameter_groups(module))
 
 
 def _local_gradient(source: Any) -> torch.Tensor | None:
@@ -174,7 +164,7 @@ def _local_gradient(source: Any) -> torch.Tensor | None:
 
     If there is a sum of earlier gradients, the result has the dtype of the sum.
     """
-    gathered = getattr(source, "_unsharded_param", None)
+    gathered = gathered_parameter(source)
     if gathered is None:
         return None
     own: torch.Tensor | None = gathered.grad
@@ -206,5 +196,6 @@ class _DeferredHook:
             self._handle.remove()
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called with `module`."""
     return isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule"))

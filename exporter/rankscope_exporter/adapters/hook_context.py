@@ -19,9 +19,9 @@ from typing import Any, Final, Protocol
 import torch
 
 from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.torch_private import current_transform
 from rankscope_exporter.adapters.tracing import (
     call_outside_of_modes,
-    has_transform,
     is_dynamo_compiling,
     is_plain,
     is_traced,
@@ -258,6 +258,6 @@ class Hook(NotCopied):
             return None
         if self.gate is not None and self.context.in_forward and is_transformed():
             return call(*args)
-        if has_transform() and not self.of_script:
+        if current_transform() is not None and not self.of_script:
             return None if self.transformed is None else self.transformed()
         return call_outside_of_modes(call, *args)

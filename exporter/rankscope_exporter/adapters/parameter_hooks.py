@@ -15,11 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT, tensor_address
 
 
 class Removable(Protocol):
@@ -79,13 +81,6 @@ def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[...
     return handle
 
 
-ACCUMULATED: Final = "_post_accumulate_grad_hooks"
-GRADIENT: Final = "_backward_hooks"
-"""Names of the two attributes in which a torch tensor stores its hooks.
-
-`Tensor.register_post_accumulate_grad_hook` stores hooks in the first attribute, `Tensor.register_hook` in the second.
-"""
-
 _own_numbers: set[int] = set()
 """The numbers that torch has given the monitor's hooks. Torch numbers all hooks of the process and reuses no number."""
 
@@ -115,14 +110,14 @@ class TensorHook:
             _own_numbers.discard(self.number)
             self._attach(tensor)
             return
-        content = getattr(tensor, "_cdata", 0), sys.getrefcount(table)  # torch has no public name for the address
+        content = tensor_address(tensor), sys.getrefcount(table)
         if content == self._content and len(table) == 1:
             return
         # After the table is set again, torch calls the hooks in it. If the script had a hook before the swap, torch
         # would not call it without a monitor, so the table is not set.
         if content != self._content and not self._is_shared:
             setattr(tensor, self._table, table)
-            content = getattr(tensor, "_cdata", 0), sys.getrefcount(table)
+            content = tensor_address(tensor), sys.getrefcount(table)
         self._content = content
         self._is_shared |= _has_others(table)
 
@@ -149,7 +144,7 @@ class TensorHook:
         else:
             self.number = int(tensor.register_post_accumulate_grad_hook(self._hook).id)  # type: ignore[no-untyped-call]  # as above
         table = self._hooks = getattr(tensor, self._table)
-        self._content = getattr(tensor, "_cdata", 0), sys.getrefcount(table)
+        self._content = tensor_address(tensor), sys.getrefcount(table)
         _own_numbers.add(self.number)
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankscope_contract.model.redaction import MAX_NAME, short_name
+from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.process.errors import encodable
 
 REGEX: Final = "re:"
@@ -104,10 +105,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"target {pattern!r} is not a valid regular expression: {error}") from error
 
 
-# DDP, FSDP1, torch.compile, activation checkpointing: each inserts its own level into the name.
-WRAPPER_LEVELS: Final = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
-
-
 @dataclass(slots=True, eq=False)
 class NamedParameter:
     """The displayed name of a parameter, other names of the same tensor (tied weights), and the module that holds it.
@@ -142,16 +139,16 @@ class NamedParameter:
     def parameter(self) -> nn.Parameter | None:
         """Return the parameter; None if its module has another object under its name, or no longer exists."""
         owner = self.owner()
-        table = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
-        current = dict.get(table, self.key) if isinstance(table, dict) else entry(table, self.key)
+        table = {} if owner is None else torch_private.parameters_of(owner)
+        current = dict.get(table, self.key) if isinstance(table, dict) else torch_private.entry(table, self.key)
         # A module that replaces its parameter creates the new one while it still holds the old one: the ids differ.
         return current if id(current) == self.identity else None
 
     def current(self) -> torch.Tensor | None:
         """Return the tensor that the module currently has under the name of the parameter; None if there is none."""
         owner = self.owner()
-        table = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
-        return dict.get(table, self.key) if isinstance(table, dict) else entry(table, self.key)
+        table = {} if owner is None else torch_private.parameters_of(owner)
+        return dict.get(table, self.key) if isinstance(table, dict) else torch_private.entry(table, self.key)
 
     def follow(self, claimed: Container[tuple[int, str]]) -> bool:
         """Find the parameter under a new name in its module or below it.
@@ -164,7 +161,7 @@ class NamedParameter:
         self.home = self.home or self.owner
         home = self.home()
         for module in () if home is None else home.modules():
-            for key, parameter in module._parameters.items():  # noqa: SLF001 - see named_parameters
+            for key, parameter in torch_private.parameters_of(module).items():
                 if id(parameter) == self.identity and (id(module), key) not in claimed:
                     self.owner, self.key = weakref.ref(module), key
                     return True
@@ -184,28 +181,19 @@ def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | 
         if named.owner is not reference:  # otherwise the previous parameter has the same module
             reference = named.owner
             owner = reference()
-            table = {} if owner is None else owner._parameters  # noqa: SLF001 - see named_parameters
-        current = dict.get(table, named.key) if isinstance(table, dict) else entry(table, named.key)
+            table = {} if owner is None else torch_private.parameters_of(owner)
+        current = dict.get(table, named.key) if isinstance(table, dict) else torch_private.entry(table, named.key)
         found.append(current if id(current) == named.identity else None)
     return found
-
-
-def entry(table: Any, key: str) -> Any:
-    """Return the value of `key` in `table`, the attribute `_parameters` or `_modules` of a module; None without it.
-
-    No method of a subclass of `dict` is called: DeepSpeed's table gathers the parameter from all ranks when it is
-    read during a forward pass, also when another thread reads it.
-    """
-    if isinstance(table, dict):
-        return dict.get(table, key)
-    return table[key] if key in table else None  # noqa: SIM401 - a scripted module's tables have no `get`
 
 
 def plain_name(name: str) -> str:
     """Return the dotted `name` without parts of wrappers, such as `_orig_mod`, encodable in UTF-8, and cut if long."""
     if name.isascii() and name.isalnum() and len(name) <= MAX_NAME:  # a single level, such as "weight" or "0"
         return name
-    return short_name(encodable(".".join(level for level in name.split(".") if level not in WRAPPER_LEVELS)))
+    return short_name(
+        encodable(".".join(level for level in name.split(".") if level not in torch_private.WRAPPER_LEVELS))
+    )
 
 
 def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
@@ -218,11 +206,11 @@ def named_parameters(module: nn.Module) -> tuple[NamedParameter, ...]:
     parametrized: dict[int, nn.Module] = {}  # by id() of the module that has the original tensors
     for prefix, owner in module.named_modules(remove_duplicate=False):
         above = plain_name(prefix)
-        holder = entry(owner._modules, "parametrizations")  # noqa: SLF001 - an attribute may be the user's
+        holder = torch_private.entry(torch_private.submodules_of(owner), "parametrizations")
         for originals in () if holder is None else holder.children():
             parametrized[id(originals)] = owner
         # A parametrized weight is computed. The trained tensors behind it belong to submodules, which are visited too.
-        for key, parameter in owner._parameters.items():  # noqa: SLF001 - the dictionary itself, to see it change
+        for key, parameter in torch_private.parameters_of(owner).items():
             if parameter is not None:
                 own = plain_name(key)
                 names.setdefault(id(parameter), []).append(
@@ -300,11 +288,11 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     wrappers: set[str] = set()
     for full, module in root.named_modules(remove_duplicate=False):
         name = plain_name(full)
-        compiles = entry(module._modules, "_orig_mod") is not None  # noqa: SLF001 - `__getattr__` may be the user's
+        compiles = torch_private.compiled_module(module) is not None
         if compiles:
-            regions.append(f"{full}._orig_mod" if full else "_orig_mod")
+            regions.append(f"{full}.{torch_private.ORIGINAL}" if full else torch_private.ORIGINAL)
             wrappers.add(name)
-        elif getattr(module, "_compiled_call_impl", None) is not None:
+        elif torch_private.compiled_call(module) is not None:
             regions.append(full)
         inside = any(f"{full}.".startswith(f"{region}.") or not region for region in regions)
         if compiles or not (inside and name in wrappers):

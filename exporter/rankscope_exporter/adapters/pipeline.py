@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from rankscope_exporter.adapters.monitored_model import Borrowed, as_one, number
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.parameter_names import NamedParameter
-from rankscope_exporter.adapters.placement import Layout, loaded
-
-# Before its first step, a stage runs forward and backward on uninitialized memory to determine shapes.
-_SHAPE_INFERENCE: Final = ("_forward_metadata_inference", "_backward_metadata_inference")
+from rankscope_exporter.adapters.placement import Layout
+from rankscope_exporter.adapters.torch_private import SHAPE_INFERENCE
 
 
 class Stage(Protocol):
@@ -128,7 +126,7 @@ class Pipeline(Framework):
                 return original(*args, **kwargs)
 
         hooking.keep(PatchedMethod(stage, "perform_reduce_grad", finish))
-        for name in _SHAPE_INFERENCE:
+        for name in SHAPE_INFERENCE:
             if hasattr(stage, name):
                 hooking.keep(PatchedMethod(stage, name, run_unseen))
 
@@ -137,8 +135,3 @@ class Pipeline(Framework):
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         return self._of(id(parameter)).on_gradient(parameter, hook)
-
-
-def is_stage(model: Any) -> bool:
-    """Return True if `model` is a stage of a pipeline instead of a module."""
-    return isinstance(model, loaded("torch.distributed.pipelining.stage", "_PipelineStageBase"))

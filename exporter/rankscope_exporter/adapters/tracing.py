@@ -39,68 +39,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any, Final, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 
-from rankscope_exporter.process.errors import torch_name
+from rankscope_exporter.adapters import torch_private
 
-_STACKED: Final = "modes of the script remain active in hooks"
-_UNSEEN: Final = "hooks do not recognize that a tracer or transform runs"
-_UNREAD: Final = "logged tensors of torch.func are not read"
-
-
-def _none(*_: Any) -> None:
-    """Replace a function that this torch lacks: no mode, tracer or transform is active."""
-
-
-# None of these has a public name, except `is_compiling`.
-_dispatch_modes: Final = torch_name("torch._C._len_torch_dispatch_stack", _none, _UNSEEN)
-_function_modes: Final = torch_name("torch._C._len_torch_function_stack", _none, _STACKED)
-_jit_state: Final = torch_name("torch._C._get_tracing_state", _none, _UNSEEN)
-_transform: Final = torch_name("torch._C._functorch.peek_interpreter_stack", _none, _UNSEEN)
-_infra_mode: Final = torch_name("torch._C._get_dispatch_mode", _none, _UNSEEN)
-_INFRA_KEYS: Final = (
-    torch_name("torch._C._TorchDispatchModeKey.PROXY", None, _UNSEEN),
-    torch_name("torch._C._TorchDispatchModeKey.FAKE", None, _UNSEEN),
-    torch_name("torch._C._TorchDispatchModeKey.FUNCTIONAL", None, _UNSEEN),
-)
-_pop_function_mode: Final = torch_name("torch._C._pop_torch_function_stack", None, _STACKED)
-_push_function_mode: Final = torch_name("torch._C._push_on_torch_function_stack", None, _STACKED)
-_pre_dispatch_modes: Final = torch_name("torch._ops._len_torch_dispatch_stack_pre_dispatch", _none, _UNSEEN)
-_fx_traces: Final = torch_name(  # newer releases also have the earlier name, which warns there
-    "torch.fx._symbolic_trace.is_fx_symbolic_tracing", _none, _UNSEEN, earlier="torch.fx._symbolic_trace.is_fx_tracing"
-)
-torch_name("torch.autograd.forward_ad._current_level", -1, _UNSEEN)  # a variable, which is read at each call
-_without_modes: Final = torch_name(
-    "torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext, _STACKED
-)
-_is_wrapped: Final = torch_name("torch._C._functorch.is_functorch_wrapped_tensor", _none, _UNREAD)
-_unwrapped: Final = torch_name("torch._C._functorch.get_unwrapped", torch.detach, _UNREAD)
 _is_compiling: Final = torch.compiler.is_compiling
 _cuda: Final = torch.cuda
-
-
-def _frame_skipper() -> Callable[[CodeType], object]:
-    """Return the function that excludes a code object, and the functions that its frames call, from compilation.
-
-    Before torch 2.7, the function excludes the code object only.
-    """
-    skip = torch_name("torch._C._dynamo.eval_frame._FrameAction.SKIP", None)
-    strategy = torch_name("torch._C._dynamo.eval_frame._FrameExecStrategy", None)
-    set_strategy = torch_name("torch._C._dynamo.eval_frame.set_code_exec_strategy", None)
-    if None in (skip, strategy, set_strategy):
-        without = "Dynamo may compile hooks that C++ code calls"
-        return torch_name("torch._C._dynamo.eval_frame.skip_code", _none, without)  # type: ignore[no-any-return]
-    skipped = strategy(skip, skip)
-    return lambda code: set_strategy(code, skipped)
-
-
-_skip_frames: Final = _frame_skipper()
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -120,13 +67,13 @@ def is_plain() -> bool:
     Takes about 0.2 µs.
     """
     return not (
-        _dispatch_modes()
-        or _transform() is not None
-        or _function_modes()
-        or _fx_traces()
+        torch_private.dispatch_modes()
+        or torch_private.current_transform() is not None
+        or torch_private.function_modes()
+        or torch_private.fx_traces()
         or _is_compiling()
-        or _jit_state() is not None
-        or (getattr(_cuda, "_initialized", True) and is_capturing())  # the private name first: it is ten times as fast
+        or torch_private.jit_state() is not None
+        or (torch_private.is_cuda_initialized() and is_capturing())
     )
 
 
@@ -135,45 +82,41 @@ def is_traced() -> bool:
 
     Call it only if `is_plain` returned False.
     """
-    if _fx_traces() or _is_compiling() or _jit_state() is not None:
+    if torch_private.fx_traces() or _is_compiling() or torch_private.jit_state() is not None:
         return True
-    if _pre_dispatch_modes() or is_capturing():
+    if torch_private.pre_dispatch_modes() or is_capturing():
         return True
-    return bool(_dispatch_modes()) and any(_infra_mode(key) is not None for key in _INFRA_KEYS)
-
-
-def has_transform() -> bool:
-    """Return whether a transform of `torch.func` runs on this thread."""
-    return _transform() is not None
+    return bool(torch_private.dispatch_modes()) and any(
+        torch_private.infra_mode(key) is not None for key in torch_private.INFRA_KEYS
+    )
 
 
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func`, or forward-mode differentiation, runs on this thread."""
-    return _transform() is not None or getattr(forward_ad, "_current_level", -1) >= 0
+    return torch_private.current_transform() is not None or torch_private.forward_mode_level() >= 0
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside of the wrappers that transforms of `torch.func` put around `tensor`."""
-    while _is_wrapped(tensor):
-        tensor = _unwrapped(tensor)
+    while torch_private.is_wrapped(tensor):
+        tensor = torch_private.unwrapped_tensor(tensor)
     return tensor
 
 
 def call_outside_of_modes(function: Callable[..., Any], *args: Any) -> Any:
     """Call `function(*args)` with all modes and transforms of this thread disabled, and return the result."""
-    can_stack = _pop_function_mode is not None and _push_function_mode is not None
-    functions = [_pop_function_mode() for _ in range((can_stack and _function_modes()) or 0)]
+    can_stack = torch_private.pop_function_mode is not None and torch_private.push_function_mode is not None
+    functions = [torch_private.pop_function_mode() for _ in range((can_stack and torch_private.function_modes()) or 0)]
     try:
         with contextlib.ExitStack() as stack:
-            if _dispatch_modes():
-                stack.enter_context(_without_modes())  # torch's own way to do it
-            if _transform() is not None:
-                pyfunctorch = importlib.import_module("torch._functorch.pyfunctorch")  # a transform has loaded it
-                stack.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
+            if torch_private.dispatch_modes():
+                stack.enter_context(torch_private.without_modes())  # torch's own way to do it
+            if torch_private.current_transform() is not None:
+                stack.enter_context(torch_private.without_transforms())
             return function(*args)
     finally:
         for mode in reversed(functions):
-            _push_function_mode(mode)
+            torch_private.push_function_mode(mode)
 
 
 def uncompiled(function: F) -> F:
@@ -184,7 +127,7 @@ def uncompiled(function: F) -> F:
     Dynamo may still inline the function into a frame that it compiles. The first line of the function must therefore
     call `is_dynamo_compiling`.
     """
-    _skip_frames(function.__code__)
+    torch_private.skip_frames(function.__code__)
     return function
 
 
@@ -199,9 +142,7 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
         call_outside_of_modes(listener)
         return 0
 
-    # The mark of `torch.compiler.assume_constant_result`, which itself would load the compiler: Dynamo calls the
-    # function while it compiles, and takes its result for a constant.
-    was_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
+    torch_private.mark_constant(was_compiled)
     return was_compiled
 
 
@@ -243,9 +184,8 @@ def device_in_use() -> int | None:
     """
     if not _cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         return None
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _device: True)  # noqa: SLF001 - no public name
     devices = (_cuda.current_device(), *range(_cuda.device_count()))
-    return next((device for device in devices if has_context(device)), None)
+    return next((device for device in devices if torch_private.has_primary_context(device)), None)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from rankscope_exporter.adapters.parameter_names import defines_forward
+from rankscope_exporter.adapters.torch_private import FSDP_WRAPPED, held_modules
 from rankscope_exporter.config.resolve import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
 from rankscope_exporter.process.copies import CopiesDoNothing
@@ -123,7 +124,7 @@ def _is_wrapper_of(found: Any, model: nn.Module) -> bool:
     # type() instead of isinstance: a lazy proxy may import its module when its class is read
     if not issubclass(type(found), nn.Module) or not defines_forward(type(found)):
         return False
-    parts = found.__dict__.get("_modules") or {}
-    return parts.get("_fsdp_wrapped_module") is model or (
+    parts = held_modules(found)
+    return parts.get(FSDP_WRAPPED) is model or (
         parts.get("module") is model and type(found).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
     )

@@ -4,9 +4,9 @@ After `attach`, no error of the monitor is raised into training: `ErrorBoundary`
 
 Names of torch that a release or build of torch may lack, private ones in particular.
 
-A module that needs such a name at its import reads it with `torch_name`. All other accesses run inside the error
-boundary of a monitor, which recognizes a missing name with `missing_name`. Both publish one line for each name, and
-training continues without the part that needs the name.
+A name that is needed at an import is read by `adapters.torch_private.torch_name`. All other accesses run inside the
+error boundary of a monitor, which recognizes a missing name with `missing_name`. Both publish one line for each name,
+and training continues without the part that needs the name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pkgutil
 import sys
 import threading
 from collections.abc import Callable
@@ -23,19 +22,6 @@ from typing import Any
 
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.wire.spool import SpoolError
-
-
-def torch_name(path: str, absent: Any, without: str = "", *, earlier: str = "") -> Any:
-    """Return the object with the full name `path`, or with its full name `earlier` in older releases, else `absent`.
-
-    If torch has neither, log `without`, a sentence about what the monitor does not do; log nothing if it is empty.
-    """
-    for name in filter(None, (path, earlier)):
-        with contextlib.suppress(AttributeError, ImportError):
-            return pkgutil.resolve_name(name)
-    if without:
-        log.warning("torch %s has no %s: %s; training continues", sys.modules["torch"].__version__, path, without)
-    return absent
 
 
 def missing_name(error: BaseException) -> str | None:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
-from torch.autograd import Variable
 
 from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
+from rankscope_exporter.adapters.torch_private import NO_PASS, autograd_engine, current_pass, forward_pre_hooks
 from rankscope_exporter.adapters.tracing import (
     STAND_INS,
     is_dynamo_compiling,
@@ -21,7 +21,6 @@ from rankscope_exporter.adapters.tracing import (
     uncompiled,
 )
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
-from rankscope_exporter.measure.quantities.module_quantity import NO_PASS, current_pass
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
@@ -197,14 +196,14 @@ class Hooks(HookContext):
                 self._gradients.keep_all()
                 if _has_lost_hooks(self._monitored.framework):
                     self.tell_once(_LOST_HOOKS)
-            Variable._execution_engine.queue_callback(self._when_gradients_ready)  # noqa: SLF001 - as DDP and FSDP do
+            autograd_engine().queue_callback(self._when_gradients_ready)
         except Exception as error:  # noqa: BLE001 - an error here must not hide the gradient that has arrived
             self.boundary.report("a backward hook", error)
 
     def _gradients_ready(self) -> None:
         # Callbacks run in the order in which they were queued. DDP queues its own with its last gradient. This first
         # callback therefore runs before reduced gradients are written back, and one queued from here runs after it.
-        Variable._execution_engine.queue_callback(self._when_backward_ended)  # noqa: SLF001 - as DDP and FSDP do
+        autograd_engine().queue_callback(self._when_backward_ended)
         self._recorder.measure(Quantity.on_gradients_ready, "backward_ends")
 
     def _backward_ended(self) -> None:
@@ -289,5 +288,5 @@ class Hooks(HookContext):
 
 def _has_lost_hooks(framework: Framework) -> bool:
     """Return whether other code has removed the forward hooks, so that a step begins with a gradient."""
-    tables = [chunk._forward_pre_hooks.values() for chunk in framework.chunks]  # noqa: SLF001 - torch has no public name for it
+    tables = [forward_pre_hooks(chunk).values() for chunk in framework.chunks]
     return framework.announced is None and not any(isinstance(hook, Hook) for hooks in tables for hook in hooks)

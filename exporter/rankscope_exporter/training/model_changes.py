@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
-from rankscope_exporter.adapters.parameter_names import entry
+from rankscope_exporter.adapters.torch_private import entry, submodules_of
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
 from rankscope_exporter.measure.quantities.base import REMEDY
 from rankscope_exporter.records.record import StepObserver
@@ -79,7 +79,7 @@ def _has_changed(tree: Iterable[_Branch]) -> bool:
     for parent, key, child in tree:
         holder, module = parent(), child()
         if holder is not None:
-            table = holder._modules  # noqa: SLF001 - the dictionary itself: `__getattr__` may be the user's
+            table = submodules_of(holder)
             found = dict.get(table, key) if isinstance(table, dict) else entry(table, key)
             if module is None or found is not module:
                 return True
@@ -91,7 +91,7 @@ def _tree(root: nn.Module) -> list[_Branch]:
     return [
         (weakref.ref(module), key, weakref.ref(child))
         for module in root.modules()
-        for key, child in module._modules.items()  # noqa: SLF001 - the dictionary itself, to detect changes
+        for key, child in submodules_of(module).items()
         if child is not None
     ]
 

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from rankscope_exporter.adapters.torch_private import in_place_changes
+
 
 class _Trace(NamedTuple):
     """Numbers that change with an optimizer step.
@@ -65,16 +67,13 @@ class UnseenUpdates:
 def _trace(optimizer: torch.optim.Optimizer) -> _Trace:
     parameters = (item for group in optimizer.param_groups for item in group["params"])
     steps = (state.get("step") for state in optimizer.state.values() if isinstance(state, dict))
-    return _Trace(sum(map(_version, parameters)), sum(map(_count, steps)), len(optimizer.state))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else int(tensor._version)  # noqa: SLF001 - torch has no public name for it
+    versions = sum(in_place_changes(item) or 0 for item in parameters)
+    return _Trace(versions, sum(map(_count, steps)), len(optimizer.state))
 
 
 def _count(step: Any) -> int:
     if isinstance(step, torch.Tensor):
-        return _version(step)
+        return in_place_changes(step) or 0
     return step if isinstance(step, int) else 0
 
 

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankscope_exporter.adapters import tracing
+from rankscope_exporter.adapters import torch_private, tracing
 from rankscope_exporter.adapters.hook_context import Hook, HookContext, IntraOpThreads
 from rankscope_exporter.adapters.tracing import is_plain
 from rankscope_exporter.process.errors import ErrorBoundary
@@ -410,7 +409,7 @@ def test_captured_step_is_not_a_step(monkeypatch):
     with Training() as training:
         training.train(loss=0.0)
         with monkeypatch.context() as patch:
-            patch.setattr(tracing, "_cuda", SimpleNamespace(_initialized=True))
+            patch.setattr(torch_private, "is_cuda_initialized", lambda: True)
             patch.setattr(tracing, "is_capturing", lambda: True)
             training.train(loss=1.0)
         training.train(loss=2.0)

@@ -24,10 +24,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
 from torch.nn.parallel import DistributedDataParallel
 
-EXPORTER = Path(__file__).parents[3] / "exporter" / "rankscope_exporter"
-READERS = frozenset({"getattr", "hasattr", "entry", "torch_name", "loaded"})
-"""Functions that read a name which they receive as text."""
-OF_OTHERS = frozenset({"_getframe", "_current_frames", "_C"})  # of Python; and without torch._C, there is no torch
+SOURCE = Path(__file__).parents[3] / "exporter" / "rankscope_exporter" / "adapters" / "torch_private.py"
+READERS = frozenset(
+    {"getattr", "hasattr", "entry", "torch_name", "loaded", "attrgetter", "methodcaller", "partial", "_optional"}
+)
+"""Functions that read a name which they receive as text, or make such functions."""
+OF_ALL = frozenset({"_C"})  # without torch._C, there is no torch
 ALSO = frozenset({"fsdp_params", "sharded_param", "unsharded_accumulated_grad", "mp_policy", "reduce_grads"})
 """Public names of private objects of FSDP2."""
 STEPS = 3
@@ -38,21 +40,16 @@ AT_IMPORT: set[str] = set()
 
 
 def private_names() -> Iterator[str]:
-    """Yield the private names of other objects in the source of the exporter, and add to `AT_IMPORT`."""
-    for path in sorted(EXPORTER.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            for name in _read(node):
-                is_private = name.startswith("_") and not name.startswith("__") and name not in OF_OTHERS
-                if is_private and not path.stem.startswith(("deepspeed", "megatron")):  # names of these frameworks
-                    yield name
+    """Yield the private names in the module that alone reads private names of torch, and add to `AT_IMPORT`."""
+    for node in ast.walk(ast.parse(SOURCE.read_text())):
+        for name in _read(node):
+            if name.startswith("_") and not name.startswith("__") and name not in OF_ALL:
+                yield name
 
 
 def _read(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-        is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-        is_base = isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") == "super"
-        if not (is_own or is_base):
-            yield node.attr
+        yield node.attr
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
         yield from (alias.name for alias in node.names)
     function = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
@@ -200,7 +197,8 @@ def unwatched(wrap: Any) -> bytes:
 def report(name: str, wrap: Any, lines: Lines) -> None:
     bits, steps = trained(wrap, watches=True)
     expected = unwatched(wrap)
-    print(json.dumps({"name": name, "is_equal": bits == expected, "steps": steps, "lines": lines.texts}), flush=True)
+    one = json.dumps({"name": name, "is_equal": bits == expected, "steps": steps, "lines": lines.texts})
+    print(f"{one}\n", end="", flush=True)  # one write: other processes print, too
     lines.texts = []
 
 

@@ -20,6 +20,7 @@ from typing import Final
 
 import torch
 
+from rankscope_exporter.adapters.torch_private import foreach_copy
 from rankscope_exporter.measure.kernels.tensor_access import MEASURABLE, is_freed
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -104,7 +105,7 @@ class Hasher:
             return
         layout = self._layout(tuple(flat[index].numel() for index in indices))
         self._packed[: layout.words].zero_()
-        torch._foreach_copy_(list(layout.places), [flat[index] for index in indices])
+        foreach_copy(list(layout.places), [flat[index] for index in indices])
         mixed = self._mix(self._packed[: layout.words], layout.positions, 0)
         for index, (first, end) in zip(indices, layout.spans, strict=True):
             sums[index].add_(mixed[first:end].sum())

@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from rankscope_exporter.adapters.torch_private import is_wrapped
+
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that have memory of their own. A tensor of another type may be a wrapper of tensors."""
 
@@ -71,7 +73,7 @@ def why_not_measurable(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.dtype not in MEASURABLE:
         return f"packed or quantized ({str(tensor.dtype).removeprefix('torch.')})"
-    return "inside of a functorch transform" if _is_transformed(tensor) else None
+    return "inside of a functorch transform" if is_wrapped(tensor) else None
 
 
 def is_integer(tensor: torch.Tensor) -> bool:
@@ -111,9 +113,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.dim() == 1 else tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))  # a transposed tensor need not be copied to be summed
 
-
-# Tensors inside vmap and grad have no memory; torch has no public name for this check.
-_is_transformed = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda _tensor: False)  # noqa: SLF001
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 

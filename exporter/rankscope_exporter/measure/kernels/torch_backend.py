@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from rankscope_contract.model.kinds import SUMMANDS
+from rankscope_exporter.adapters.torch_private import foreach_norm
 from rankscope_exporter.measure.kernels.statistics_table import SUMS, Rows, StatisticsTable, on_device
 
 Sums = tuple[torch.Tensor, ...]
@@ -173,7 +174,7 @@ def fast_sums(flats: Sequence[torch.Tensor], zero_below: float) -> tuple[torch.T
     for precision, parts in norms.items():
         if parts:
             owners, vectors = zip(*parts, strict=True)
-            lengths = torch.stack(torch._foreach_norm(vectors, 2, precision))  # noqa: SLF001 - as torch's clipping does
+            lengths = torch.stack(foreach_norm(vectors, 2, precision))
             squares.index_add_(0, torch.tensor(owners, device=_CPU), lengths.double().square())
     owners, scalars = zip(*totals, strict=True)
     total.index_add_(0, torch.tensor(owners, device=_CPU), torch.stack(scalars).double())

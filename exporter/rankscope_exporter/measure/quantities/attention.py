@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
+from rankscope_exporter.adapters.torch_private import saved_causality, saves_no_mask
 from rankscope_exporter.measure.formulas import without_autocast, working_type
 from rankscope_exporter.measure.formulas.attention import HIDING, Mask, attention_sums, broadcast, hides_of
 from rankscope_exporter.measure.kernels.tensor_access import why_not_measurable
@@ -357,19 +358,13 @@ def _causal_inside(output: Any) -> bool | None:
         if node is None:
             return None
         name = node.name()
-        if isinstance(is_causal := getattr(node, "_saved_is_causal", None), bool):
-            return is_causal or (False if _has_no_bias(node) else None)
+        if isinstance(is_causal := saved_causality(node), bool):
+            return is_causal or (False if saves_no_mask(node) else None)
         if is_scores and not name.startswith(_KEEP_SCORES):
             return False if name.startswith(_PRODUCTS) else None
         is_scores |= "Softmax" in name
         node = node.next_functions[0][0] if node.next_functions else None
     return None
-
-
-def _has_no_bias(node: Any) -> bool:
-    names = {"_saved_attn_mask", "_saved_attn_bias"} & set(dir(node))
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)(True)  # noqa: SLF001 - no public name
-    return not names or (hooks is None and all(getattr(node, name) is None for name in names))
 
 
 def _found(

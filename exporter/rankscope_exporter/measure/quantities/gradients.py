@@ -26,6 +26,7 @@ from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import local_tensor
+from rankscope_exporter.adapters.torch_private import version
 from rankscope_exporter.measure.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.module_quantity import MicroGradientHooks
 from rankscope_exporter.measure.table import Slots, Table
@@ -494,4 +495,4 @@ def _is_partial(gradient: torch.Tensor | None) -> bool:
 
 def _is_fresh(gradient: torch.Tensor | None) -> bool:
     """Return whether a gradient was not changed in place since the first backward pass that computed it."""
-    return gradient is not None and not gradient.is_inference() and local_tensor(gradient)._version == 0  # noqa: SLF001 - torch has no public name
+    return gradient is not None and not gradient.is_inference() and version(local_tensor(gradient)) == 0

@@ -19,22 +19,16 @@ import torch
 from torch import nn
 from torch.utils.hooks import unserializable_hook
 
+from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import GRADIENT, CallbackHandle, ParameterHook, Removable, TensorHook
-from rankscope_exporter.adapters.parameter_names import NamedModule, entry, named_modules, selected, unmatched
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, ParameterHook, Removable, TensorHook
+from rankscope_exporter.adapters.parameter_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.adapters.tracing import on_compilation
 from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.process.errors import torch_name
 from rankscope_exporter.records.record import ExpectedRows
-
-NO_PASS: Final = -1
-current_pass: Final = torch_name(
-    "torch._C._current_graph_task_id", lambda: NO_PASS, "gradients are read when the optimizer steps"
-)
-"""Function that returns the number of the backward pass of this thread, nested passes included; NO_PASS if none."""
 
 NAMES_SHOWN: Final = 3
 MODEL: Final = "the model"
@@ -91,7 +85,7 @@ class TensorHooks:
             handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
             self._handles.append(handle)
             return int(handle.id)
-        own = TensorHook(tensor, hook, table=GRADIENT)
+        own = TensorHook(tensor, hook, table=torch_private.GRADIENT)
         position = self._positions.get(id(tensor))
         if position is not None and self._monitored.parameter(position) is tensor:
             hook_of_parameter = ParameterHook(functools.partial(self._monitored.parameter, position), lambda _: own)
@@ -158,7 +152,7 @@ def hook_after(module: nn.Module, hook: Hook) -> Removable:
 
 def in_backward() -> bool:
     """Return whether a backward pass runs on this thread. A forward pass inside a backward pass is a recomputation."""
-    return bool(current_pass() != NO_PASS)
+    return bool(torch_private.current_pass() != torch_private.NO_PASS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +334,7 @@ class ModuleQuantity(Quantity):
 
 def _is_registered(module: nn.Module, hook: Hook) -> bool:
     # The tables themselves: other code also replaces them by new ones, and the handle of a hook does not show this.
-    tables = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001 - torch has no public name for it
+    tables = torch_private.forward_pre_hooks(module), torch_private.forward_hooks(module)
     return any(hook is known for table in tables for known in table.values())
 
 
@@ -356,8 +350,8 @@ def weight_of(module: nn.Module | None) -> torch.Tensor | None:
     if module is None:
         return None
     # The dictionaries themselves: a parametrized weight is a property, which computes and may change its buffers.
-    parameters, attributes = module._parameters, vars(module)  # noqa: SLF001 - see above
-    found = [entry(parameters if name in parameters else attributes, name) for name in _NAMES]
+    parameters, attributes = torch_private.parameters_of(module), vars(module)
+    found = [torch_private.entry(parameters if name in parameters else attributes, name) for name in _NAMES]
     held = [weight for weight in found if isinstance(weight, torch.Tensor)]
     return next(filter(is_matrix, held), held[0] if held else None)
 

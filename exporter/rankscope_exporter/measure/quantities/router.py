@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_names import NamedModule, entry
+from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.pytree import Found, ObjectSpec, received, returned
+from rankscope_exporter.adapters.torch_private import entry, parameters_of
 from rankscope_exporter.measure.formulas.routing import product, routing_sums, similarity
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
@@ -157,7 +158,7 @@ def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
         return weight
     if given.shape[-1] not in weight.shape:
         return f"has a weight of shape {list(weight.shape)}, which does not fit its argument"
-    bias = entry(module._parameters, "bias")  # noqa: SLF001 - a property could compute anything
+    bias = entry(parameters_of(module), "bias")
     return product(given, weight if weight.shape[1] == given.shape[-1] else weight.t(), bias)
 
 

@@ -29,7 +29,6 @@ import pickle
 import select
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -40,6 +39,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.adapters.tracing import others_may_capture
 
 SPARE_THREADS: Final = 16
@@ -112,10 +112,9 @@ def worker_server() -> WorkerServer:
 
 def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
     """Register `function(request, response)`, which gets C++ objects; torch can neither remove nor replace handlers."""
-    c10d: Any = torch._C._distributed_c10d  # noqa: SLF001 - torch has no public name for it
-    if name not in c10d._get_handler_names():  # noqa: SLF001 - see above
+    if name not in torch_private.handler_names():
         _keep_for_ever(function)
-        c10d._register_handler(name, function)  # noqa: SLF001 - see above
+        torch_private.add_handler(name, function)
 
 
 class _Connection(http.client.HTTPConnection):
@@ -140,7 +139,7 @@ def _start() -> str:
     inside = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         name = f"/proc/self/fd/{inside}/worker"  # the temporary folder may exceed the 107 bytes of a socket path
-        _keep_for_ever(torch._C._distributed_c10d._WorkerServer(name))  # noqa: SLF001 - torch has no public name for it
+        _keep_for_ever(torch_private.new_worker_server(name))
         descriptor = os.open(name, os.O_PATH)
     finally:
         os.close(inside)
@@ -196,21 +195,19 @@ class TorchRecorder:
 
     name: str
     with_stacks: str
-    """Name of the function of `torch._C._distributed_c10d` that returns a pickle of the entries with their stacks.
+    """Name of the flight record for `dump_function`, which returns a pickle of the entries with their stacks.
 
     The function holds the GIL.
     """
     plain: str
-    """Name of the function that returns the entries as JSON without stacks. It holds the GIL."""
+    """Name for `dump_function` of the entries as JSON without stacks. The function holds the GIL."""
     handler: str
     """Name of the handler of torch's worker server that returns the entries as JSON. It runs without the GIL."""
     asks_device: bool = False
     """True if torch queries the device for the state of entries, so that a device that hangs blocks the reading."""
 
 
-CPU: Final = TorchRecorder(
-    name="cpu", with_stacks="_dump_fr_trace", plain="_dump_fr_trace_json", handler="fr_trace_json"
-)
+CPU: Final = TorchRecorder(name="cpu", with_stacks="fr_trace", plain="fr_trace_json", handler="fr_trace_json")
 """The flight recorder of Gloo.
 
 torch's handler that returns the entries of this recorder does not read its request argument. Any Python object can
@@ -218,19 +215,12 @@ therefore be passed as the request.
 """
 
 NCCL: Final = TorchRecorder(
-    name="nccl",
-    with_stacks="_dump_nccl_trace",
-    plain="_dump_nccl_trace_json",
-    handler="dump_nccl_trace_json",
-    asks_device=True,
+    name="nccl", with_stacks="nccl_trace", plain="nccl_trace_json", handler="dump_nccl_trace_json", asks_device=True
 )
 """The flight recorder of NCCL, and of RCCL under the same names. It exists only if torch was built with NCCL."""
 
 _RELAY: Final = "rankscope_"
 _URGENT: Final = "urgent"
-
-_COMPILER: Final = "torch._dynamo"
-_KNOWS_STACKS: Final = "torch._inductor.codecache"
 
 _NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_group", "collective_seq_id", "p2p_seq_id")
 """Names of the fields that an entry of a flight record must have; entries without one of them are skipped."""
@@ -247,12 +237,12 @@ def prepare_stacks() -> bool:
     is loaded, for example after the first step of any torch optimizer. Otherwise the import would take 2 s, so it is
     skipped and stacks are not read.
     """
-    if _COMPILER not in sys.modules:
+    if not torch_private.is_compiler_loaded():
         return False
     try:
-        importlib.import_module(_KNOWS_STACKS)
+        importlib.import_module(torch_private.STACK_READER)
     except Exception as error:  # noqa: BLE001 - an import of the compiler may raise anything
-        log.debug("flight records are read without stacks: importing %s raised %r", _KNOWS_STACKS, error)
+        log.debug("flight records are read without stacks: importing %s raised %r", torch_private.STACK_READER, error)
         return False
     return True
 
@@ -312,7 +302,7 @@ def _complete(entries: Sequence[Raw], where: str, report: Report) -> Sequence[Ra
 
 
 def _pickled(recorder: TorchRecorder) -> Any:
-    function = getattr(_c10d(), recorder.with_stacks, None)
+    function = torch_private.dump_function(recorder.with_stacks)
     if function is None:
         return None
     with _while_others_capture() if recorder.asks_device else contextlib.nullcontext():
@@ -321,9 +311,9 @@ def _pickled(recorder: TorchRecorder) -> Any:
 
 
 def _json(recorder: TorchRecorder, *, is_urgent: bool, seconds: float) -> Any:
-    function = getattr(_c10d(), recorder.plain, None)
+    function = torch_private.dump_function(recorder.plain)
     ask = _ask_device if recorder.asks_device else _ask
-    if recorder.handler in _handler_names():
+    if recorder.handler in torch_private.handler_names():
         try:
             return json.loads(ask(recorder.handler, is_urgent=is_urgent, seconds=seconds))
         except TimeoutError:
@@ -352,16 +342,7 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a flight record must not contain a reference to {module}.{name}")
 
 
-def _c10d() -> Any:
-    return getattr(torch._C, "_distributed_c10d", None)  # noqa: SLF001 - torch has no public name for it
-
-
 # Handlers of torch's worker server: the only functions that write the record without the GIL.
-
-
-def _handler_names() -> Sequence[str]:
-    c10d = _c10d()
-    return c10d._get_handler_names() if hasattr(c10d, "_get_handler_names") else ()  # noqa: SLF001 - see above
 
 
 def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG001 - the signature of _ask_device
@@ -369,12 +350,10 @@ def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG0
 
     The handler must not read the request object that it receives.
     """
-    c10d = _c10d()
     given: list[str] = []
-    request = c10d._Request()  # noqa: SLF001 - see above
     takes = {"set_content": lambda _, content, _type: given.append(content), "set_status": lambda *_: None}
-    response = type("Response", (c10d._Response,), takes)()  # noqa: SLF001 - see above
-    c10d._get_handler(handler)(request, response)  # noqa: SLF001 - see above
+    request_type, response_type = torch_private.handler_types()
+    torch_private.handler_of(handler)(request_type(), type("Response", (response_type,), takes)())
     return "".join(given)
 
 
@@ -383,7 +362,7 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
 
     The handler queries the device, which may not respond.
     """
-    if not all(hasattr(_c10d(), name) for name in ("_WorkerServer", "_register_handler")):
+    if not torch_private.has_worker_server():
         raise RuntimeError("this release of torch has no worker server, which the flight recorder of the device needs")
     relay = f"{_RELAY}{handler}"
     register_handler(relay, functools.partial(_relay, handler))
@@ -394,7 +373,7 @@ def _relay(handler: str, request: Any, response: Any) -> None:
     """Call the handler with torch's request and response objects."""
     # During the call, this thread is in a mode in which it may query the device while other threads capture graphs.
     with _while_others_capture(is_urgent=request.body() == _URGENT):
-        _c10d()._get_handler(handler)(request, response)  # noqa: SLF001 - see above
+        torch_private.handler_of(handler)(request, response)
 
 
 @contextlib.contextmanager
@@ -415,8 +394,7 @@ def ranks_by_group(report: Report) -> dict[str, tuple[int, ...]]:
     """
     found: dict[str, tuple[int, ...]] = {}
     try:
-        world = getattr(dist.distributed_c10d, "_world", None)
-        for group, name in list((getattr(world, "pg_names", None) or {}).items()):
+        for group, name in list(torch_private.group_names().items()):
             with contextlib.suppress(ValueError, RuntimeError):  # the group was destroyed in the meantime
                 found[str(name)] = tuple(sorted(dist.get_process_group_ranks(group)))
     except Exception as error:  # noqa: BLE001 - reads a private structure of torch, which may change

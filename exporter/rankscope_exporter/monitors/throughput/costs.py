@@ -14,9 +14,10 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
-from rankscope_exporter.adapters import Framework
+from rankscope_exporter.adapters import Framework, torch_private
+from rankscope_exporter.adapters.fsdp1 import units
+from rankscope_exporter.adapters.fsdp2 import is_sharded
 from rankscope_exporter.adapters.parameter_names import named_parameters, plain_name
 from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.process.errors import ConfigError
@@ -87,7 +88,7 @@ def six_n(framework: Framework, parallel: Parallel) -> float:
 
 def _misfit(module: nn.Module) -> str | None:
     for name, child in module.named_modules():
-        if isinstance(child, _ConvNd):
+        if isinstance(child, torch_private.CONVOLUTION):
             return f"{plain_name(name)} is a convolution"
         if isinstance(child, nn.EmbeddingBag):
             return f"{plain_name(name)} combines many tokens to one row"
@@ -108,12 +109,10 @@ def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     A yielded tuple contains the parameter's name, the number of elements of the unsharded parameter, and whether the
     parameter is frozen.
     """
-    for child in model.modules():
-        flat = getattr(vars(child).get("_handle"), "flat_param", None)
-        if flat is None or not hasattr(flat, "_param_infos"):
-            continue
-        tied = {(id(shared.prim_module), shared.prim_param_name) for shared in flat._shared_param_infos}  # noqa: SLF001 - FSDP1 has no public way
-        for info, shape in zip(flat._param_infos, flat._shapes, strict=True):  # noqa: SLF001 - as above
+    for unit in units(model):
+        flat = torch_private.flat_parameter(unit)
+        tied = {(id(shared.prim_module), shared.prim_param_name) for shared in torch_private.shared_infos(flat)}
+        for info, shape in zip(torch_private.flat_infos(flat), torch_private.flat_shapes(flat), strict=True):
             if not isinstance(info.module, nn.Embedding) or (id(info.module), info.param_name) in tied:
                 yield f"{info.module_name}.{info.param_name}", shape.numel(), not flat.requires_grad
 
@@ -152,7 +151,8 @@ def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.d
     if autocast is not None:
         return autocast
     for module in framework.model.modules():
-        policy = getattr(module, "mixed_precision", None) or _policy(module)
+        own = torch_private.mixed_precision_policy(module) if is_sharded(module) else None
+        policy = getattr(module, "mixed_precision", None) or own
         dtype = getattr(policy, "param_dtype", None)
         if isinstance(dtype, torch.dtype):
             return dtype
@@ -161,12 +161,6 @@ def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.d
         if parameter.is_floating_point():
             elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
     return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
-
-
-def _policy(module: nn.Module) -> Any:
-    if not isinstance(module, loaded("torch.distributed.fsdp", "FSDPModule")):
-        return None
-    return getattr(module._get_fsdp_state(), "_mp_policy", None)  # noqa: SLF001 - FSDP2 has no other way to ask
 
 
 def multiplies_in_tf32() -> bool:

@@ -12,7 +12,6 @@ import importlib
 import itertools
 import math
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -22,9 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
-from rankscope_exporter.adapters import framework_of
+from rankscope_exporter.adapters import framework_of, torch_private
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.parameter_names import plain_name
 from rankscope_exporter.process.errors import CountError
@@ -41,7 +39,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    tables = [module._buffers for module in model.modules()]  # noqa: SLF001 - includes None entries
+    tables = [torch_private.buffers_of(module) for module in model.modules()]
     # A scripted module has another table and replaces no tensors.
     contents = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
@@ -189,7 +187,7 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     with restored(model), _without_compilation(), torch.inference_mode(mode=False), torch.enable_grad():
         if not model.training:
             model.train()
-        own_args, own_kwargs = pytree.tree_map(_copy, (args, kwargs))
+        own_args, own_kwargs = torch_private.tree_map(_copy, (args, kwargs))
         with counter, operations.Filter(alone=not has_others):
             ends = [tensor for tensor in _ends(model(*own_args, **own_kwargs)) if tensor.requires_grad]
             if not ends:
@@ -210,7 +208,7 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
 
 def _shape_of_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     """Return the shape of the argument `input_ids`, or else of the first tensor, and whether it has integers."""
-    entries, _ = pytree.tree_flatten_with_path((args, kwargs))
+    entries, _ = torch_private.tree_flatten_with_path((args, kwargs))
     tensors = [(path, item) for path, item in entries if isinstance(item, torch.Tensor) and not item.is_nested]
     ids = [entry for entry in tensors if getattr(entry[0][-1], "key", None) == "input_ids"]
     for _, tensor in (*ids, *tensors):
@@ -237,8 +235,8 @@ def _check(model: Any) -> None:
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         raise CountError(f"{plain_name(lazy)} has no shape yet: run a forward pass before count_flops()")
-    before_forward = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]  # noqa: SLF001 - torch has no list of hooks
-    tables = ((name, parameter._post_accumulate_grad_hooks) for name, parameter in model.named_parameters())  # noqa: SLF001 - as above
+    before_forward = [hook for module in model.modules() for hook in torch_private.forward_pre_hooks(module).values()]
+    tables = ((name, torch_private.accumulated_hooks(parameter)) for name, parameter in model.named_parameters())
     after_gradient = [(name, hook) for name, hooks in tables if hooks is not None for hook in hooks.values()]
     if any(map(_is_ours, (*before_forward, *(hook for _, hook in after_gradient)))):
         raise CountError("the model is monitored, and its steps would be counted: call count_flops() before attach()")
@@ -260,7 +258,7 @@ def _without_compilation() -> Iterator[None]:
 
     Each operation is then dispatched and counted.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+    if not torch_private.is_compiler_loaded():
         yield
     else:
         with torch.compiler.set_stance("force_eager"):

@@ -7,10 +7,9 @@ from math import prod
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from rankscope_exporter.adapters.placement import loaded
+from rankscope_exporter.adapters.torch_private import TorchDispatchMode, nested_tensor_class
 from rankscope_exporter.process.errors import CountError
 
 _OF_TORCH: Final = frozenset({"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
@@ -55,7 +54,7 @@ class Filter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in 
                 f"the model communicates with other ranks ({func}): count a full copy on one rank, before the model is "
                 "divided"
             )
-        nested = loaded("torch.nested._internal.nested_tensor", "NestedTensor")
+        nested = nested_tensor_class()
         if any(issubclass(kind, nested) for kind in types):
             return NotImplemented  # torch then dispatches the operations on its parts
         return func(*args, **(kwargs or {}))

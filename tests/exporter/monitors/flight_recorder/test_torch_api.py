@@ -13,7 +13,7 @@ from tests.exporter.parts import CaptureRuntime
 from tests.programs import run_program
 
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES
-from rankscope_exporter.adapters import tracing
+from rankscope_exporter.adapters import torch_private, tracing
 from rankscope_exporter.monitors.flight_recorder import torch_api
 from rankscope_exporter.monitors.flight_recorder.entry import (
     KEPT,
@@ -34,9 +34,9 @@ C10D = torch._C._distributed_c10d
 DATA = Path(__file__).parents[3] / "data" / "flight"
 """Dumps of NCCL that were written by hand; see its README."""
 
-GOOD = TorchRecorder(name="good", with_stacks="_test_good_pickle", plain="_test_good_json", handler="test_none")
-BROKEN = TorchRecorder(name="broken", with_stacks="_test_broken", plain="_test_broken", handler="test_none")
-ABSENT = TorchRecorder(name="absent", with_stacks="_test_none", plain="_test_none", handler="test_none")
+GOOD = TorchRecorder(name="good", with_stacks="test_good_pickle", plain="test_good_json", handler="test_none")
+BROKEN = TorchRecorder(name="broken", with_stacks="test_broken", plain="test_broken", handler="test_none")
+ABSENT = TorchRecorder(name="absent", with_stacks="test_none", plain="test_none", handler="test_none")
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:
@@ -50,10 +50,10 @@ def entry(number: int, **more: Any) -> dict[str, Any]:
 def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Add functions of a good and a broken recorder to torch's, and return the document of the good one."""
     document: dict[str, Any] = {"entries": [entry(2), entry(1)]}
-    monkeypatch.setattr(C10D, GOOD.plain, lambda *_: json.dumps(document).encode(), raising=False)
-    monkeypatch.setattr(C10D, GOOD.with_stacks, lambda *_: pickle.dumps(document), raising=False)
+    monkeypatch.setattr(C10D, f"_dump_{GOOD.plain}", lambda *_: json.dumps(document).encode(), raising=False)
+    monkeypatch.setattr(C10D, f"_dump_{GOOD.with_stacks}", lambda *_: pickle.dumps(document), raising=False)
     error = Mock(side_effect=RuntimeError("CUDA error: unspecified launch failure"))
-    monkeypatch.setattr(C10D, BROKEN.plain, error, raising=False)
+    monkeypatch.setattr(C10D, f"_dump_{BROKEN.plain}", error, raising=False)
     return document
 
 
@@ -75,7 +75,7 @@ def test_failed_recorder_is_reported_and_the_others_are_read(read, functions, fa
     assert {"good": [entry(1), entry(2)]} == read(failures.report, recorders=(BROKEN, ABSENT, GOOD))
     assert ["reading the flight record of broken"] == [where for where, _ in failures]
     assert "unspecified launch failure" in str(failures[0][1])
-    monkeypatch.setattr(torch_api, "_c10d", lambda: None)  # torch without recorders
+    monkeypatch.setattr(torch_private, "c10d", lambda: None)  # torch without recorders
     assert {} == read(failures.report, recorders=(CPU, NCCL))
     assert 1 == len(failures)
 
@@ -115,7 +115,7 @@ def test_pickled_record_cannot_call_or_import_anything(functions, failures, caps
 # Captures of graphs.
 
 
-NAMES = {"name": "device", "with_stacks": "_test_device", "plain": "_test_device", "handler": "test_none"}
+NAMES = {"name": "device", "with_stacks": "test_device", "plain": "test_device", "handler": "test_none"}
 DEVICE = TorchRecorder(**NAMES, asks_device=True)
 
 
@@ -128,7 +128,7 @@ def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, mo
     """The previous mode of the thread is restored."""
     runtime, seen = CaptureRuntime(), []
     monkeypatch.setattr(tracing, "exchange_of_modes", lambda: runtime.exchange)
-    monkeypatch.setattr(C10D, DEVICE.plain, lambda *_: seen.append(runtime.mode) or "{}", raising=False)
+    monkeypatch.setattr(C10D, f"_dump_{DEVICE.plain}", lambda *_: seen.append(runtime.mode) or "{}", raising=False)
     read_without_stacks(failures.report, recorders=[DEVICE])
 
     assert ([2], [2, 0], []) == (seen, runtime.modes, failures)
@@ -140,7 +140,7 @@ def test_device_without_that_mode_is_queried_only_for_a_hang(
 ):
     """The other recorder is always read."""
     monkeypatch.setattr(tracing, "exchange_of_modes", lambda: None)
-    monkeypatch.setattr(C10D, DEVICE.plain, getattr(C10D, GOOD.plain), raising=False)
+    monkeypatch.setattr(C10D, f"_dump_{DEVICE.plain}", getattr(C10D, f"_dump_{GOOD.plain}"), raising=False)
 
     assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent, recorders=[DEVICE, GOOD]))
     assert [] == [where for where, error in failures if is_urgent or "graph captures" not in str(error)]
@@ -172,7 +172,9 @@ RECORD = {
 
 
 def test_pickled_nccl_dump_is_read_with_stacks(failures, monkeypatch):
-    monkeypatch.setattr(C10D, NCCL.with_stacks, lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False)
+    monkeypatch.setattr(
+        C10D, f"_dump_{NCCL.with_stacks}", lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False
+    )
     entries = read_with_stacks(failures.report, recorders=[NCCL])["nccl"]
 
     assert RECORD == of_record(entries)
@@ -274,8 +276,8 @@ read(device("hangs"), seconds=0.1)
 
 def test_function_is_called_if_the_handler_fails():
     results = run_server("""
-c10d._test_dump = lambda *_: open(DUMP).read()
-both = read(device("fails", "_test_dump")), failed()
+c10d._dump_test = lambda *_: open(DUMP).read()
+both = read(device("fails", "test")), failed()
 print(json.dumps([*both, read(device("fails")), failed()]))
 """)
     found, nothing, none, failures = results

@@ -36,6 +36,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule, Targets, local_tensor
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.adapters.pytree import Found, Slot, Specs, parse_specs, received, returned
+from rankscope_exporter.adapters.torch_private import gradient_hooks, in_place_changes, is_view
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_integer, why_not_measurable
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.module_quantity import (
@@ -166,18 +167,18 @@ class TensorCache(Generic[T]):
     def get(self, tensor: torch.Tensor) -> T | None:
         """Return the value stored for `tensor`; None without one, or if the tensor was changed in place since."""
         known = self._by_id.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
+        if known is None or known[0]() is not tensor or known[1] != in_place_changes(tensor):
             return None
         return known[2]
 
     def before(self, tensor: torch.Tensor) -> T | None:
         """Return the value stored for `tensor` before it was changed in place; None without a value or a change."""
         known = self._by_id.get(id(tensor))
-        return None if known is None or known[0]() is not tensor or known[1] == _version(tensor) else known[2]
+        return None if known is None or known[0]() is not tensor or known[1] == in_place_changes(tensor) else known[2]
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
         """Store `value`, but not for parameters, and tensors whose in-place changes torch does not count."""
-        version = _version(tensor)
+        version = in_place_changes(tensor)
         if version is not None and not isinstance(tensor, nn.Parameter):
             self._by_id[id(tensor)] = weakref.ref(tensor), version, value
 
@@ -224,21 +225,14 @@ class Leaves(Generic[T]):
         for known in (*reversed(self._running), self._last):
             found = known.get(id(tensor))  # the tensor is alive, so no other one has its id()
             if found is not None:
-                return found[2] if found[1] == _version(tensor) else None
+                return found[2] if found[1] == in_place_changes(tensor) else None
         return None
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
         """Store `value` in the cache of the innermost call, unless torch does not count the in-place changes."""
-        version = _version(tensor)
+        version = in_place_changes(tensor)
         if version is not None and self._running:
             self._running[-1][id(tensor)] = tensor, version, value
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    if tensor.is_inference():
-        return None
-    version: int = tensor._version  # noqa: SLF001 - the count of in-place changes has no public name
-    return version
 
 
 _TABLES: Final = table("a table of tables, one for each target")
@@ -508,7 +502,7 @@ class Activations(ModuleQuantity):
         if sites is not None:
             sites.append(site)
             return
-        if tensor._is_view():  # noqa: SLF001 - torch has no public name for it
+        if is_view(tensor):
             for lost in self._step.watched.before(tensor) or ():
                 self._notes.add(
                     f"{SIDES[lost.kind]} is a view that was written in place: its gradient before the "
@@ -546,5 +540,4 @@ def _pointer(tensor: torch.Tensor) -> int:
 
 def _watched_leaf(watched: Mapping[int, list[TensorSite]], tensor: torch.Tensor) -> list[TensorSite] | None:
     """Return the sites of calls that share the monitor's gradient hook on the leaf `tensor`, if it has one."""
-    hooks: Mapping[int, Any] = tensor._backward_hooks or {}  # noqa: SLF001 - torch has no public name for it
-    return next((watched[number] for number in hooks if number in watched), None)
+    return next((watched[number] for number in gradient_hooks(tensor) or () if number in watched), None)

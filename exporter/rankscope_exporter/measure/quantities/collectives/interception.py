@@ -33,6 +33,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from rankscope_exporter.adapters.torch_private import coalescing_groups
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.quantities.base import SamplingGate
 from rankscope_exporter.measure.table import Slots
@@ -230,9 +231,7 @@ def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def is_coalescing(group: Any) -> bool:
     """Return whether torch now collects the calls for the process group `group`, to execute them together later."""
-    world = getattr(dist.distributed_c10d, "_world", None)  # it has no public name
-    pending = getattr(world, "pg_coalesce_state", None) or {}
-    return (dist.group.WORLD if group is None else group) in pending
+    return (dist.group.WORLD if group is None else group) in coalescing_groups()
 
 
 def group_text(group: Any) -> str:
