@@ -33,7 +33,16 @@ from rankscope_exporter.process.threads import OwnThread, no_fork
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, SilentKinds, StepVerdict
 from rankscope_exporter.publish.latest_values import NO_KIND
 from rankscope_exporter.publish.sinks.base import Sinks
-from rankscope_exporter.records.record import Deferred, Row, Scalar, Statistics, StepBacklog, StepRecord, skipped_event
+from rankscope_exporter.records.record import (
+    Deferred,
+    Row,
+    Scalar,
+    Statistics,
+    StepBacklog,
+    StepEvents,
+    StepRecord,
+    skipped_event,
+)
 from rankscope_exporter.records.selection import Finished, Published
 
 MOST_PASSES: Final = 8
@@ -182,31 +191,28 @@ class Publisher:
         *,
         boundary: ErrorBoundary,
         publish: Callable[[StepRecord], object],
-        on_publish: Callable[[StepRecord], None],
+        events: StepEvents,
         sinks: Sinks,
-        on_anomalies: Callable[[int | None, Sequence[Event]], None],
         flush_idle: Callable[[float], None],
         silent_kinds: SilentKinds,
         pp_stage: int | None,
         has_chunks: bool,
         queries: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> None:
-        """Store the functions that the thread calls: `on_publish`, `publish`, `on_anomalies` and `flush_idle`.
+        """Store the objects and functions that the thread calls.
 
-        `on_publish` may add data to a record, and `publish` stores it. The `sinks` then receive it. `on_anomalies` is
-        then called with the number of the step and the anomalies of the record, if it has any. `flush_idle` publishes
-        the step that has not ended yet, if no hook was called for the number of seconds in its argument. `pp_stage` is
-        the pipeline stage of this rank. If `has_chunks` is true, names of tensors begin with the number of a model
-        chunk. The thread queries the device within `queries()`.
+        `publish` stores a record. The `sinks` then receive it. `events` calls observers before a record is published,
+        and after a record with anomalies. `flush_idle` publishes the step that has not ended yet, if no hook was called
+        for the number of seconds in its argument. `pp_stage` is the pipeline stage of this rank. If `has_chunks` is
+        true, names of tensors begin with the number of a model chunk. The thread queries the device within `queries()`.
         """
         self.publish = publish
         self._steps = steps
         self._backlog = backlog
         self._detector = detector
         self._boundary = boundary
-        self._on_publish = on_publish
+        self._events = events
         self._sinks = sinks
-        self._on_anomalies = on_anomalies
         self._flush_idle = flush_idle
         self._silent_kinds = silent_kinds
         self.skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
@@ -340,7 +346,7 @@ class Publisher:
             self._boundary.report(where, error)
 
     def _publish(self, record: StepRecord) -> None:
-        self._on_publish(record)
+        self._events.on_publish(record)
         call = self._boundary.call
         where = "computing the statistics of a step"
         record.statistics, verdict = call(where, self._statistics, record) or (None, None)
@@ -392,7 +398,7 @@ class Publisher:
             if record.events:
                 anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
                 if anomalies:
-                    self._on_anomalies(record.step, anomalies)
+                    self._events.on_anomalies(record.step, anomalies)
 
     def _statistics(self, record: StepRecord) -> tuple[Statistics | None, StepVerdict | None]:
         version = record.plan
