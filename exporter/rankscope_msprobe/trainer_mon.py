@@ -31,13 +31,13 @@ import torch
 
 from rankscope_contract.model.kinds import OPS, VALUE_OPS, Kind
 from rankscope_exporter.adapters import are_chunks
+from rankscope_exporter.adapters.process_group import place_in, rank_here
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.config.loader import read_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig, setting_names
 from rankscope_exporter.config.resolve import DYNAMIC_VARIABLE
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary
-from rankscope_exporter.process.identity import place_in, rank_here
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.records.selection import ALL_OPS, FALLBACK, chosen_ops
 from rankscope_exporter.training.sampling_config import CHANGEABLE, SWITCH

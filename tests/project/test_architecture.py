@@ -70,7 +70,7 @@ def test_every_thread_of_the_exporter_is_started_by_process_threads():
     assert [] == others
 
 
-READERS_OF_PRIVATE_NAMES = {"torch_private", "identity", "deepspeed", "megatron"}
+READERS_OF_PRIVATE_NAMES = {"torch_private", "deepspeed", "megatron"}
 """Modules that read private names: of torch, and of the framework that an adapter is for."""
 OF_PYTHON = {"_current_frames", "_fields", "_getframe", "_replace"}
 

@@ -14,6 +14,7 @@ from rankscope_contract.model.schema import WIRE_VALUE_OPS
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import element_count
+from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
 from rankscope_exporter.api.wiring import (
     KernelWarmUp,
@@ -123,7 +124,7 @@ class Session:
         self._boundary = boundary
         self.attach_seconds = 0.0
         """CPU seconds of attach() on the thread that called it."""
-        self.identity = identity = resolve_identity(os.environ, config.run)
+        self.identity = identity = resolve_identity(os.environ, config.run, default_group())
         self.console = Console(identity.rank, enabled=config.console)
         self._device = monitored.device  # reads all parameters
         self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary, self._device)

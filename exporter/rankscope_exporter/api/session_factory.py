@@ -23,12 +23,12 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel, UpdateScope
 from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, named_parameters, target_notices
+from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import Owner
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.monitors.throughput.costs import ALONE, parallel_of
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.process.identity import place_in
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Final, Protocol
 
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.process.identity import group_store
+from rankscope_exporter.adapters.process_group import default_group
 
 log = logging.getLogger("rankscope")
 
@@ -157,9 +157,10 @@ def change_log_of(
     identity: Identity, pace: Callable[[], tuple[int, float | None]], poll_seconds: float
 ) -> ChangeLog | None:
     """Return the log of changes of the process group; None if there is only one rank, or if the group has no store."""
-    store = group_store() if identity.world_size > 1 else None
-    if store is None:
+    group = default_group() if identity.world_size > 1 else None
+    if group is None:
         return None
+    store = group.store()
     name = f"rankscope/switch/{identity.launch_id}/{next(_sessions)}"
     try:
         store = store.clone()  # a separate connection: callers that wait on the other one do not block it

@@ -12,11 +12,10 @@ import logging
 import re
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-import torch.distributed as dist
 
 from rankscope_contract.model.identity import (
     RUN_VARIABLE,
@@ -41,19 +40,29 @@ torchrun's agent uses one store for all restarts of workers, so each restart nee
 WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
 
 
-def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identity:
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The group of all ranks of a launch, as the framework knows it, and the place of this rank in it."""
+
+    rank: int
+    world_size: int
+    store: Callable[[], Any]
+    """Function that returns the key-value store that all ranks of the group use."""
+
+
+def resolve_identity(environment: Mapping[str, str], run: str | None, group: RankGroup | None = None) -> Identity:
     """Return the identity of this process.
 
     The name of the run is the environment variable RANKSCOPE_RUN, else the argument `run`, else the scheduler's job id.
 
-    In a process group, rank 0 creates run and launch id. The other ranks read them from the group's key-value store,
-    without a collective and with a bounded wait. Without a process group, run and launch id are derived from the
-    launcher's environment variables.
+    With `group`, rank 0 creates run and launch id. The other ranks read them from the group's key-value store, without
+    a collective and with a bounded wait. Without a group, run and launch id are derived from the launcher's environment
+    variables.
     """
     rank, local_rank, world_size = rank_from_environment(environment)
-    if dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    launch = _launch(environment, run, rank, world_size)
+    if group is not None:
+        rank, world_size = group.rank, group.world_size
+    launch = _launch(environment, run, world_size, group)
     return Identity(
         run=redacted_name(launch["run"], MAX_LABEL),
         launch_id=launch["launch_id"],
@@ -65,17 +74,17 @@ def resolve_identity(environment: Mapping[str, str], run: str | None) -> Identit
     )
 
 
-def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_size: int) -> dict[str, str]:
+def _launch(environment: Mapping[str, str], run: str | None, size: int, group: RankGroup | None) -> dict[str, str]:
     # Most specific first: RANKSCOPE_RUN applies to this launch, `run` to the script; the job id is only a fallback.
     own = {RUN_VARIABLE: environment.get(RUN_VARIABLE, "")}
     named = run_from_environment(own) or run or run_from_environment(environment)
-    if world_size == 1:
+    if size == 1:
         return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
-    store = group_store()
-    if store is None:
+    if group is None:
         return _derived_launch(environment, named, "torch.distributed has no process group at attach()")
-    key = f"{LAUNCH_KEY}/{restart_count(environment)}/{world_size}"
-    if rank == 0:
+    store = group.store()
+    key = f"{LAUNCH_KEY}/{restart_count(environment)}/{size}"
+    if group.rank == 0:
         launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
         # A second monitor in the same launch gets the launch id of the first.
         return _decoded(store.compare_set(key, "", json.dumps(launch)))
@@ -89,29 +98,6 @@ def _launch(environment: Mapping[str, str], run: str | None, rank: int, world_si
 def _decoded(text: bytes) -> dict[str, str]:
     launch: dict[str, str] = json.loads(text)
     return launch
-
-
-def rank_here(environment: Mapping[str, str]) -> int:
-    """Return the rank of this process in the default process group, or else in the launcher's environment variables."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return rank_from_environment(environment)[0]
-
-
-def place_in(group: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Return the position of this rank in a process group and the group's global ranks; None outside of the group."""
-    if group is None or not (dist.is_available() and dist.is_initialized()):
-        return None
-    ranks = tuple(dist.get_process_group_ranks(group))
-    return (ranks.index(dist.get_rank()), ranks) if dist.get_rank() in ranks else None
-
-
-def group_store() -> Any:
-    """Return the key-value store of the default process group; None if there is no process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    # The only access to the group's store that does not open another port; exists since torch 1.8.
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public accessor exists
 
 
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.exporter.ranks import RANKS, outcomes_of
 
+from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.process.identity import git_commit, resolve_identity
@@ -37,8 +38,9 @@ def test_run_name_has_the_documented_precedence(environment: dict[str, str], con
 
 
 def _in_group(_rank: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    same = [resolve_identity({}, None) for _ in range(2)]
-    launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None).launch_id for count in "011"]
+    group = default_group()
+    same = [resolve_identity({}, None, group) for _ in range(2)]
+    launches = [resolve_identity({"TORCHELASTIC_RESTART_COUNT": count}, None, group).launch_id for count in "011"]
     yield "", (same[0].run, same[0].incarnation, [one.launch_id for one in same], launches)
 
 

@@ -13,7 +13,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-WITH_TORCH = {"process.identity", "process.openmp"}
+WITH_TORCH = {"process.openmp"}
 for room in ("process", "publish", "publish.sinks", "records"):
     package = importlib.import_module(f"rankscope_exporter.{room}")
     for found in pkgutil.iter_modules(package.__path__):

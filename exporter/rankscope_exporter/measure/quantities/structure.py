@@ -22,13 +22,13 @@ from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.adapters.placement import placement_of
+from rankscope_exporter.adapters.process_group import rank_here
 from rankscope_exporter.adapters.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
-from rankscope_exporter.process.identity import rank_here
 from rankscope_exporter.process.validation import at_least, some_text
 from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.records.record import Row

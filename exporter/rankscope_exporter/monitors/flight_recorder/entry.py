@@ -18,13 +18,8 @@ import torch
 
 from rankscope_contract.model.collective_format import dtype_text, message_bytes, spans
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, Collective, FlightRecord, GroupProgress
-from rankscope_exporter.monitors.flight_recorder.torch_api import (
-    Raw,
-    Report,
-    has_groups,
-    ranks_by_group,
-    read_without_stacks,
-)
+from rankscope_exporter.adapters.process_group import has_groups
+from rankscope_exporter.monitors.flight_recorder.torch_api import Raw, Report, ranks_by_group, read_without_stacks
 
 ENTERED: Final = "entered"
 LEFT: Final = "left"

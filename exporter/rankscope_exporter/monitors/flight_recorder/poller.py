@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_exporter.adapters.process_group import has_groups
 from rankscope_exporter.monitors.flight_recorder.entry import Entry, is_over
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     Raw,
-    has_groups,
     prepare_stacks,
     ranks_by_group,
     read_with_stacks,

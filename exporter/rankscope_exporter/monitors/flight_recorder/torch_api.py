@@ -226,10 +226,6 @@ _NEEDED: Final = ("record_id", "time_created_ns", "profiling_name", "process_gro
 """Names of the fields that an entry of a flight record must have; entries without one of them are skipped."""
 
 
-has_groups: Callable[[], bool] = torch.distributed.is_initialized if torch.distributed.is_available() else bool
-"""Function that returns whether this process has a process group; without one there are no collectives."""
-
-
 def prepare_stacks() -> bool:
     """Import the module that torch needs to write stacks; return whether stacks can be read.
 

@@ -20,8 +20,8 @@ from rankscope_exporter.adapters.fsdp1 import units
 from rankscope_exporter.adapters.fsdp2 import is_sharded
 from rankscope_exporter.adapters.parameter_names import named_parameters, plain_name
 from rankscope_exporter.adapters.placement import loaded
+from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.process.errors import ConfigError
-from rankscope_exporter.process.identity import place_in
 from rankscope_exporter.process.validation import at_least, number, validate
 
 

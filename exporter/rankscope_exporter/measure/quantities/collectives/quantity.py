@@ -29,6 +29,7 @@ from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import Targets, target_notices
+from rankscope_exporter.adapters.process_group import has_groups
 from rankscope_exporter.adapters.pytree import MAX_TENSORS
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, why_not_measurable
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, SamplingGate
@@ -54,13 +55,7 @@ from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes,
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.poller import read_before
-from rankscope_exporter.monitors.flight_recorder.torch_api import (
-    Raw,
-    Report,
-    has_groups,
-    ranks_by_group,
-    read_with_stacks,
-)
+from rankscope_exporter.monitors.flight_recorder.torch_api import Raw, Report, ranks_by_group, read_with_stacks
 from rankscope_exporter.process.validation import Checked, at_least, list_of
 
 MAX_NOTICES: Final = 200
