@@ -9,10 +9,13 @@ of a model.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -90,20 +93,35 @@ def returned(output: Any) -> Found:
 def children(value: Any) -> list[tuple[str, Any]] | None:
     """Return the elements of a container, each with the text that selects it in a path, such as `[0]` or `.logits`.
 
-    Return None if `value` is not a container.
+    Return None if `value` is not a container. No code of a class of the script runs, because a batch may load its
+    elements, or draw random numbers, when they are read. Mappings other than dictionaries are therefore not searched.
     """
     if isinstance(value, tuple | list):
-        names = getattr(value, "_fields", None)
-        if names is not None and len(names) == len(value):
-            return [(f".{name}", item) for name, item in zip(names, value, strict=True)]
-        return [(f"[{number}]", item) for number, item in enumerate(value)]
-    if isinstance(value, Mapping):
+        items = [*(tuple if isinstance(value, tuple) else list).__iter__(value)]  # type: ignore[arg-type]  # see above
+        names = getattr(type(value), "_fields", None)
+        if names is not None and len(names) == len(items):
+            return [(f".{name}", item) for name, item in zip(names, items, strict=True)]
+        return [(f"[{number}]", item) for number, item in enumerate(items)]
+    if isinstance(value, UserDict):  # a batch of a tokenizer
+        value = _attribute(value, "data")
+    if isinstance(value, dict):
         return [
             (f".{key}" if isinstance(key, str) else f"[{number}]", item)
-            for number, (key, item) in enumerate(value.items())
+            for number, (key, item) in enumerate(dict.items(value))
         ]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
+        return [(f".{field.name}", _attribute(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute that is stored in `value`; None if only code of its class could compute it."""
+    with contextlib.suppress(AttributeError, KeyError):
+        return object.__getattribute__(value, "__dict__")[name]
+    slots = (vars(cls).get(name) for cls in type(value).__mro__)
+    slot = next((slot for slot in slots if isinstance(slot, MemberDescriptorType)), None)
+    with contextlib.suppress(AttributeError):  # the slot is empty
+        return None if slot is None else slot.__get__(value)
     return None
 
 

@@ -4,8 +4,8 @@ import copy
 import csv
 import re
 import urllib.request
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rankscope_exporter import Monitor
+from rankscope_exporter.adapters.pytree import Found, received, returned
+from rankscope_exporter.measure.quantities.activations import quantity
 
 STEPS = 3
 IN, OUT, GRAD_IN, GRAD_OUT = (("act_in", None), ("act_out", None), ("act_grad_in", None), ("act_grad_out", None))
@@ -392,16 +394,48 @@ def test_unmeasurable_tensor_is_reported_once_and_has_no_row():
     assert len(set(run.notices)) == len(run.notices)
 
 
-class Explosive(dict):  # type: ignore[type-arg]  # any dict
-    def items(self) -> Any:
+class Explosive:
+    """Any code of a container of the script."""
+
+    def _raises(self, *_: Any) -> Any:
         raise RuntimeError("no")
 
+    items = keys = __iter__ = __getitem__ = __len__ = __getattr__ = _raises
 
-def test_failing_hook_or_module_loses_only_its_own_rows():
-    """A module returns such a result, and the model raises in one step."""
+
+class Fields(Explosive, dict):  # type: ignore[type-arg,misc]  # any dict
+    pass
+
+
+class Items(Explosive, list):  # type: ignore[type-arg,misc]  # any list
+    pass
+
+
+class Lazy(Explosive, Mapping):  # type: ignore[type-arg]  # any mapping
+    pass
+
+
+@dataclass(slots=True)
+class Slotted:
+    hidden: torch.Tensor
+
+
+def test_containers_are_searched_without_code_of_their_classes():
+    x = torch.ones(1)
+    found = received((Fields(x=x), Items([x]), UserDict(x=x), Slotted(x), Answer(x), Lazy()), {})
+
+    assert ["[0].x", "[1][0]", "[2].x", "[3].hidden", "[4].hidden"] == [slot.path for slot in found.slots]
+    assert ("Lazy",) == found.unknown
+
+
+def test_failing_hook_or_module_loses_only_its_own_rows(monkeypatch):
+    """The hook of a module fails, and the model raises in one step."""
+
+    def failing(output: Any) -> Found:
+        return returned(output) if isinstance(output, torch.Tensor) else output["no"]  # type: ignore[no-any-return]
 
     def forward(net: Any, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
-        y: torch.Tensor = dict.__getitem__(net.wrap(Explosive(y=net.linear(x), z=x)), "y")
+        y: torch.Tensor = net.wrap({"y": net.linear(x), "z": x})["y"]
         if fails:
             raise ValueError("the model's own")
         return y
@@ -412,12 +446,14 @@ def test_failing_hook_or_module_loses_only_its_own_rows():
                 model(batch(step), fails=True)
         return plain_loss(model, step)
 
+    monkeypatch.setattr(quantity, "returned", failing)
     twins = [Composed(forward, linear=nn.Linear(6, 6), wrap=nn.Identity()) for _ in range(2)]
     bare, run = train(twins[0], loss, 3, None), train(twins[1], loss, 3)
 
     assert equal_bits(bare, run)
     assert run.faults > 0
-    assert {"", "linear"} == run.kinds_by_module().keys()
+    assert {"act_in", "act_grad_in"} == {kind for kind, _ in run.kinds_by_module()["wrap"]}
+    assert ALL == run.kinds_by_module()["linear"]
     assert run.rows[1].keys() == run.rows[3].keys()
     assert [] == [hook for module in twins[1].modules() for hook in module._forward_hooks]
 
