@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters.hook_context import HookContext
-from rankscope_exporter.adapters.optimizer_wrapping import unwrapped
+from rankscope_exporter.adapters.optimizer_wrapping import OuterStep, inner_optimizers
 from rankscope_exporter.adapters.parameter_hooks import Announced, CallbackHandle, Removable, TensorHook, remove_all
 from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
 from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT
+from rankscope_exporter.process.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +270,9 @@ class Framework(WrappedModel):
 
         None if hooks detect the forward passes.
         """
+        self.unknown_optimizers: list[str] = []
+        """Types of given optimizers in which no torch optimizer was found."""
+        self._outer_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, OuterStep] = weakref.WeakKeyDictionary()
 
     # State of gradients.
 
@@ -291,8 +295,21 @@ class Framework(WrappedModel):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers in `given`; its elements are the objects whose `step` a script calls."""
-        return tuple(unwrapped(item) for item in given)
+        """Return the torch optimizers in `given`; its elements are the objects whose `step` a script calls.
+
+        Raise ConfigError for an object without `step`.
+        """
+        found: dict[torch.optim.Optimizer, None] = {}
+        for item in given:
+            inner = inner_optimizers(item)
+            if not callable(getattr(item, "step", None)):
+                raise ConfigError(f"{type(item).__name__} is no optimizer: it has no method step")
+            if not inner:
+                self.unknown_optimizers.append(type(item).__name__)
+            if inner != [item] and inner:
+                self._outer_steps.update(dict.fromkeys(inner, OuterStep(item)))
+            found.update(dict.fromkeys(inner))
+        return tuple(found)
 
     def updated_tensors(self, parameters: Sequence[nn.Parameter | None]) -> Sequence[torch.Tensor | None]:
         """Return the tensor (a copy or part) that this rank updates of each parameter; None: not in this update."""
@@ -331,7 +348,10 @@ class Framework(WrappedModel):
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], updated: Callable[..., None]
     ) -> list[Removable]:
         """Register hooks before and after each step of `optimizer`, with the signatures of torch's step hooks."""
-        return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
+        outer, handles = self._outer_steps.get(optimizer), []
+        if outer is not None:
+            updated, handles = outer.postponed(updated), outer.install()
+        return [*handles, optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(updated)]
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
         """Register `hook`, which gets module, args and kwargs, before each forward pass of the model or of a chunk."""

@@ -5,30 +5,95 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
 
+from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.process.errors import ConfigError
+
+_MOST_LEVELS: Final = 4
+"""Levels of objects within each other that are searched for torch optimizers."""
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside of wrappers, which have it as the attribute `optimizer`.
+    """Return the torch optimizer inside of wrappers. Raise ConfigError if there is none."""
+    if found := inner_optimizers(optimizer):
+        return found[0]
+    raise ConfigError(f"{type(optimizer).__name__} is no torch optimizer and contains none: pass the torch optimizer")
 
-    Raise ConfigError if there is no torch optimizer.
+
+def inner_optimizers(optimizer: Any, levels: int = _MOST_LEVELS) -> list[torch.optim.Optimizer]:
+    """Return the torch optimizers that `optimizer` steps: those that its attributes hold, or else itself."""
+    is_whole = isinstance(optimizer, torch.optim.Optimizer) and "defaults" in vars(optimizer)  # it was constructed
+    if is_whole and isinstance(optimizer, loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")):
+        return [optimizer]
+    held = [item for item in _held(optimizer) if levels and item is not optimizer]
+    found = dict.fromkeys(inner for item in held for inner in inner_optimizers(item, levels - 1))
+    return [*found] or ([optimizer] if is_whole else [])
+
+
+def _held(wrapper: Any) -> Iterator[Any]:
+    """Yield the objects with a method `step` and with parameter groups that a wrapper holds, also in lists."""
+    for value in (getattr(wrapper, "optimizer", None), *getattr(wrapper, "__dict__", {}).values()):
+        inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
+        for item in inside:
+            is_other = isinstance(item, torch.Tensor | torch.nn.Module | dict | str)
+            if not is_other and hasattr(item, "step") and hasattr(item, "param_groups"):
+                yield item
+
+
+def _nothing() -> None:
+    return None
+
+
+class OuterStep:
+    """The step of an object that steps torch optimizers, and may change the parameters after them.
+
+    The update of these optimizers ends when this step returns.
     """
-    inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer) or "param_groups" not in vars(
-        inner
-    ):  # a wrapper without a table
-        if not hasattr(inner, "optimizer"):
-            raise ConfigError(
-                f"{type(optimizer).__name__} is not a torch optimizer and has none as `.optimizer`: "
-                "pass the torch optimizer"
-            )
-        inner = inner.optimizer
-    return inner
+
+    def __init__(self, owner: Any) -> None:
+        self._owner: Callable[[], Any] = weakref.ref(owner)
+        self._is_running = False
+        self._ended: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    def install(self) -> list[Removable]:
+        """Observe the step. A second call has no effect: several inner optimizers have the same outer step."""
+        owner, self._owner = self._owner(), _nothing
+        if isinstance(owner, torch.optim.Optimizer) and "defaults" in vars(owner):
+            return [owner.register_step_pre_hook(self._begins), owner.register_step_post_hook(self._ends)]
+        return [] if owner is None else [PatchedMethod(owner, "step", self._step)]
+
+    def postponed(self, updated: Callable[..., None]) -> Callable[..., None]:
+        """Return a hook of an inner optimizer that calls `updated` when the outer step has returned."""
+
+        def inner_updated(*arguments: Any) -> None:
+            if self._is_running:
+                self._ended.append((updated, arguments))
+            else:
+                updated(*arguments)
+
+        return inner_updated
+
+    def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begins()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._ends()
+
+    def _begins(self, *_: Any) -> None:
+        self._ends()  # the last step has raised
+        self._is_running = True
+
+    def _ends(self, *_: Any) -> None:
+        self._is_running = False
+        ended, self._ended = self._ended, []
+        for updated, arguments in ended:
+            updated(*arguments)
 
 
 _ABSENT: Final = object()
@@ -82,6 +147,7 @@ class _Replacement:
     """
 
     def __init__(self, owner: Any, name: str, before: Any, around: Around) -> None:
+        self.__dict__.update(getattr(before, "__dict__", {}))  # by which a scheduler knows the method that it replaced
         self.__name__ = name  # pickle uses it to find the original in the class
         self.around: Around | None = around
         self._owner = weakref.ref(owner)

@@ -102,6 +102,11 @@ def attached(
     )
     names = [name for item in parameters for name in (item.name, *item.aliases)]
     notices = [f"tensors: {sentence}" for sentence in target_notices(targets, names, "parameter")]
+    if unknown := framework.unknown_optimizers:
+        notices.append(
+            f"no torch optimizer was found in {', '.join(unknown)}: learning rates and optimizer state are absent "
+            "until a torch optimizer of the model's parameters steps"
+        )
     if lazy:
         notices.append(
             f"{len(lazy)} parameters have no shape yet and are not measured ({', '.join(lazy[:3])}): "
