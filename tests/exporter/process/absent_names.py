@@ -50,8 +50,6 @@ def private_names() -> Iterator[str]:
 def _read(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
         yield node.attr
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-        yield from (alias.name for alias in node.names)
     function = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
     if function in READERS:
         for text in [*node.args, *(keyword.value for keyword in node.keywords)]:
