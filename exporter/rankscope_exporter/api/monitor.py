@@ -388,7 +388,7 @@ class Monitor(MonitorState):
         """
         session = self._session
         if session is not None:
-            session.hooks.call("batch()", session.reactions.batches.add, ids)
+            session.hooks.call("batch()", session.batches.add, ids)
 
     @opaque
     def event(self, type: str, message: str = "", **details: Any) -> None:  # noqa: A002 - the name of the column

@@ -27,11 +27,13 @@ from rankscope_exporter.api.wiring import (
 )
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.resolve import public_settings
-from rankscope_exporter.control.anomaly_callback import FindCallback
-from rankscope_exporter.control.anomaly_reactions import AnomalyReactions
+from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback
+from rankscope_exporter.control.capture_controller import CaptureController
 from rankscope_exporter.control.change_log import change_log_of
 from rankscope_exporter.control.change_queue import TIMES, ChangeQueue
 from rankscope_exporter.control.change_sources import ChangeSources
+from rankscope_exporter.control.overhead_controller import OverheadController
+from rankscope_exporter.control.sample_ids import SampleIds
 from rankscope_exporter.measure.kernels.compiled import backend_name, warm_up_seconds
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
@@ -182,7 +184,7 @@ class Session:
                 change_sampling=self._change_sampling,
                 sampling_state=self.sampling_state,
                 queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
-                stretch=lambda: self.reactions.overhead_controller.stretch,
+                stretch=lambda: self.overhead_controller.stretch,
                 collectives=lambda: self.step_observers.collectives.totals.by_op(),  # noqa: PLW0108 - built later
             ),
         )
@@ -219,19 +221,27 @@ class Session:
             change_log=change_log_of(identity, lambda: self.change_queue.pace, config.switch_poll_seconds),
             first_step=first_step,
         )
-        self.reactions = AnomalyReactions(
-            config,
+        self.batches = SampleIds(are_read=config.capture is not None or on_anomaly() is not None)
+        self.callbacks = AnomalyCallback(on_anomaly, identity, self.batches, boundary)
+        self.overhead_controller = OverheadController(
+            config.max_overhead,
+            self.active_quantities,
+            self.change_queue,
+            self.change_sources,
             identity,
+            cost=lambda: sum(cost for part, cost in self.overhead().items() if part not in ONE_TIME_COSTS),
+            say=self.notices.say,
+        )
+        self.captures = CaptureController(
+            config.capture,
+            self.active_quantities,
+            self.change_sources,
+            self.batches,
             boundary,
-            on_anomaly,
-            active_quantities=self.active_quantities,
-            change_queue=self.change_queue,
-            change_sources=self.change_sources,
+            rank=identity.rank,
             record=self.current_step.publish_event,
             take_flight_record=self.diagnosis.take_flight,
-            cost=lambda: sum(cost for part, cost in self.overhead().items() if part not in ONE_TIME_COSTS),
-            kinds_changed=self._announce_kinds,
-            say=self.notices.say,
+            changed=self._capture_changed,
         )
 
     def _build_training(self, first_step: int) -> None:
@@ -242,11 +252,13 @@ class Session:
             boundary.call("threads of torch", team.find)
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
-        controller = self.reactions.overhead_controller
         observers = (
             *self.step_observers.all,
             self.console,
-            *self.reactions.observers,
+            *([self.overhead_controller] if config.max_overhead is not None else []),
+            *([self.captures] if config.capture is not None else []),
+            *([self.batches] if self.batches.are_read else []),
+            self.callbacks,
             self.change_queue,  # after the observers that request changes for the same step
             *(
                 [KernelWarmUp(self._device, self.active_quantities.table.statistics.use_compiled)]
@@ -255,7 +267,7 @@ class Session:
             ),
             changes,  # finds parameters under new names before their hooks are registered
             gradients,
-            ResourceObserver(self._device, self.overhead, lambda: controller.stretch),
+            ResourceObserver(self._device, self.overhead, lambda: self.overhead_controller.stretch),
         )
         self.events = StepEvents(boundary, observers)
         tracker = StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=config.steps == "explicit")
@@ -327,7 +339,7 @@ class Session:
         is_cut = ending.reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
         last_step = self._boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
         self.steps.items.put(self.publisher.skipped.finish)
-        self._boundary.call("end of training", self.reactions.finish, self.publisher.catch_up)
+        self._boundary.call("capture", self.captures.finish, self.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(
             ending.reason, ending.error, last_step, ending.total_steps, ending.signal
         )
@@ -348,7 +360,7 @@ class Session:
         self._boundary.call("detach()", self.step_observers.collectives.stop, max(REACTION_SECONDS, wait_seconds))
         self._boundary.call("end of training", self._publish_last, limit)
         left_seconds = max(0.0, wait_seconds + began - time.monotonic())
-        self._boundary.call("end of training", self.reactions.stop, max(REACTION_SECONDS, left_seconds))
+        self._boundary.call("end of training", self.callbacks.stop, max(REACTION_SECONDS, left_seconds))
         self.notices.time_spent(self.step_observers.phases.step_seconds)
         left = self.channel.drain(left_seconds if is_hurried else wait_seconds)
         if left and self.channel.service_url:
@@ -381,7 +393,7 @@ class Session:
 
     def sampling_state(self) -> dict[str, Any]:
         """Return the present sampling configuration, its first step, and pending changes, for the HTTP path /config."""
-        return {**self.change_queue.state(), **self.reactions.state()}
+        return {**self.change_queue.state(), **self.overhead_controller.state(), **self.captures.state()}
 
     def _change_sampling(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self.change_sources.request(document)
@@ -391,7 +403,12 @@ class Session:
         if source != TIMES:
             self._announce_kinds()
             self._publish_notices()
-        self.reactions.sampling_changed(step)
+        self._boundary.call("switching", self.overhead_controller.sampling_changed)
+        self._boundary.call("switching", self.captures.sampling_changed, step)
+
+    def _capture_changed(self) -> None:
+        self.overhead_controller.pause()  # the cost of a capture does not count against max_overhead
+        self._announce_kinds()
 
     def _announce_kinds(self) -> None:
         self.channel.announce(sorted(self.active_quantities.published()))
@@ -440,6 +457,7 @@ class Session:
             "events_per_step": self.publisher.events_left_out,
             "plan_full": self.active_quantities.table.left_out,
             **self.step_observers.left_out(),
-            **self.reactions.dropped(),
+            "on_anomaly": self.callbacks.dropped,
+            "capture_events": self.captures.worker.dropped,
             **self.sinks.missed,
         }

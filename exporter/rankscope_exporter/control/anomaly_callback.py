@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankscope_contract.model.events import Event
+from rankscope_contract.model.identity import Identity
+from rankscope_exporter.control.sample_ids import SampleIds, read
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.openmp import limit_this_thread
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
+from rankscope_exporter.records.record import StepObserver
 
 log = logging.getLogger("rankscope")
 
@@ -74,40 +77,30 @@ Only the script and its model keep `on_anomaly` alive, because it may refer to t
 """
 
 
-class AnomalyCallback:
-    """Calls the function `on_anomaly`, which `find` returns, for one anomaly after the other, on a background thread.
+class AnomalyCallback(BackgroundWorker, StepObserver):
+    """Calls the function `on_anomaly`, which `find` returns, for one anomaly after another, on a background thread."""
 
-    The function `samples` returns the sample ids of a step. `samples` may wait for a copy from the device.
-    """
-
-    def __init__(
-        self, find: FindCallback, boundary: ErrorBoundary, samples: Callable[[int | None], Sequence[Any]]
-    ) -> None:
+    def __init__(self, find: FindCallback, identity: Identity, batches: SampleIds, boundary: ErrorBoundary) -> None:
+        super().__init__("on_anomaly", boundary)
         self._find = find
-        self._boundary = boundary
-        self._samples = samples
-        self._worker = BackgroundWorker("on_anomaly", boundary)
+        self._identity = identity
+        self._batches = batches
 
-    @property
-    def dropped(self) -> int:
-        """The number of anomalies that were dropped because the queue was full."""
-        return self._worker.dropped
-
-    def put(self, run: str, rank: int, step: int | None, events: Sequence[Event]) -> None:
-        """Queue a call of `on_anomaly` for the firings at `step`; never waits."""
+    def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
         function = self._find()
         if function is not None:
-            ordered = in_causal_order(step, events)
+            ordered, run, rank = in_causal_order(step, anomalies), self._identity.run, self._identity.rank
 
             def call() -> None:
                 _check_thread()
                 samples = tuple(self._boundary.call("reading sample ids for on_anomaly", self._samples, step) or ())
                 function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
 
-            self._worker.put(call)
+            self.put(call)
 
-    def stop(self, timeout_seconds: float) -> bool:
-        return self._worker.stop(timeout_seconds)
+    def _samples(self, step: int | None) -> Sequence[Any]:
+        """Return the sample ids of a step. Waits for copies from the device."""
+        return read(self._batches.of(step))[0].get(str(step), ())
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final
 
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.adapters.process_group import default_group
@@ -32,25 +32,6 @@ _sessions = itertools.count(1)
 
 The same monitor has the same number on all ranks.
 """
-
-
-class Store(Protocol):
-    """The functions of torch's key-value store that the log of changes uses. None of them waits for another rank."""
-
-    def get(self, key: str) -> bytes:
-        """Return the value of a key, which must exist."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether the key-value store contains all of `keys`."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add `amount` to a counter and return its new value."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set the value of a key to `desired` if it is `expected`; return the value after the call.
-
-        An `expected` of "" means that the key does not exist.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +53,13 @@ class Change:
 class ChangeLog:
     """The log of changes, as one rank reads and writes it. Only one thread uses it at a time.
 
-    The function `pace` returns the number of the last step that began on this rank, and the seconds per step. A change
-    is valid from `margin_seconds` after it was written, and at least `LEAST_STEPS` steps.
+    The methods of torch's `store` wait for no rank. The function `pace` returns the number of the last step that began
+    on this rank, and the seconds per step. A change is valid from `margin_seconds` after it was written, and at least
+    `LEAST_STEPS` steps.
     """
 
     def __init__(
-        self, store: Store, name: str, pace: Callable[[], tuple[int, float | None]], *, margin_seconds: float
+        self, store: Any, name: str, pace: Callable[[], tuple[int, float | None]], *, margin_seconds: float
     ) -> None:
         self.unread: deque[Change] = deque()
         """The changes in the order of the log that were read from the store, and that the caller has not removed."""
@@ -111,19 +93,11 @@ class ChangeLog:
     def poll(self) -> None:
         """Read the changes that other ranks have added."""
         while self._store.check([self._key]):
-            self._append(_text(self._store.get(self._key)))
-
-    def claim(self, name: str) -> bool:
-        """Claim the task `name` for this rank in the key-value store; return True if no rank has claimed it before."""
-        return self._store.add(f"{self._name}/claim/{name}", 1) == 1
-
-    def is_claimed(self, name: str) -> bool:
-        """Return whether any rank has claimed the task `name`."""
-        return self._store.check([f"{self._name}/claim/{name}"])
+            self._append(self._store.get(self._key))
 
     def count(self, name: str, amount: int) -> int:
         """Add `amount` to the counter `name`, which all ranks share, and return its new value."""
-        return self._store.add(f"{self._name}/count/{name}", amount)
+        return int(self._store.add(f"{self._name}/count/{name}", amount))
 
     @property
     def _key(self) -> str:
@@ -131,9 +105,10 @@ class ChangeLog:
 
     def _add(self, change: Change) -> Change:
         """Add `change` if no rank has added one with the next number; return the change that has this number."""
-        return self._append(_text(self._store.compare_set(self._key, "", json.dumps(asdict(change), sort_keys=True))))
+        text = json.dumps(asdict(change), sort_keys=True)
+        return self._append(self._store.compare_set(self._key, "", text))  # "": the key does not exist yet
 
-    def _append(self, text: str) -> Change:
+    def _append(self, text: bytes) -> Change:
         change = Change(**json.loads(text))
         self._length += 1
         self._step = max(self._step, change.step or 0)
@@ -147,10 +122,6 @@ class ChangeLog:
         step, seconds = self._pace()
         steps = 0 if seconds is None else min(MOST_STEPS, math.ceil(self._margin_seconds / max(seconds, 1e-6)))
         return step + max(LEAST_STEPS, steps)
-
-
-def _text(data: bytes | str) -> str:
-    return data.decode() if isinstance(data, bytes) else data
 
 
 def change_log_of(

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
@@ -39,6 +40,10 @@ class PlannedChange:
     """The change applies at the first step with at least this number; None means the next step."""
     description: dict[str, Any]
     """A description of the change, for the HTTP path /config."""
+    apply: Callable[[PlannedChange, int], list[Event]]
+    """Function that applies this change when the step with the given number begins; returns events for its record."""
+    parts: Sequence[Part] | None = None
+    """The quantities of a change that replaces the sampling configuration."""
     late_steps: int = 0
     """The number of steps by which the change was late when it was applied."""
 
@@ -50,23 +55,6 @@ class PlannedChange:
         """Return the end of a message about the applied change; empty if the change was not late."""
         steps = "1 step" if self.late_steps == 1 else f"{self.late_steps} steps"
         return f"; this rank is late by {steps}: the change is valid from step {self.step}" if self.late_steps else ""
-
-
-@dataclass(slots=True, kw_only=True)
-class ReactionChange(PlannedChange):
-    """A change that a reaction of the monitor applies, such as a capture."""
-
-    apply: Callable[[PlannedChange, int], list[Event]]
-    """Function that applies this change when the step with the given number begins; returns events for its record."""
-
-
-@dataclass(slots=True, kw_only=True)
-class SamplingChange(PlannedChange):
-    """A change that replaces the sampling configuration. The change queue applies it."""
-
-    sampling: SamplingConfig
-    parts: list[Part]
-    source: str
 
 
 class ChangeQueue(StepObserver):
@@ -117,6 +105,11 @@ class ChangeQueue(StepObserver):
         with self._lock:
             self._waiting.append(change)
 
+    def put_sampling(self, step: int | None, source: str, sampling: SamplingConfig, parts: Sequence[Part]) -> None:
+        """Add the change to `sampling`, whose quantities are `parts`, from step number `step` on."""
+        apply = partial(self._replace, sampling, source)
+        self.put(PlannedChange(step=step, description=sampling.document(), apply=apply, parts=parts))
+
     def state(self) -> dict[str, Any]:
         """Return the present sampling configuration, its first step, and the changes that wait for their step.
 
@@ -140,9 +133,8 @@ class ChangeQueue(StepObserver):
         coming = self.pace[0] + 1
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
-        last = _last_sampling(due)
-        if last is not None:
-            self._active_quantities.prepare(last.parts)
+        parts = next((change.parts for change in reversed(due) if change.parts is not None), ())
+        self._active_quantities.prepare(parts)
 
     def on_before_step(self, step: int) -> None:
         now, (previous, seconds) = time.monotonic(), self.pace
@@ -154,66 +146,61 @@ class ChangeQueue(StepObserver):
         while self._waiting and self._waiting[0].is_due(step):
             with self._lock:
                 change = self._waiting.pop(0)
-                last = _last_sampling(later for later in self._waiting if later.is_due(step))
             self.changes += 1
             if change.step is not None and change.step <= previous:
                 change.late_steps = step - change.step
-            events: list[Event] = []
-            if isinstance(change, SamplingChange):
-                events = [self._replace(change, step, is_last=last is None)]
-            elif isinstance(change, ReactionChange):
-                events = self._boundary.call("switching", change.apply, change, step) or []
+            events = self._boundary.call("switching", change.apply, change, step) or []
             for event in events:
                 self._record(event)
             is_changed |= bool(events)
         if not is_changed and self._since is not None and self.sampling.on and self._active_quantities.is_over:
             self._end(step)
 
-    def _replace(self, change: SamplingChange, step: int, *, is_last: bool) -> Event:
+    def _replace(self, sampling: SamplingConfig, source: str, change: PlannedChange, step: int) -> list[Event]:
         """Measure the quantities of `change` instead of the active ones, and return the event about it.
 
         If `change` is not the last one at this step, hooks are neither registered nor removed, because the later change
         may need the same quantities.
         """
-        before, self.sampling = self.sampling, change.sampling
+        before, self.sampling = self.sampling, sampling
+        with self._lock:
+            is_last = not any(later.parts is not None and later.is_due(step) for later in self._waiting)
         if is_last:
             self._boundary.call("switching", self._active_quantities.replace, change.parts)
         self.ended.clear()
-        self._since, self._source = step, change.source
-        self._boundary.call("switching", self._changed, change.source, step)
-        return _event(before, change, step)
+        self._since, self._source = step, source
+        self._boundary.call("switching", self._changed, source, step)
+        return [_event(before, sampling, source, step, change)]
 
     def _end(self, step: int) -> None:
         self._active_quantities.replace([])
         before, self.sampling = self.sampling, SamplingConfig(on=False, config=self.sampling.config)
         self.ended.set()
-        change = SamplingChange(step=step, description={}, sampling=self.sampling, parts=[], source=TIMES)
-        self._record(_event(before, change, step))
+        self._record(_event(before, self.sampling, TIMES, step))
         self._boundary.call("switching", self._changed, TIMES, step)
 
 
-def _last_sampling(changes: Iterable[PlannedChange]) -> SamplingChange | None:
-    return next(reversed([change for change in changes if isinstance(change, SamplingChange)]), None)
-
-
-def _event(before: SamplingConfig, change: SamplingChange, step: int) -> Event:
-    after = change.sampling
+def _event(
+    before: SamplingConfig, after: SamplingConfig, source: str, step: int, change: PlannedChange | None = None
+) -> Event:
+    late_steps = change.late_steps if change else 0
     details = {
         "step": step,
-        "agreed_step": change.step,
-        "late_steps": change.late_steps,
-        "source": change.source,
+        "agreed_step": change.step if change else step,
+        "late_steps": late_steps,
+        "source": source,
         "was": before.document(),
         "now": after.document(),
         "needs_restart": list(after.fixed),
     }
-    text = f"from step {step}: {_summary(after)} (source: {change.source})"
-    if change.source == TIMES:
+    text = f"from step {step}: {_summary(after)} (source: {source})"
+    if source == TIMES:
         text = f"from step {step}: nothing is measured, all quantities were sampled `times` times"
-    text += change.late_text()
+    if change:
+        text += change.late_text()
     if after.fixed:
         text += f"; {', '.join(after.fixed)} cannot change before the next start"
-    severity = Severity.WARNING if change.late_steps or after.fixed else Severity.INFO
+    severity = Severity.WARNING if late_steps or after.fixed else Severity.INFO
     return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
 
 

@@ -20,7 +20,6 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -28,7 +27,7 @@ from typing import Any, Final, TypeVar
 from rankscope_exporter.config.loader import parse_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.control.change_log import Change, ChangeLog
-from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange, SamplingChange
+from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, ShareError
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.training.sampling_config import (
@@ -42,44 +41,28 @@ from rankscope_exporter.training.sampling_config import (
 _SWITCHED_ON: Final = re.compile(r"""(["']?\bdynamic_on["']?\s*[:=]\s*)[Tt]rue\b""")
 
 
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """The content of the switch file, and the time of its last change in nanoseconds, `stamp`."""
-
-    document: Mapping[str, Any]
-    stamp: int
-
-
 class SwitchFile:
     """A switch file at a path. The file need not exist yet."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.stamp = 0
-        """Modification time, in nanoseconds, of the file content that `read` or `poll` returned last. Initially 0."""
+        """Modification time, in nanoseconds, of the file content that `poll` returned last. Initially 0."""
         self._known: str | None = None  # the text that was returned last
         self._seen: tuple[int, str] | None = None  # the content at the last poll
 
-    def read(self) -> Edit | None:
-        """Return the present content of the switch file; None if there is no file.
+    def poll(self, *, is_first: bool = False) -> str | None:
+        """Return a new content of the switch file as a sampling document (JSON), once two polls in succession find it.
 
-        Raises ConfigError if this content is not valid.
-        """
-        found = self._seen = self._content()
-        if found is None:
-            return None
-        return self._edit(*found)
-
-    def poll(self) -> Edit | None:
-        """Return a new content of the switch file that is unchanged since the previous poll.
-
-        Return None if there is no new content. Raises ConfigError for an invalid content, once for each such content.
+        The first poll returns the present content. Return None if there is no new content, or no file. Raises
+        ConfigError for an invalid content, once for each such content.
         """
         found, before = self._content(), self._seen
         self._seen = found
-        if found is None or found != before or found[1] == self._known:
+        if found is None or found[1] == self._known or not (is_first or found == before):
             return None
-        return self._edit(*found)
+        self.stamp, self._known = found
+        return document_text(parse_settings(self.path, self._known))
 
     def switch_off(self) -> bool:
         """Set `dynamic_on` to false in the switch file.
@@ -102,10 +85,6 @@ class SwitchFile:
         _replace(self.path.resolve(), edited)
         self._known = edited  # the monitor's own edit is not an edit
         return True
-
-    def _edit(self, stamp: int, text: str) -> Edit:
-        self.stamp, self._known = stamp, text
-        return Edit(parse_settings(self.path, text), stamp)
 
     def _content(self) -> tuple[int, str] | None:
         with contextlib.suppress(FileNotFoundError):
@@ -208,10 +187,10 @@ class ChangeSources:
             self._thread.start()
 
     def _begin(self) -> None:
-        edit = None if self._file is None else self._edit_of(self._file.read)
-        text, stamp = (_OFF, 0) if edit is None else (document_text(edit.document), edit.stamp)
+        text = None if self._file is None else self._edit_of(self._file, is_first=True)
         step = self._first_step + 1  # the first step is never measured in dynamic mode
-        mine = Change(document=text, source=FILE, step=step, stamp=stamp)
+        stamp = 0 if self._file is None or text is None else self._file.stamp
+        mine = Change(document=text or _OFF, source=FILE, step=step, stamp=stamp)
         first = self._ask(lambda log: log.begin(mine), mine)
         if self._file is not None and self._sampling(first.document, FILE).on:
             self._put(first)
@@ -316,15 +295,8 @@ class ChangeSources:
             return
         sampling = self._sampling(change.document, change.source)
         self._requested_on, self._is_end_handled = sampling.on, False
-        self._change_queue.put(
-            SamplingChange(
-                step=change.step,
-                description=sampling.document(),
-                sampling=sampling,
-                parts=self._parts(sampling.config) if sampling.on else [],
-                source=change.source,
-            )
-        )
+        parts = self._parts(sampling.config) if sampling.on else []
+        self._change_queue.put_sampling(change.step, change.source, sampling, parts)
 
     def _sampling(self, text: str, source: str) -> SamplingConfig:
         return sampling_config_from(json.loads(text), self._base, on=source != FILE)
@@ -344,36 +316,33 @@ class ChangeSources:
                 self._boundary.call("reading the changes of other ranks", self._ask, ChangeLog.poll, None)
 
     def _poll_file(self, file: SwitchFile) -> None:
+        ended = f"ended/{file.stamp}"  # counts the ranks that have switched this content off
         if self._change_queue.ended.is_set() and not self._is_end_handled:
             self._is_end_handled, self._requested_on = True, False
-            task = f"ended/{file.stamp}"
-            if self._ask(lambda log: log.claim(task), alone=True):
+            if self._ask(lambda log: log.count(ended, 1), alone=1) == 1:
                 self._switch_off(file)
-        before = f"ended/{file.stamp}"
-        edit = self._edit_of(file.poll)
-        if edit is None:
-            return
-        text = document_text(edit.document)
+        text = self._edit_of(file)
         # "Off" is not a change if sampling is off, or if another rank has written it because sampling has ended.
-        if self._sampling(text, FILE).on or (
-            self._requested_on and not self._ask(lambda log: log.is_claimed(before), alone=False)
+        if text is not None and (
+            self._sampling(text, FILE).on
+            or (self._requested_on and not self._ask(lambda log: log.count(ended, 0), alone=0))
         ):
-            self._submit(Change(document=text, source=FILE, stamp=edit.stamp))
+            self._submit(Change(document=text, source=FILE, stamp=file.stamp))
 
-    def _edit_of(self, read: Callable[[], Edit | None]) -> Edit | None:
-        """Return the result of `read`, a method of the switch file; None after reporting that the file is not valid."""
+    def _edit_of(self, file: SwitchFile, *, is_first: bool = False) -> str | None:
+        """Return the result of `file.poll`; None after reporting that the content of the file is not valid."""
         try:
-            edit = read()
-            if edit is not None:
-                self._sampling(document_text(edit.document), FILE)
+            text = file.poll(is_first=is_first)
+            if text is not None:
+                self._sampling(text, FILE)
                 self._file_error = None
         except (ConfigError, OSError) as error:
-            text = f"the switch file cannot be used, sampling does not change: {error}"
-            if text != self._file_error:
-                self._file_error = text
-                self._tell(text)
+            message = f"the switch file cannot be used, sampling does not change: {error}"
+            if message != self._file_error:
+                self._file_error = message
+                self._tell(message)
             return None
-        return edit
+        return text
 
     def _switch_off(self, file: SwitchFile) -> None:
         try:

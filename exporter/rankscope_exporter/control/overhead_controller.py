@@ -8,6 +8,7 @@ group. The rank that increments the counter last requests the shorter interval.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,14 +17,93 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange, ReactionChange
+from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange
 from rankscope_exporter.control.change_sources import ChangeSources
-from rankscope_exporter.control.overhead_window import MOST_STRETCH, OverheadWindow, Verdict, WindowResult
+from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.training.sampling import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The name under which the overhead controller requests changes of the sampling."""
+
+MOST_STRETCH: Final = 1024
+"""Largest factor of the sampling interval.
+
+Beyond this factor almost nothing is measured, so an overhead above `max_overhead` does not come from sampling.
+"""
+
+LEAST_STEPS: Final = 20
+LEAST_SECONDS: Final = 10.0
+SETTLING_STEPS: Final = 5
+"""Number of steps that are not evaluated after the start and after each restart of the overhead measurement.
+
+Memory allocations that happen only once occur in these steps.
+"""
+
+LOW_SHARE: Final = 0.8
+"""Largest expected overhead after halving the sampling interval, as a share of the limit `max_overhead`.
+
+If the expected overhead is higher, the interval is not halved, because the next window would revert the change.
+"""
+
+PATIENCE: Final = 5
+"""Number of consecutive windows with low overhead before the sampling interval is halved."""
+
+
+class OverheadWindow:
+    """Divides the training into windows of steps, and measures the overhead of the monitor in each window.
+
+    A window consists of whole sampling cycles, so that consecutive windows are comparable. It is long enough that a few
+    scrapes per minute do not change its result. The caller passes the time and the CPU time of the monitor. `stretch`
+    is the present factor of the sampling interval.
+    """
+
+    def __init__(
+        self, max_overhead: float, *, least_steps: int = LEAST_STEPS, least_seconds: float = LEAST_SECONDS
+    ) -> None:
+        self.max_overhead = max_overhead
+        self.stretch = 1
+        self.share: float | None = None
+        """Overhead in the last window, as a share of the elapsed time; None before the end of the first window."""
+        self._least_steps = least_steps
+        self._least_seconds = least_seconds
+        self._steps = -SETTLING_STEPS
+        self._began: tuple[float, float] | None = None  # time and cost
+        self._low_windows = 0
+
+    def restart(self, stretch: int | None = None) -> None:
+        """Start a new overhead window; `stretch`, if given, becomes the factor of the sampling interval."""
+        if stretch is not None and stretch != self.stretch:
+            self.stretch, self._low_windows = stretch, 0
+        self._steps, self._began = -SETTLING_STEPS, None
+
+    def may_end(self, period: int) -> bool:
+        """Count a step. Return whether a window may begin or end before it, once in `period` steps (a cycle)."""
+        self._steps += 1
+        return self._steps == 0 or (self._steps >= self._least_steps and self._steps % max(1, period) == 0)
+
+    def evaluate(self, now: float, cost: Callable[[], float]) -> int | None:
+        """End the overhead window at time `now`, in seconds, and return the required factor of the sampling interval.
+
+        The factor is larger than `stretch` if the overhead is too high, and smaller if it was low for `PATIENCE`
+        windows. The next window begins at `now`. Return None if no window has begun, or if it is too short. The
+        function `cost` returns the CPU time of the monitor so far, in seconds.
+        """
+        began = self._began
+        if began is not None and now - began[0] < self._least_seconds:
+            return None
+        self._began, self._steps = (now, cost()), 0
+        if began is None:
+            return None
+        seconds, spent = now - began[0], self._began[1] - began[1]
+        self.share = share = max(0.0, spent) / seconds
+        if share > self.max_overhead:
+            self._low_windows = 0
+            required: int = self.stretch * 2 ** math.ceil(math.log2(share / self.max_overhead))
+            return min(MOST_STRETCH, max(2 * self.stretch, required))
+        is_low = self.stretch > 1 and 2 * share <= LOW_SHARE * self.max_overhead
+        self._low_windows = self._low_windows + 1 if is_low else 0
+        return self.stretch // 2 if self._low_windows >= PATIENCE else self.stretch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +150,9 @@ def _reason(request: DecimationRequest, before: int) -> str:
 class OverheadController(StepObserver):
     """Keeps the overhead of this rank below `max_overhead` by changing the sampling interval.
 
-    If `window` is None, this rank requests no change, but applies the changes that other ranks request. The function
-    `cost` returns the CPU seconds that the monitor has used so far.
+    If `max_overhead` is None, this rank requests no change, but applies the changes that other ranks request: no step
+    is then counted. The function `cost` returns the CPU seconds that the monitor has used so far, without those that
+    occur only once.
 
     All methods run on the training thread, except `_make` and `_request`, which the background thread of
     `ChangeSources` calls, too.
@@ -79,7 +160,7 @@ class OverheadController(StepObserver):
 
     def __init__(
         self,
-        window: OverheadWindow | None,
+        max_overhead: float | str | None,
         active_quantities: ActiveQuantities,
         change_queue: ChangeQueue,
         sources: ChangeSources,
@@ -87,102 +168,90 @@ class OverheadController(StepObserver):
         *,
         cost: Callable[[], float],
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stretch = 1
-        """Factor by which the configured sampling interval is multiplied."""
-        self._window = window
+        self._window = OverheadWindow(share_of(max_overhead) or 1.0)
+        self._is_limited = max_overhead is not None
         self._active_quantities = active_quantities
         self._change_queue = change_queue
         self._sources = sources
         self._rank, self._world_size = identity.rank, identity.world_size
         self._cost = cost
         self._say = say
-        self._clock = clock
+        self._clock = time.monotonic
         self._requested_at = -1  # the number of changes at the last request of this rank
         self._counted_at = -1  # and when this rank incremented the counter of ranks with low overhead
         self._is_floor_reported = False
         sources.reactions[BUDGET] = self._make
 
+    @property
+    def stretch(self) -> int:
+        """Factor by which the configured sampling interval is multiplied."""
+        return self._window.stretch
+
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
         window = self._window
-        if window is not None and window.may_end(self._active_quantities.period):
-            now = self._clock()
-            result = window.evaluate(now, self._cost()) if window.is_long_enough(now) else None
-            if result is not None:
-                self._act(result)
+        if window.may_end(self._active_quantities.period):
+            required = window.evaluate(self._clock(), self._cost)
+            if required is not None:
+                self._act(required)
 
     def sampling_changed(self) -> None:
         """Reset the factor of the sampling interval to 1, because the cost of the new configuration is unknown."""
-        self._hold(1)
+        self._window.restart(1)
 
     def pause(self) -> None:
         """Discard the present overhead window and start a new one, so that the cost of a capture is not evaluated."""
-        if self._window is not None:
-            self._window.restart()
+        self._window.restart()
 
     def state(self) -> dict[str, Any]:
         """Return the state for the HTTP path /config: the factor of the sampling interval.
 
-        With a window of steps, also the limit `max_overhead` and the overhead in the last window.
+        With a limit, also the limit `max_overhead` and the overhead in the last window.
         """
-        if self._window is None:
-            return {"stretch": self.stretch}
-        return {"stretch": self.stretch, "max_overhead": self._window.max_overhead, "overhead": self._window.share}
+        window = self._window
+        limits = {"max_overhead": window.max_overhead, "overhead": window.share} if self._is_limited else {}
+        return {"stretch": self.stretch, **limits}
 
-    def _act(self, result: WindowResult) -> None:
-        is_low = result.verdict is Verdict.LOW
-        if self._counted_at == self._change_queue.changes and not is_low:
-            self._count(-1)
-        if result.verdict is Verdict.OVER and self._requested_at != self._change_queue.changes:
-            self._requested_at = self._change_queue.changes
-            self._request(result)
-        elif is_low and self._counted_at != self._change_queue.changes:
-            self._count(+1, result)
-        elif result.share > self._max_overhead and self.stretch == MOST_STRETCH:
-            self._report_floor(result.share)
-
-    def _count(self, amount: int, result: WindowResult | None = None) -> None:
-        """Add `amount`, +1 or -1, to the shared counter of ranks with low overhead.
-
-        If all ranks have low overhead after this, request a shorter sampling interval.
-        """
-        self._counted_at = self._change_queue.changes if amount > 0 else -1
-
-        def counted(ranks: int | None) -> None:
-            if result is not None and (ranks is None or ranks >= self._world_size):
-                self._request(result)
-
-        self._sources.count(f"room/{self._change_queue.changes}", amount, counted)
-
-    def _request(self, result: WindowResult) -> None:
+    def _act(self, required: int) -> None:
+        changes, share = self._change_queue.changes, self._window.share or 0.0
         request = DecimationRequest(
-            stretch=result.stretch,
-            share=result.share,
-            max_overhead=self._max_overhead,
-            rank=self._rank,
-            changes=self._change_queue.changes,
+            stretch=required, share=share, max_overhead=self._window.max_overhead, rank=self._rank, changes=changes
         )
-        self._sources.request_reaction(asdict(request), BUDGET)
+        is_low = required < self.stretch
+        if self._counted_at == changes and not is_low:
+            self._counted_at = -1
+            self._sources.count(f"room/{changes}", -1, lambda _: None)
+        if required > self.stretch and self._requested_at != changes:
+            self._requested_at = changes
+            self._request(request)
+        elif is_low and self._counted_at != changes:
+            self._counted_at = changes
 
-    @property
-    def _max_overhead(self) -> float:
-        return 1.0 if self._window is None else self._window.max_overhead
+            def counted(ranks: int | None) -> None:
+                if ranks is None or ranks >= self._world_size:  # the overhead of all ranks is low
+                    self._request(request)
+
+            self._sources.count(f"room/{changes}", 1, counted)
+        elif share > self._window.max_overhead and self.stretch == MOST_STRETCH:
+            self._report_floor(share)
+
+    def _request(self, request: DecimationRequest) -> None:
+        self._sources.request_reaction(asdict(request), BUDGET)
 
     def _report_floor(self, share: float) -> None:
         if not self._is_floor_reported:
             self._is_floor_reported = True
             self._say(
                 f"the monitor costs {_percent(share)} of the time of training, above max_overhead = "
-                f"{_percent(self._max_overhead)}, although only one in {MOST_STRETCH} of the configured steps is "
-                "sampled: sampling is not the cause"
+                f"{_percent(self._window.max_overhead)}, although only one in {MOST_STRETCH} of the configured steps "
+                "is sampled: sampling is not the cause"
             )
 
     def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
         """Return the change of the sampling interval for the request of a rank with the fields `document`."""
         request = DecimationRequest(**document)
         description = {"stretch": request.stretch, "source": BUDGET}
-        return ReactionChange(step=step, description=description, apply=partial(self._apply, request))
+        return PlannedChange(step=step, description=description, apply=partial(self._apply, request))
 
     def _apply(self, request: DecimationRequest, change: PlannedChange, step: int) -> list[Event]:
         """Adopt the factor of `request` from step number `step` on, and return an event about it.
@@ -192,18 +261,13 @@ class OverheadController(StepObserver):
         if request.changes != self._change_queue.changes - 1:  # the change itself is already counted
             return []
         before = self.stretch
-        self._hold(request.stretch)
+        self._window.restart(request.stretch)
         if request.stretch == before:
             return []
         if request.rank == self._rank:
             self._say(_reason(request, before))
         self._active_quantities.set_stretch(request.stretch)
         return [_event(request, before, step, change.step)]
-
-    def _hold(self, stretch: int) -> None:
-        self.stretch = stretch
-        if self._window is not None:
-            self._window.restart(stretch)
 
 
 def _percent(share: float) -> str:

@@ -16,7 +16,8 @@ from tests.programs import run_program
 
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.control.anomaly_reactions import AnomalyReactions, CaptureController
+from rankscope_exporter.control.anomaly_callback import AnomalyCallback
+from rankscope_exporter.control.capture_controller import CaptureController
 from rankscope_exporter.control.change_log import ChangeLog
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy
@@ -95,7 +96,7 @@ ENDING = {
     "captures": (CaptureController, "finish"),
     "collectives": (FlightRecorderPoller, "stop"),
     "publisher": (Publisher, "stop"),
-    "on_anomaly": (AnomalyReactions, "stop"),
+    "on_anomaly": (AnomalyCallback, "stop"),
     "switching": (ChangeSources, "stop"),
 }
 
@@ -246,10 +247,10 @@ def test_unreadable_statistics_keep_numbers_and_events_of_the_step(monkeypatch, 
 def test_record_refused_by_the_server_reaches_sinks_and_callbacks(monkeypatch, caplog):
     """Also if the console fails."""
     told: list[int | None] = []
-    training = Training(rules=[AnomalyNan()], sinks={"api": {}})
+    monkeypatch.setattr(CaptureController, "on_anomalies", lambda _, step, _events: told.append(step))
+    training = Training(rules=[AnomalyNan()], sinks={"api": {}}, capture={})
     monkeypatch.setattr(Console, "line", broken)
     monkeypatch.setattr(training.session.publisher, "publish", broken)
-    monkeypatch.setattr(training.session.reactions.captures, "fired", lambda step, _events: told.append(step))
     training.train(loss=float("nan"))
     training.monitor.detach()
 

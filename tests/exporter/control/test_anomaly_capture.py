@@ -259,7 +259,7 @@ def test_failing_or_slow_on_anomaly_delays_nothing():
     training = Training(capture=None, on_anomaly=told)
     for _ in range(100):
         training.fire()
-    dropped = training.session.reactions.dropped()["on_anomaly"]
+    dropped = training.session.callbacks.dropped
     published = len({step for step, _ in training.events("anomaly")})
     gate.set()
     training.monitor.detach()
@@ -278,10 +278,10 @@ def test_failed_capture_request_keeps_the_flight_record_and_the_callback(monkeyp
     taken: list[str] = []
     seen: list[tuple[Any, ...]] = []
     with Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples))) as training:
-        reactions = training.session.reactions
-        monkeypatch.setattr(reactions.captures._sources, "request_reaction", failing)
-        monkeypatch.setattr(reactions.captures, "_take_flight_record", lambda: taken.append("taken"))
-        monkeypatch.setattr(reactions.callbacks, "_samples", failing)
+        session = training.session
+        monkeypatch.setattr(session.change_sources, "request_reaction", failing)
+        monkeypatch.setattr(session.captures, "_take_flight_record", lambda _: taken.append("taken"))
+        monkeypatch.setattr(session.callbacks, "_samples", failing)
         training.train(2)
         training.fire()
         wait_until(lambda: taken and seen)
@@ -397,7 +397,7 @@ def stretches():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     monitor = Monitor({**QUIET, "max_overhead": 0.2}).attach(net, optimizer)
     session = monitor._session
-    controller, ring = session.reactions.overhead_controller, session.channel.ring
+    controller, ring = session.overhead_controller, session.channel.ring
     controller._clock, controller._cost = lambda: now, lambda: cost
     was_high = done = False
     for step in range(1, LIMIT):

@@ -13,7 +13,6 @@ from tests.exporter.parts import hooks_of
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.control.change_log import ChangeLog
-from rankscope_exporter.control.change_queue import SamplingChange
 from rankscope_exporter.control.change_sources import SwitchFile
 
 SETTINGS: dict[str, Any] = parts.QUIET | {"quantities": ["parameters"], "switch_poll_seconds": 0.01}
@@ -153,7 +152,7 @@ def test_end_of_sampling_edits_the_setting_and_no_example_of_it(name, tmp_path):
     before, setting, after = SWITCH_FILES[name].rpartition("dynamic_on")
     file = SwitchFile(tmp_path / name)
     file.path.write_text(SWITCH_FILES[name])
-    file.read()
+    file.poll(is_first=True)
 
     assert [True, False] == [file.switch_off(), file.switch_off()]  # the second time, it is off already
     assert before + setting + after.replace("true", "false") == file.path.read_text()
@@ -189,14 +188,14 @@ def test_edit_counts_once_unchanged_between_two_polls(path):
     """An editor that writes in two parts leaves half a file for a moment. This is not an invalid edit."""
     write(path)
     file = SwitchFile(path)
-    file.read()
+    file.poll(is_first=True)
     seen = []
     for text in ('{"every": 2', '{"every": 2}', '{"every": 3}'):
         path.write_text(text)
         seen.append(file.poll())
     seen += [file.poll(), file.poll()]
 
-    assert [None, None, None, {"every": 3}, None] == [edit and edit.document for edit in seen]
+    assert [None, None, None, '{"every": 3}', None] == seen
 
 
 def test_settings_that_need_a_restart_are_named(path, monkeypatch):
@@ -306,10 +305,10 @@ def test_unattached_monitor_accepts_switch():
 def test_change_is_late_if_a_step_has_begun_since_it_is_valid(path):
     """Step numbers have gaps. A change that is valid from a step without a number is not late at the next one."""
     training = Training(path)
-    queue, change = training.change_queue, {"description": {}, "parts": [], "source": "file"}
+    queue = training.change_queue
     queue.on_before_step(10)
     for step, read_at in ((14, 20), (15, 30)):
-        queue.put(SamplingChange(step=step, sampling=queue.sampling, **change))
+        queue.put_sampling(step, "file", queue.sampling, [])
         queue.on_before_step(read_at)
     training.train()
 

@@ -14,7 +14,7 @@ from tests.exporter.parts import Training
 from tests.programs import run_program
 from tests.properties import examples
 
-from rankscope_exporter.control.overhead_window import LEAST_SECONDS, PATIENCE, OverheadWindow, Verdict
+from rankscope_exporter.control.overhead_controller import LEAST_SECONDS, PATIENCE, OverheadWindow
 from rankscope_exporter.measure import quantities
 from rankscope_exporter.measure.quantities.parameters import Parameters
 from rankscope_exporter.measure.table import Table
@@ -162,7 +162,6 @@ class SimulatedTraining:
         self.now = self.cost = 0.0
         self.seen = 0
         self.changes: list[tuple[float, int, int]] = []  # time, previous and new factor
-        self.looks: list[tuple[float, float, float]] = []  # time, cost, share
 
     def train(self, seconds: float) -> None:
         until = self.now + seconds
@@ -175,12 +174,10 @@ class SimulatedTraining:
 
     def _begins(self) -> None:
         if self.window.may_end(self.every * self.window.stretch):
-            result = self.window.evaluate(self.now, self.cost)
-            if result is not None:
-                self.looks.append((self.now, self.cost, result.share))
-                if result.verdict is not Verdict.KEEPS:
-                    self.changes.append((self.now, self.window.stretch, result.stretch))
-                    self.window.restart(result.stretch)
+            required = self.window.evaluate(self.now, lambda: self.cost)
+            if required not in (None, self.window.stretch):
+                self.changes.append((self.now, self.window.stretch, required))
+                self.window.restart(required)
 
 
 @pytest.mark.parametrize(
@@ -274,12 +271,12 @@ class CostlyTraining(parts.Training):
     def __init__(self, *, real: bool = False, **settings: Any) -> None:
         base = {"quantities": ["test_costly"], "max_overhead": "50 %", "hang_after_seconds": 0}
         super().__init__(**base | settings)
-        self.controller = self.session.reactions.overhead_controller
+        self.controller = self.session.overhead_controller
         self.window = self.controller._window
         if not real:
             times = Costly.times
             self.controller._clock, self.controller._cost = lambda: times.clock, lambda: times.cost
-        elif self.window is not None:
+        else:
             self.window._least_seconds = 0.2
 
     def each_step(self, most: int = MOST_STEPS) -> Iterator[int]:
@@ -378,7 +375,6 @@ def test_switch_resets_the_stretch(monkeypatch):
 def test_every_times_and_start_step_keep_their_meaning_when_stretched():
     """Every second one of the steps 5, 8, 11, … is sampled."""
     training = CostlyTraining(options={"test_costly": {"start_step": 5, "every": 3, "times": 4}})
-    assert training.window is not None
     for step in training.each_step(40):
         if step == 1:
             training.controller._sources.request_reaction(

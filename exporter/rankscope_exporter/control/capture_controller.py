@@ -1,9 +1,4 @@
-"""All reactions of one session to overhead and to anomalies: overhead controller, anomaly capture and `on_anomaly`.
-
-`on_anomaly` is a function of the script. The reactions change the sampling on the training thread. Work that may wait
-runs on background threads.
-
-Anomaly capture: after a firing, all ranks measure more quantities for a number of steps, beginning at the same step.
+"""Anomaly capture: after a firing, all ranks measure more quantities for some steps, beginning at the same step.
 
 This module does the work of one rank: it selects the firings that start a capture, and counts the steps of the capture.
 """
@@ -17,18 +12,12 @@ from functools import partial
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
-from rankscope_contract.model.identity import Identity
-from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.config.sections import CaptureConfig
-from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback
-from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange, ReactionChange
+from rankscope_exporter.control.change_queue import PlannedChange
 from rankscope_exporter.control.change_sources import ChangeSources
-from rankscope_exporter.control.overhead_controller import OverheadController
-from rankscope_exporter.control.overhead_window import OverheadWindow
 from rankscope_exporter.control.sample_ids import BatchesByStep, SampleIds, read
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
-from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
 from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.training.sampling import ActiveQuantities
@@ -36,33 +25,19 @@ from rankscope_exporter.training.sampling import ActiveQuantities
 CAPTURE: Final = "capture"
 """The name under which anomaly capture requests changes of the sampling."""
 
+FINISH_SECONDS: Final = 1.0
+"""Longest time in seconds that the end of training waits for the last events of captures."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reason:
-    """The firing that starts a capture: its rank, its step on that rank, its rule and its statistic."""
+    """The firing that starts a capture: its rank, and its step on that rank."""
 
     rank: int
     step: int
-    rule: str | None
-    kind: str | None
-    tensor: str | None
-    op: str | None
-    value: float | None
     message: str
-
-    @classmethod
-    def of(cls, event: Event, step: int, rank: int) -> Reason:
-        """Return the reason for a capture after the anomaly `event` on this rank."""
-        return cls(
-            rank=rank,
-            step=step,
-            rule=event.rule,
-            kind=event.kind,
-            tensor=event.tensor,
-            op=event.op,
-            value=None if event.value is None else float(event.value),
-            message=event.message,
-        )
+    firing: dict[str, Any]
+    """The rule, kind, tensor, op and value of the firing, which all events about the capture contain."""
 
     def event(self, state: str, message: str, **more: Any) -> Event:
         """Return an event about the capture that was requested because of the firing in this object.
@@ -71,23 +46,14 @@ class Reason:
         take place).
         """
         details = {"state": state, "rank": self.rank, "fired_step": self.step, "reason": self.message, **more}
-        return Event(
-            type=EventType.CAPTURE,
-            rule=self.rule,
-            kind=self.kind,
-            tensor=self.tensor,
-            op=self.op,
-            value=self.value,
-            message=message,
-            details=json.dumps(details),
-        )
+        return Event(type=EventType.CAPTURE, message=message, details=json.dumps(details), **self.firing)
 
 
 class CaptureController(StepObserver):
     """Starts and ends the captures of one rank.
 
-    The publisher thread calls `fired`, which requests captures. The background thread of `ChangeSources` calls `_make`,
-    which returns a capture of all ranks. The training thread calls the methods for the events of steps.
+    The publisher thread calls `on_anomalies`, which requests captures. The background thread of `ChangeSources` calls
+    `_make`, which returns a capture of all ranks. The training thread calls the methods for the events of steps.
 
     The function `take_flight_record` publishes a flight record, and the function `record` publishes an event. Both may
     wait, so `worker` calls them on its background thread. The function `changed` is called when a capture changes the
@@ -100,18 +66,18 @@ class CaptureController(StepObserver):
         active_quantities: ActiveQuantities,
         sources: ChangeSources,
         batches: SampleIds,
-        worker: BackgroundWorker,
+        boundary: ErrorBoundary,
         *,
         rank: int,
         record: Callable[[Event], None],
-        take_flight_record: Callable[[], object],
+        take_flight_record: Callable[[str], object],
         changed: Callable[[], None],
     ) -> None:
         self._config = config
         self._active_quantities = active_quantities
         self._sources = sources
         self._batches = batches
-        self._worker = worker
+        self.worker = BackgroundWorker("capture", boundary)
         self._rank = rank
         self._record = record
         self._take_flight_record = take_flight_record
@@ -125,8 +91,8 @@ class CaptureController(StepObserver):
 
     # Firings of this rank, on the publisher thread.
 
-    def fired(self, step: int | None, events: Sequence[Event]) -> None:
-        """Request a capture if one of the `events` is a firing of a configured rule.
+    def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
+        """Request a capture if one of the `anomalies` is a firing of a configured rule.
 
         The reason of the capture is the first firing of a configured rule in causal order. No capture is requested
         during the cooldown after the last firing for which a capture was requested, or if the number of captures has
@@ -135,10 +101,13 @@ class CaptureController(StepObserver):
         config = self._config
         if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
             return
-        chosen = [event for event in in_causal_order(step, events) if config.chooses(event.rule)]
-        if not chosen:
+        ordered = in_causal_order(step, anomalies)
+        chosen = next((event for event in ordered if config.chooses(event.rule)), None)
+        if chosen is None:
             return
-        reason, until = Reason.of(chosen[0], step, self._rank), step + config.cooldown_steps
+        firing = {name: getattr(chosen, name) for name in ("rule", "kind", "tensor", "op", "value")}
+        reason = Reason(rank=self._rank, step=step, message=chosen.message, firing=firing)
+        until = step + config.cooldown_steps
         self._quiet_until = until
         self._requested.append(reason)
         try:
@@ -157,7 +126,7 @@ class CaptureController(StepObserver):
             if reason.rank != self._rank:
                 self._flight_record()
         description = {"capture": [] if config is None else list(config.quantities), "reason": reason.message}
-        return ReactionChange(step=step, description=description, apply=partial(self._begin, reason))
+        return PlannedChange(step=step, description=description, apply=partial(self._begin, reason))
 
     def _begin(self, reason: Reason, change: PlannedChange, step: int) -> list[Event]:
         """Start the capture at step number `step`, on the training thread, and return the event about it."""
@@ -198,12 +167,19 @@ class CaptureController(StepObserver):
         if self._reason is not None:
             self._end(f"capture ended before step {step}: the sampling configuration changed", cut_short=True)
 
-    def finish(self) -> None:
-        """End the capture at the end of training, and record an event for each requested capture that did not begin."""
+    def finish(self, catch_up: Callable[[float], bool]) -> None:
+        """End the capture at the end of training, and record an event for each requested capture that did not begin.
+
+        `catch_up` waits for the publisher for a number of seconds.
+        """
+        if self._config is None:
+            return
+        catch_up(FINISH_SECONDS)
         if self._reason is not None:
             self._left -= 1  # the last step has ended as well
             self._end("capture ended with the training", cut_short=self._left > 0)
         self._miss(None, "the training ended before the capture began")
+        self.worker.stop(FINISH_SECONDS)
 
     def state(self) -> dict[str, Any]:
         """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
@@ -239,107 +215,8 @@ class CaptureController(StepObserver):
             samples, left_out = read(batches)
             self._record(reason.event(state, text, **more, samples=samples, samples_left_out=left_out))
 
-        self._worker.put(publish)
+        self.worker.put(publish)
 
     def _flight_record(self) -> None:
         if self._config is not None and self._config.flight_record:
-            self._worker.put(self._take_flight_record)
-
-
-FINISH_SECONDS: Final = 1.0
-"""Longest time in seconds that the end of training waits for the last events of captures."""
-
-
-class AnomalyReactions(StepObserver):
-    """The reactions of one session to overhead and to anomalies.
-
-    The session must register all objects in `observers` as observers of steps and records, in the order of
-    `observers`. The functions: `record` publishes an event. `take_flight_record` publishes a flight record for the
-    trigger with a name. `cost` returns the CPU seconds that the monitor has used so far, without costs that occur only
-    once. `kinds_changed` is called when the set of tensor kinds that are measured changes. `say` prints a line on the
-    console.
-    """
-
-    def __init__(
-        self,
-        config: MonitorConfig,
-        identity: Identity,
-        boundary: ErrorBoundary,
-        on_anomaly: FindCallback,
-        *,
-        active_quantities: ActiveQuantities,
-        change_queue: ChangeQueue,
-        change_sources: ChangeSources,
-        record: Callable[[Event], None],
-        take_flight_record: Callable[[str], object],
-        cost: Callable[[], float],
-        kinds_changed: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._config = config
-        self._identity = identity
-        self._boundary = boundary
-        self._kinds_changed = kinds_changed
-        self._worker = BackgroundWorker("capture", boundary)
-        self.batches = SampleIds(are_read=config.capture is not None or on_anomaly() is not None)
-        self.callbacks = AnomalyCallback(on_anomaly, boundary, self._samples)
-        max_overhead = share_of(config.max_overhead)
-        window = None if max_overhead is None else OverheadWindow(max_overhead)
-        self.overhead_controller = OverheadController(
-            window, active_quantities, change_queue, change_sources, identity, cost=cost, say=say
-        )
-        self.captures = CaptureController(
-            config.capture,
-            active_quantities,
-            change_sources,
-            self.batches,
-            self._worker,
-            rank=identity.rank,
-            record=record,
-            take_flight_record=lambda: take_flight_record("capture"),
-            changed=self._capture_changed,
-        )
-
-    @property
-    def observers(self) -> tuple[StepObserver, ...]:
-        """The observers that the configuration needs, in the order in which they must be called."""
-        needed = (
-            (self.overhead_controller, self._config.max_overhead is not None),
-            (self.captures, self._config.capture is not None),
-            (self.batches, self.batches.are_read),
-        )
-        return *(observer for observer, is_needed in needed if is_needed), self
-
-    def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        self._boundary.call("capture", self.captures.fired, step, anomalies)
-        self._boundary.call("on_anomaly", self.callbacks.put, self._identity.run, self._identity.rank, step, anomalies)
-
-    def sampling_changed(self, step: int) -> None:
-        """Reset the overhead controller and captures: a new sampling configuration takes effect at `step`."""
-        self._boundary.call("switching", self.overhead_controller.sampling_changed)
-        self._boundary.call("switching", self.captures.sampling_changed, step)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state of the overhead controller and of anomaly capture, for the HTTP path /config."""
-        return {**self.overhead_controller.state(), **self.captures.state()}
-
-    def finish(self, catch_up: Callable[[float], bool]) -> None:
-        """Publish the last events of captures; `catch_up` waits for the publisher for a number of seconds."""
-        if self._config.capture is not None:
-            self._boundary.call("capture", catch_up, FINISH_SECONDS)
-            self._boundary.call("capture", self.captures.finish)
-            self._boundary.call("capture", self._worker.stop, FINISH_SECONDS)
-
-    def stop(self, timeout_seconds: float) -> None:
-        self.callbacks.stop(timeout_seconds)
-
-    def dropped(self) -> Mapping[str, int]:
-        """Return the numbers of dropped calls of `on_anomaly`, and tasks of captures (`capture_events`)."""
-        return {"on_anomaly": self.callbacks.dropped, "capture_events": self._worker.dropped}
-
-    def _samples(self, step: int | None) -> Sequence[Any]:
-        return read(self.batches.of(step))[0].get(str(step), ())
-
-    def _capture_changed(self) -> None:
-        self.overhead_controller.pause()  # the cost of a capture does not count against max_overhead
-        self._kinds_changed()
+            self.worker.put(partial(self._take_flight_record, CAPTURE))
