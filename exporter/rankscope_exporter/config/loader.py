@@ -1,4 +1,4 @@
-"""Reads configuration files: TOML, or JSON with comments. Also translates configurations of other monitors.
+"""Reads configuration files: TOML, or JSON with comments.
 
 Comments in JSON are replaced by blanks. The text keeps its length and lines, so a parser error has the right position.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_exporter.process.errors import ConfigError
-from rankscope_exporter.process.extension import extension
 
 # Strings first: `//` inside a string is not a comment.
 _STRING_OR_COMMENT: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -76,22 +74,3 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if table[name] != value:  # a parser would silently use the last one
             raise ValueError(f"{name!r} occurs twice in one table, as {value!r} and as {table[name]!r}: remove one")
     return table
-
-
-def other_keys() -> frozenset[str]:
-    """Return the keys of the configuration format of another monitor."""
-    return frozenset(extension("configuration").KEYS)
-
-
-def translated_settings(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return `settings`, translated if a key is only in the format of another monitor. Raises ConfigError there."""
-    unknown = [key for key in settings if key not in names]
-    if unknown and not other_keys().isdisjoint(unknown):
-        return translated_from_other(settings, names)
-    return dict(settings)
-
-
-def translated_from_other(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Translate `settings` from the format of another monitor. Raises ConfigError if a setting is invalid."""
-    found: dict[str, Any] = extension("configuration").translated(settings, names)
-    return found

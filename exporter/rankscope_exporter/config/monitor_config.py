@@ -34,13 +34,22 @@ from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
-from rankscope_exporter.config.loader import other_keys, read_settings, translated_from_other, translated_settings
-from rankscope_exporter.config.sections import CaptureConfig, HardwareConfig, OptionTables, checked_capture, tables_of
+from rankscope_exporter.config.loader import read_settings
+from rankscope_exporter.config.sections import (
+    ALL,
+    CaptureConfig,
+    HardwareConfig,
+    OptionTables,
+    check_option_tables,
+    options_from,
+    tables_of,
+)
 from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
 from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
+from rankscope_exporter.process.extension import extension
 from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (
     REMOVED,
@@ -52,6 +61,7 @@ from rankscope_exporter.process.validation import (
     check_keys,
     did_you_mean,
     is_list,
+    listed,
     number,
     one_of,
     share_of,
@@ -326,13 +336,14 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         validate(self, ConfigError)
-        self._check_options()
+        check_option_tables(self.options, self.quantities)
         for quantity_class in select_quantities(self.quantities):
             self.options_of(quantity_class)
-        self._check_sinks()
+        for name in self.sinks:
+            self.options_of_sink(sink_class(name))
         self._check_rules()
-        remake = functools.partial(replace, self, capture=None)
-        object.__setattr__(self, "capture", checked_capture(self.capture, self.rules, self.options, remake))
+        if self.capture is not None:
+            self._check_capture(self.capture)
 
     def without_secrets(self) -> MonitorConfig:
         """Return a copy without the token of the rank's server, to be written to a file or sent to a process."""
@@ -350,57 +361,45 @@ class MonitorConfig:
         if repeated:
             raise ConfigError(f"rules: the name {repeated[0]!r} is used twice; set a different name=… in one of them")
 
+    def _check_capture(self, capture: CaptureConfig) -> None:
+        names = [rule.name for rule in self.rules]
+        for name in capture.rules:
+            if name != ALL and name not in names:
+                raise ConfigError(f"capture.rules: there is no rule {name!r}; the rules are {listed(names, name)}")
+        try:
+            replace(self, capture=None, **capture.settings(self.options))
+        except ConfigError as error:
+            raise ConfigError(f"capture.{error}") from error
+
     def options_of(self, quantity_class: type[Quantity]) -> QuantityOptions:
         """Return the options of the quantity `quantity_class`, validated by its options class.
 
         Raises ConfigError if an option is invalid.
         """
         name = quantity_class.name
-        settings = self.options.get(name, {})
-        if not isinstance(settings, Mapping):
-            raise ConfigError(f"options.{name} must be a table of settings, not {settings!r}")
-        known = {item.name for item in fields(quantity_class.options_class)}
-        check_keys(dict(settings), known, f"options.{name}.")
-        if settings.get("ops") is not None and not quantity_class.measures_tensors:
+        options: QuantityOptions = options_from(
+            quantity_class.options_class, self.options.get(name, {}), f"options.{name}"
+        )
+        if options.ops is not None and not quantity_class.measures_tensors:
             raise ConfigError(f"options.{name}.ops has no effect: the quantity {name} has no statistics of tensors")
-        try:
-            return quantity_class.options_class(**settings)
-        except ValueError as error:
-            raise ConfigError(f"options.{name}: {error}") from error
-
-    def _check_options(self) -> None:
-        for name in self.options:
-            if name not in self.quantities:
-                select_quantities([name])  # names the nearest one
-                raise ConfigError(f"options.{name} has no effect: add {name!r} to quantities")
+        return options
 
     def options_of_sink(self, sink: type[Sink]) -> Any:
         """Return the settings of a sink, validated by its options class. Raises ConfigError if a setting is invalid."""
-        settings = self.sinks[sink.name]
-        if not isinstance(settings, Mapping):
-            raise ConfigError(f"sinks.{sink.name} must be a table of settings, not {settings!r}; write {{}} for none")
-        check_keys(dict(settings), {item.name for item in fields(sink.options_class)}, f"sinks.{sink.name}.")
-        try:
-            return sink.options_class(**settings)
-        except ValueError as error:
-            raise ConfigError(f"sinks.{sink.name}: {error}") from error
-
-    def _check_sinks(self) -> None:
-        for name in self.sinks:
-            self.options_of_sink(sink_class(name))
+        return options_from(sink.options_class, self.sinks[sink.name], f"sinks.{sink.name}", "; write {} for none")
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration in a parsed document. Raises ConfigError; it suggests keys for unknown ones."""
         values = own_settings(settings)
         names = setting_names()
-        check_keys(values, names, also_near=() if names.issuperset(values) else other_keys())
+        check_keys(values, names, also_near=() if names.issuperset(values) else extension("configuration").KEYS)
         return cls(**{**values, **tables_of(values)})
 
     @classmethod
     def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:
         """Return the configuration in msprobe's format, which `from_mapping` recognises too. Raises ConfigError."""
-        return cls.from_mapping(translated_from_other(settings, setting_names()))
+        return cls.from_mapping(extension("configuration").translated(settings, setting_names()))
 
     @classmethod
     def from_file(cls, path: str | Path) -> MonitorConfig:
@@ -495,4 +494,7 @@ def setting_names() -> set[str]:
 
 def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return `settings`, perhaps in the format of another monitor, as our settings. Raises ConfigError if invalid."""
-    return translated_settings(settings, setting_names())
+    unknown = settings.keys() - setting_names()
+    if unknown and not unknown.isdisjoint(extension("configuration").KEYS):
+        return dict(extension("configuration").translated(settings, setting_names()))
+    return dict(settings)

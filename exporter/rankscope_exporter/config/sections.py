@@ -5,15 +5,14 @@ A dataclass validates each section.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final
 
-from rankscope_contract.rules.base import AnomalyRule
 from rankscope_exporter.measure.quantities import select_quantities
 from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError
-from rankscope_exporter.process.validation import Checked, at_least, check_keys, listed, number, table, validate
+from rankscope_exporter.process.validation import Checked, at_least, check_keys, number, table, validate
 from rankscope_exporter.publish.serving_config import ServeConfig
 
 _SECONDS: Final = number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")
@@ -39,16 +38,34 @@ TABLES: Final[Mapping[str, type[Any]]] = {
 
 def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a parsed document as objects, by name. Raises ConfigError if one is invalid."""
-    return {name: _table(name, settings[name], cls) for name, cls in TABLES.items() if name in settings}
+    return {name: options_from(cls, settings[name], name) for name, cls in TABLES.items() if name in settings}
 
 
-def _table(name: str, value: Any, cls: type[Any]) -> Any:
+def options_from(cls: type[Any], value: Any, name: str, advice: str = "") -> Any:
+    """Return the settings in the table `value` as an object of the dataclass `cls`, which validates them.
+
+    If `value` is such an object, it is returned. Raises ConfigError, whose text names the table `name` and ends with
+    `advice` if `value` is not a table.
+    """
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a table of settings, not {value!r}")
-    check_keys(dict(value), {item.name for item in fields(cls)}, f"{name}.")
-    return cls(**value)
+        raise ConfigError(f"{name} must be a table of settings, not {value!r}{advice}")
+    check_keys(value, {item.name for item in fields(cls)}, f"{name}.")
+    try:
+        return cls(**value)
+    except ConfigError:
+        raise
+    except ValueError as error:  # its text names only the setting
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def check_option_tables(options: Mapping[str, Any], quantities: Sequence[str], prefix: str = "") -> None:
+    """Raise ConfigError if `options` has a table for a quantity that is not one of `quantities`."""
+    for name in options:
+        if name not in quantities:
+            select_quantities([name])  # names the nearest one
+            raise ConfigError(f"{prefix}options.{name} has no effect: add {name!r} to {prefix}quantities")
 
 
 ALL: Final = "*"
@@ -84,10 +101,7 @@ class CaptureConfig:
         if given == ALL:
             object.__setattr__(self, "rules", (ALL,))
         validate(self, ConfigError, "capture.")
-        for name in self.options:
-            if name not in self.quantities:
-                select_quantities([name])
-                raise ConfigError(f"capture.options.{name} has no effect: add {name!r} to capture.quantities")
+        check_option_tables(self.options, self.quantities, "capture.")
 
     @classmethod
     def of(cls, given: Any) -> CaptureConfig | None:
@@ -95,12 +109,7 @@ class CaptureConfig:
 
         Raises ConfigError if the value is invalid.
         """
-        if given is None or isinstance(given, CaptureConfig):
-            return given
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"capture must be a table of settings, not {given!r}; write {{}} for the defaults")
-        check_keys(dict(given), {item.name for item in fields(cls)}, "capture.")
-        return cls(**given)
+        return None if given is None else options_from(cls, given, "capture", "; write {} for the defaults")
 
     def chooses(self, rule: str | None) -> bool:
         return ALL in self.rules or rule in self.rules
@@ -109,28 +118,3 @@ class CaptureConfig:
         """Return the sampling settings during a capture; `options` are those of quantities outside of captures."""
         own = {name: options[name] for name in self.quantities if name in options}
         return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
-
-
-def checked_capture(
-    capture: CaptureConfig | None,
-    rules: Sequence[AnomalyRule],
-    options: Mapping[str, Mapping[str, Any]],
-    monitor_with: Callable[..., object],
-) -> CaptureConfig | None:
-    """Validate the capture settings together with `rules` and `options` of the monitor, and return them.
-
-    Raises ConfigError if a setting is invalid, or if a capture refers to a rule that does not exist.
-
-    The result is None if captures are disabled. `monitor_with` is a function that creates the monitor's configuration
-    with changed settings.
-    """
-    if capture is not None:
-        names = [rule.name for rule in rules]
-        for name in capture.rules:
-            if name != ALL and name not in names:
-                raise ConfigError(f"capture.rules: there is no rule {name!r}; the rules are {listed(names, name)}")
-        try:
-            monitor_with(**capture.settings(options))
-        except ConfigError as error:
-            raise ConfigError(f"capture.{error}") from error
-    return capture
