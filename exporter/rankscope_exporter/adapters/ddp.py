@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits
-from rankscope_exporter.adapters.torch_private import comm_hooks
+from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.torch_private import active_ddp, comm_hooks, compiled_call
+from rankscope_exporter.process.copies import NotCopied
 
 
 class Plain(Framework):
@@ -62,6 +64,39 @@ class DistributedData(Framework):
     def module(self) -> nn.Module:
         module: nn.Module = self.root.module
         return module
+
+    def on_forward(self, hook: Callable[..., None]) -> Removable:
+        if not self._may_be_made_again:
+            return super().on_forward(hook)
+
+        def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._follow(module):
+                hook(self.root, args, kwargs)
+
+        return self.module.register_forward_pre_hook(NotCopied(begins), with_kwargs=True)
+
+    def on_forward_end(self, hook: Callable[..., None]) -> Removable:
+        if not self._may_be_made_again:
+            return super().on_forward_end(hook)
+
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            if self._follow(module):
+                hook(self.root, args, output)
+
+        return self.module.register_forward_hook(NotCopied(ends), always_call=True)
+
+    @property
+    def _may_be_made_again(self) -> bool:
+        """True if hooks on the user's module, which is not compiled, can detect another DDP around the same module."""
+        return self.announced is None and self.model is self.root and compiled_call(self.module) is None
+
+    def _follow(self, module: nn.Module) -> bool:
+        """Return whether `module` runs in a forward pass of DDP, which may have been made anew around `module`."""
+        wrapper = active_ddp()
+        if wrapper is None or wrapper.module is not module:
+            return False
+        self.model = self.root = wrapper
+        return True
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         # Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the

@@ -249,6 +249,8 @@ nested_tensor_class: Final = partial(loaded, "torch.nested._internal.nested_tens
 
 # DDP, FSDP1, FSDP2 and pipelines.
 
+active_ddp: Final = torch_name("torch.nn.parallel.DistributedDataParallel._get_active_ddp_module", _none)
+"""Function that returns the DDP module whose forward pass runs; None outside of one."""
 comm_hooks: Final = attrgetter("_comm_hooks")
 """Return the communication hooks that the user has registered on a model in DDP."""
 

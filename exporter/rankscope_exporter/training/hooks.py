@@ -22,6 +22,7 @@ from rankscope_exporter.adapters.tracing import (
 )
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
+from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
@@ -288,5 +289,5 @@ class Hooks(HookContext):
 
 def _has_lost_hooks(framework: Framework) -> bool:
     """Return whether other code has removed the forward hooks, so that a step begins with a gradient."""
-    tables = [forward_pre_hooks(chunk).values() for chunk in framework.chunks]
-    return framework.announced is None and not any(isinstance(hook, Hook) for hooks in tables for hook in hooks)
+    tables = [forward_pre_hooks(module).values() for module in (*framework.chunks, framework.module)]
+    return framework.announced is None and not any(isinstance(hook, NotCopied) for hooks in tables for hook in hooks)

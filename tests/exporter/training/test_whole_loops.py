@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.exporter.parts import Watched, session_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, functionalize, grad, grad_and_value, hessian, jvp, vmap
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 
 from rankscope_exporter.api.session_factory import ReplicaDedup
@@ -381,6 +383,31 @@ def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_regis
 
     assert (0 if is_known else 1) == len(loop.messages("note"))
     assert [] == loop.skipped()
+
+
+def test_steps_continue_with_a_process_group_and_ddp_that_are_made_again(group):
+    """A direct call of the module between two steps is no forward pass of a step."""
+    loop = Loop("activations")
+    optimizer = loop.adam()
+    net, wrapper = loop.net, DistributedDataParallel(loop.net)
+    Watched.__init__(loop, wrapper, optimizer, **loop.settings)
+    loop.net = net
+    for step in range(1, STEPS + 1):
+        if step == STEPS - 1:
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            wrapper = DistributedDataParallel(net)
+        wrapper(torch.randn(3, 4)).square().sum().backward()
+        loop.note(step, "grad_reduced")
+        optimizer.step()
+        loop.note(step, "param_after")
+        optimizer.zero_grad()
+        net(torch.randn(3, 4))
+    loop.end()
+
+    assert {(step, 0) for step in range(1, STEPS + 1)} == {
+        (row.step, row.entry.micro_step) for row in loop.rows("act_out") if row.entry.tensor == "0"
+    }
 
 
 def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(group, monkeypatch):
