@@ -121,11 +121,6 @@ def in_place_changes(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else version(tensor)
 
 
-def foreach_norm(tensors: tuple[torch.Tensor, ...], order: float, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the norms of all tensors by one operation, as torch's clipping of gradients does."""
-    return torch._foreach_norm(tensors, order, dtype)
-
-
 def foreach_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each tensor in `sources` to the tensor at its position in `targets` by one operation."""
     torch._foreach_copy_(targets, sources)

@@ -11,7 +11,7 @@ The package knows neither the names of tensors nor the rules.
 `norm`, `min`, `max` and `mean` are over the *finite* elements (isfinite). `norm` is the square root of the sum of
 squares. The values are null without a finite element, and Inf beyond the range of float32. `nans` (isnan), `infs`
 (isinf), `zeros` and `numel` count over *all* elements; zeros are |x| < zero_below, or x == 0 with the default of 0. A
-complex number counts as its modulus. NaNs are counted in `torch_backend` (`masked_sums`, `small_sums`) and, in compiled
+complex number counts as its modulus. NaNs are counted in `torch_backend` (`masked_sums`) and, in compiled
 code, in `kernel.c` (CPU) and `triton_kernels` (CUDA). The implicit elements of a sparse tensor are zeros. If there
 is nothing to measure (None, meta, freed or packed memory), the entry is absent.
 

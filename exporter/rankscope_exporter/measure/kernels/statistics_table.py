@@ -159,15 +159,9 @@ class StatisticsTable:
         """Return the float64 rows of the optional sums [len(extra_sums), size]."""
         return self.buffer[ROWS:].view(torch.float64)
 
-    def write(self, rows: Rows, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Store sums, float64 [len(SUMS), n], and counts, int64 [len(COUNT_OPS), n], at the n entries `rows`."""
-        if isinstance(rows, range):
-            self.sums[:, rows.start : rows.stop].copy_(sums)
-            self.counts[:, rows.start : rows.stop].copy_(counts)
-        else:
-            index = self.index(rows)
-            self.sums.index_copy_(1, index, sums)
-            self.counts.index_copy_(1, index, counts)
+    def write(self, rows: Rows, columns: torch.Tensor) -> None:
+        """Store the bits of sums and counts, int64 [rows of the table, n], at the n entries `rows`."""
+        self.buffer[:, self._place(rows)] = columns
 
     def index(self, rows: Rows) -> torch.Tensor:
         """Return `rows` as an index tensor on the device.
