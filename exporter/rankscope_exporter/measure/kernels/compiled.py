@@ -44,7 +44,8 @@ class LazyKernel:
         """CPU seconds of the import and the compilation."""
         self._load = load
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
+        """The thread that compiles or has compiled the kernel."""
 
     @property
     def is_possible(self) -> bool:
@@ -56,10 +57,6 @@ class LazyKernel:
         except ValueError:  # a script has replaced the library by a module of its own
             return False
 
-    @property
-    def is_started(self) -> bool:
-        return self._thread is not None
-
     def warm_up(self) -> threading.Thread | None:
         """Start the import and the compilation on a background thread, once per process, and return the thread.
 
@@ -68,28 +65,26 @@ class LazyKernel:
         with self._lock:
             if self.kernel is not None or not self.is_possible:
                 return None
-            if self._thread is None:
-                self._thread = OwnThread(target=self._run, name="rankscope-warm-up")
+            if self.thread is None:
+                self.thread = OwnThread(target=self._run, name="rankscope-warm-up")
                 # In a child that is forked during an import, the import lock would be held for ever. An exit during a
                 # compilation would free memory that the compiler uses.
                 os.register_at_fork(before=self._wait)
                 atexit.register(self._wait)
-                self._thread.start()
-            return self._thread
+                self.thread.start()
+            return self.thread
 
     def _wait(self) -> None:
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_FORK_WAITS_SECONDS)
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(_FORK_WAITS_SECONDS)
 
     def _run(self) -> None:
         try:
             self.kernel = self._load()
         except Exception as error:  # noqa: BLE001 - a compiler raises errors of any type
-            text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning(
-                "%s cannot be used (%s): tensor statistics are computed with torch operations",
-                self.package,
-                text.splitlines()[0],
+                "%s cannot be used (%s): tensor statistics are computed with torch operations", self.package, reason
             )
         finally:
             self.seconds = time.thread_time()
@@ -118,17 +113,13 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, extra_sums: tuple[s
         tables = [StatisticsTable(len(tensors), device) for _ in range(2)]
         for table in tables:
             table.add_sums(extra_sums)
-        rows = range(len(tensors))
-        DeviceArguments(rows, 0.5).run(kernel, tensors, tables[0])
-        sizes = [tensor.numel() for tensor in tensors]
-        torch_backend.measure(tensors, sizes, rows, tables[1], zero_below=0.5)
-        found, expected = (table.buffer.cpu() for table in tables)
-    counts = slice(len(tables[0].sums), len(tables[0].sums) + len(tables[0].counts))
-    own, other = (
-        torch.cat([part[: counts.start], part[counts.stop :]]).view(torch.float64) for part in (found, expected)
-    )
-    if not (torch.equal(found[counts], expected[counts]) and torch.allclose(own, other, rtol=1e-9, atol=1e-9)):
-        raise RuntimeError("the compiled kernel has wrong results on this device")
+        rows, (found, expected) = range(len(tensors)), tables
+        DeviceArguments(rows, 0.5).run(kernel, tensors, found)
+        torch_backend.measure(tensors, [tensor.numel() for tensor in tensors], rows, expected, zero_below=0.5)
+        pairs = (found.sums, expected.sums), (found.extras, expected.extras)
+        are_near = all(torch.allclose(*pair, rtol=1e-9, atol=1e-9) for pair in pairs)
+        if not (are_near and torch.equal(found.counts, expected.counts)):
+            raise RuntimeError("the compiled kernel has wrong results on this device")
 
 
 _OF_DEVICES: Final[dict[tuple[torch.device, tuple[str, ...]], LazyKernel]] = {}
@@ -153,7 +144,7 @@ def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> Kernel | 
     if device.type != "cuda":
         return None
     found = kernel_of(device, extra_sums)
-    if found.kernel is None and not found.is_started and kernel_of(device).is_started:
+    if found.kernel is None and found.thread is None and kernel_of(device).thread is not None:
         found.warm_up()
     return found.kernel
 

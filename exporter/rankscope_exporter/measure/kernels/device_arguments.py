@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -30,8 +30,6 @@ class DeviceJobs:
     """[chunks, 3]: the job, the first element, and the place of the partial result; -1 if the tensor has one chunk."""
     large: torch.Tensor
     """[tensors with several chunks, 3]: the job, the first partial result, and the number of partial results."""
-    chunk_count: int
-    large_count: int
     partials: int
 
 
@@ -83,19 +81,14 @@ class DeviceArguments:
         if not found:
             self._jobs, self._seen = None, seen
             return
-        fields = [
-            (address, numel, row, CODES[dtype], _zero_bits(self._zero_below, dtype))
-            for (address, numel, dtype), row in found
-        ]
-        sizes = [sight[1] for sight, _ in found]
+        bits = functools.partial(_zero_bits, self._zero_below)
+        fields = [(address, numel, row, CODES[dtype], bits(dtype)) for (address, numel, dtype), row in found]
+        sizes = [numel for (_, numel, _), _ in found]
         if self._jobs is None or sizes != self._sizes:
             self._jobs = _with_chunks(on_device(fields, device), sizes, device)
             self._sizes = sizes
         else:
-            old = self._jobs
-            self._jobs = DeviceJobs(
-                on_device(fields, device), old.chunks, old.large, old.chunk_count, old.large_count, old.partials
-            )
+            self._jobs = replace(self._jobs, fields=on_device(fields, device))
         self._seen = seen
 
 
@@ -109,14 +102,7 @@ def _with_chunks(fields: torch.Tensor, sizes: Sequence[int], device: torch.devic
             large.append((job, partials, count))
         chunks += [(job, CHUNK * place, partials + place if count > 1 else -1) for place in range(count)]
         partials += count if count > 1 else 0
-    return DeviceJobs(
-        fields,
-        on_device(chunks, device),
-        on_device(large or [(0, 0, 0)], device),
-        chunk_count=len(chunks),
-        large_count=len(large),
-        partials=partials,
-    )
+    return DeviceJobs(fields, on_device(chunks, device), on_device(large, device), partials)
 
 
 def stream_of(device: torch.device) -> int:

@@ -14,8 +14,8 @@ bits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -56,7 +56,6 @@ class Hasher:
             self._packed = torch.zeros_like(self._mixed)
             counted = torch.arange(1, size + 1, dtype=torch.int64, device=device)
             self._positions = counted.mul_(_signed(_GOLDEN))
-        self._layouts: dict[tuple[int, ...], _Layout] = {}
 
     def partials(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return int64 [len(tensors)] on the device: for each tensor, the sum of the mixed values of its 64-bit words.
@@ -81,56 +80,30 @@ class Hasher:
         return sums
 
     def _add_large(self, item: torch.Tensor, total: torch.Tensor) -> None:
-        whole = item.numel() // _WORD
-        aligned = item.storage_offset() % _WORD == 0 and item.data_ptr() % _WORD == 0
-        words = item[: whole * _WORD].view(torch.int64) if aligned else None
-        size = len(self._mixed)
+        whole, size = item.numel() // _WORD * _WORD, len(self._mixed) * _WORD
+        is_aligned = item.storage_offset() % _WORD == 0 and item.data_ptr() % _WORD == 0
         for first in range(0, whole, size):
-            count = min(size, whole - first)
-            if words is None:
-                source = self._packed[:count]
-                source.view(torch.uint8).copy_(item[first * _WORD : (first + count) * _WORD])
-            else:
-                source = words[first : first + count]
-            total.add_(self._sum(source, self._positions[:count], first))
-        if item.numel() > whole * _WORD:
+            part = item[first : min(first + size, whole)]
+            words = (part if is_aligned else part.clone()).view(torch.int64)
+            total.add_(self._mix(words, self._positions[: len(words)], first // _WORD).sum())
+        if item.numel() > whole:
             last = self._packed[:1].zero_()
-            last.view(torch.uint8)[: item.numel() - whole * _WORD].copy_(item[whole * _WORD :])
-            total.add_(self._sum(last, self._positions[:1], whole))
+            last.view(torch.uint8)[: item.numel() - whole].copy_(item[whole:])
+            total.add_(self._mix(last, self._positions[:1], whole // _WORD).sum())
 
     def _add_small(self, flat: Sequence[torch.Tensor], indices: Sequence[int], sums: torch.Tensor) -> None:
         """Hash several tensors together. Each tensor begins at a new 64-bit word, and its words are numbered from 0."""
         indices = [index for index in indices if flat[index].numel()]
         if not indices:
             return
-        layout = self._layout(tuple(flat[index].numel() for index in indices))
-        self._packed[: layout.words].zero_()
-        foreach_copy(list(layout.places), [flat[index] for index in indices])
-        mixed = self._mix(self._packed[: layout.words], layout.positions, 0)
-        for index, (first, end) in zip(indices, layout.spans, strict=True):
+        sizes = [flat[index].numel() for index in indices]
+        spans = [*itertools.pairwise(itertools.accumulate((-(-size // _WORD) for size in sizes), initial=0))]
+        packed = self._packed[: spans[-1][1]].zero_()
+        places = [packed[first:end].view(torch.uint8)[:size] for (first, end), size in zip(spans, sizes, strict=True)]
+        foreach_copy(places, [flat[index] for index in indices])
+        mixed = self._mix(packed, torch.cat([self._positions[: end - first] for first, end in spans]), 0)
+        for index, (first, end) in zip(indices, spans, strict=True):
             sums[index].add_(mixed[first:end].sum())
-
-    def _layout(self, sizes: tuple[int, ...]) -> _Layout:
-        known = self._layouts.get(sizes)
-        if known is None:
-            if len(self._layouts) >= _LAYOUTS_KEPT:
-                self._layouts.clear()
-            known = self._layouts[sizes] = self._new_layout(sizes)
-        return known
-
-    def _new_layout(self, sizes: tuple[int, ...]) -> _Layout:
-        spans, first = [], 0
-        for size in sizes:
-            spans.append((first, first + -(-size // _WORD)))
-            first = spans[-1][1]
-        as_bytes = self._packed.view(torch.uint8)
-        places = [as_bytes[start * _WORD : start * _WORD + size] for (start, _), size in zip(spans, sizes, strict=True)]
-        with torch.inference_mode(False):
-            positions = torch.cat([self._positions[: end - start] for start, end in spans])
-        return _Layout(tuple(spans), tuple(places), positions, first)
-
-    def _sum(self, words: torch.Tensor, positions: torch.Tensor, first: int) -> torch.Tensor:
-        return self._mix(words, positions, first).sum()
 
     def _mix(self, words: torch.Tensor, positions: torch.Tensor, first: int) -> torch.Tensor:
         """Return the number that each of `words` adds to the hash of its tensor.
@@ -146,19 +119,6 @@ class Hasher:
             mixed.mul_(_signed(factor))
         _fold(mixed, shifted, _LAST_SHIFT)
         return mixed
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The positions of several tensors with known sizes in one buffer of 64-bit words."""
-
-    spans: tuple[tuple[int, int], ...]
-    places: tuple[torch.Tensor, ...]
-    positions: torch.Tensor
-    words: int
-
-
-_LAYOUTS_KEPT: Final = 64
 
 
 def _fold(mixed: torch.Tensor, shifted: torch.Tensor, shift: int) -> None:

@@ -188,7 +188,9 @@ def device(kernels, monkeypatch) -> Operations:
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     monkeypatch.setattr(measure_group, "ready_kernel", lambda *_: kernels.measure_jobs)
-    monkeypatch.setattr(tracing, "_without_modes", lambda: found)  # the monitor runs without the modes of a script
+    monkeypatch.setattr(
+        tracing.torch_private, "without_modes", lambda: found
+    )  # the monitor runs without the modes of a script
     for kernel in (kernels._measure_chunks, kernels._combine_chunks):
         monkeypatch.setattr(kernel, "run", functools.partial(start, kernel.__name__, kernel.run))
     tensor = ((torch.Tensor, name, getattr(torch.Tensor, name)) for name in ("cpu", "numpy", "to", "tolist"))
