@@ -62,7 +62,7 @@ class CKernel:
         self.measure_locked: Callable[[int], None] = _function(locked.rankscope_measure, None, ctypes.c_void_p)
         """The same without a release of the interpreter lock, for which another thread may let it wait for 5 ms."""
         self.compare: Callable[[int], None] = _function(self._library.rankscope_compare, None, ctypes.c_void_p)
-        """Adds up the products of the signs of pairs of tensors: see `kernel.c`."""
+        """Adds up the products of the signs of the pairs of tensors of a request, given its address."""
         self.python = _python_functions()
 
     @functools.cache  # noqa: B019 - there is one kernel

@@ -58,10 +58,12 @@ typedef struct {
 /* A sum that only some ops need, over `size` finite elements. */
 typedef double Sum(const double *elements, int64_t size);
 
-/* A tensor that is measured; its size is negative if there is none. `shape` is a hash of shape and dtype. */
+/* A tensor that is measured; its size is negative if there is none. `shape` is a hash of shape and dtype. A tensor that
+   is compared has another one with as many elements in the same order. */
 typedef struct {
     const char *address;
     int64_t size, column, dtype, shape;
+    const char *other;
 } Job;
 
 /* The description of a tensor by DLPack, whose struct DLTensor it is. */
@@ -110,53 +112,19 @@ INLINE void prefetch(const char *ahead, int64_t i, int64_t itemsize)
     __builtin_prefetch(ahead + line % PAGES * (BLOCK / PAGES * itemsize) + line / PAGES * LINE);
 }
 
-INLINE float as_float(int32_t bits)
-{
-    union {
-        int32_t bits;
-        float value;
-    } number = {bits};
-    return number.value;
-}
+/* The number with these bits. */
+#define AS_FLOAT(pattern) (((union { int32_t bits; float value; }){pattern}).value)
+#define AS_DOUBLE(pattern) (((Number){.count = (pattern)}).value)
 
-INLINE double as_double(int64_t bits)
-{
-    union {
-        int64_t bits;
-        double value;
-    } number = {bits};
-    return number.value;
-}
+INLINE float from_bfloat16(int16_t bits) { return AS_FLOAT((int32_t)((uint32_t)(uint16_t)bits << 16)); }
 
-INLINE float same(float value) { return value; }
-
-INLINE double same64(double value) { return value; }
-
-INLINE float from_bfloat16(int16_t bits) { return as_float((int32_t)((uint32_t)(uint16_t)bits << 16)); }
-
-/* The power of two corrects the bias of the exponent. */
+/* The float of finite bits. No operation has a subnormal float, for which a processor may need 100 cycles. */
 INLINE float from_float16(int16_t bits)
-{
-    return as_float((int32_t)((uint32_t)(int32_t)bits << 13 & 0x8fffe000u)) * 0x1p112f;
-}
-
-/* The same without an operation on a subnormal float, for which a processor may need 100 cycles. */
-INLINE float from_subnormal16(int16_t bits)
 {
     int32_t magnitude = (int32_t)((uint32_t)(int32_t)bits << 13 & 0x0fffe000);
     int32_t if_small = (magnitude - 0x800000) >> 31;
-    float value = as_float(magnitude + 0x38000000 + (if_small & 0x800000)) - as_float(if_small & 0x38800000);
-    return value * as_float(((int32_t)bits & (int32_t)0x80000000) | 0x3f800000);
-}
-
-INLINE int has_subnormal16(const int16_t *elements, int64_t size)
-{
-    uint16_t smallest = UINT16_MAX; /* except 0 */
-    for (int64_t i = 0; i < size; i++) {
-        uint16_t magnitude = (uint16_t)((elements[i] & INT16_MAX) - 1);
-        smallest = SMALLER(magnitude, smallest);
-    }
-    return smallest < 0x3ff;
+    float value = AS_FLOAT(magnitude + 0x38000000 + (if_small & 0x800000)) - AS_FLOAT(if_small & 0x38800000);
+    return value * AS_FLOAT(((int32_t)bits & (int32_t)0x80000000) | 0x3f800000);
 }
 
 /* Define a function that measures a block of elements of `type` in one loop, and returns the bits of the largest
@@ -223,12 +191,11 @@ INLINE int has_subnormal16(const int16_t *elements, int64_t size)
         *extremes = (Extremes){least, most};                                                                           \
         return magnitude;                                                                                              \
     }
-MEASURE(measure_float32, float, same, float, int32_t, INT32_MAX)
+MEASURE(measure_float32, float, (float), float, int32_t, INT32_MAX)
 MEASURE(measure_bfloat16, int16_t, from_bfloat16, float, int16_t, INT16_MAX)
 MEASURE(measure_float16, int16_t, from_float16, float, int16_t, INT16_MAX)
-MEASURE(measure_subnormal16, int16_t, from_subnormal16, float, int16_t, INT16_MAX)
-MEASURE(measure_float64, double, same64, double, int64_t, INT64_MAX)
-MEASURE(measure_float32_widely, float, same, double, int32_t, INT32_MAX)
+MEASURE(measure_float64, double, (double), double, int64_t, INT64_MAX)
+MEASURE(measure_float32_widely, float, (float), double, int32_t, INT32_MAX)
 MEASURE(measure_bfloat16_widely, int16_t, from_bfloat16, double, int16_t, INT16_MAX)
 
 /* Whether 4096 squares of numbers of at most this magnitude neither overflow float32 nor lose more than 4e-7 of their
@@ -240,37 +207,30 @@ INLINE int measure_finite(const void *block, const char *ahead, int64_t size, in
                           Number *found)
 {
     Extremes bits;
-    if (dtype == FLOAT64) {
+    int32_t magnitude;
+    switch (dtype) {
+    case FLOAT64:
         if (measure_float64(block, ahead, size, zero, &bits, found) >= INFINITE64)
             return 0;
-        found[LEAST].value = as_double(bits.least);
-        found[MOST].value = as_double(bits.most);
-    } else if (dtype == FLOAT32) {
-        int32_t magnitude = measure_float32(block, ahead, size, (int32_t)zero, &bits, found);
-        if (magnitude >= INFINITE32)
-            return 0;
-        if (!is_precise(magnitude))
+        found[LEAST].value = AS_DOUBLE(bits.least), found[MOST].value = AS_DOUBLE(bits.most);
+        return 1;
+    case FLOAT32:
+        magnitude = measure_float32(block, ahead, size, (int32_t)zero, &bits, found);
+        if (magnitude < INFINITE32 && !is_precise(magnitude))
             measure_float32_widely(block, ahead, size, (int32_t)zero, &bits, found);
-        found[LEAST].value = as_float((int32_t)bits.least);
-        found[MOST].value = as_float((int32_t)bits.most);
-    } else if (dtype == BFLOAT16) {
-        int32_t magnitude = measure_bfloat16(block, ahead, size, (int16_t)zero, &bits, found) << 16;
-        if (magnitude >= INFINITE32)
-            return 0;
-        if (!is_precise(magnitude))
+        found[LEAST].value = AS_FLOAT((int32_t)bits.least), found[MOST].value = AS_FLOAT((int32_t)bits.most);
+        return magnitude < INFINITE32;
+    case BFLOAT16:
+        magnitude = measure_bfloat16(block, ahead, size, (int16_t)zero, &bits, found) << 16;
+        if (magnitude < INFINITE32 && !is_precise(magnitude))
             measure_bfloat16_widely(block, ahead, size, (int16_t)zero, &bits, found);
-        found[LEAST].value = from_bfloat16((int16_t)bits.least);
-        found[MOST].value = from_bfloat16((int16_t)bits.most);
-    } else {
-        int16_t magnitude = has_subnormal16(block, size)
-                                ? measure_subnormal16(block, ahead, size, (int16_t)zero, &bits, found)
-                                : measure_float16(block, ahead, size, (int16_t)zero, &bits, found);
-        if (magnitude >= INFINITE16)
-            return 0;
-        found[LEAST].value = from_float16((int16_t)bits.least);
-        found[MOST].value = from_float16((int16_t)bits.most);
+        found[LEAST].value = from_bfloat16((int16_t)bits.least), found[MOST].value = from_bfloat16((int16_t)bits.most);
+        return magnitude < INFINITE32;
+    default:
+        magnitude = measure_float16(block, ahead, size, (int16_t)zero, &bits, found);
+        found[LEAST].value = from_float16((int16_t)bits.least), found[MOST].value = from_float16((int16_t)bits.most);
+        return magnitude < INFINITE16;
     }
-    return 1;
 }
 
 /* Write the finite elements of a block to `wide`, and count the others. Return the number of finite elements. */
@@ -333,8 +293,8 @@ INLINE void add(const Number *part, int64_t extra_count, Number *found)
 {
     found[SQUARES].value += part[SQUARES].value;
     found[TOTAL].value += part[TOTAL].value;
-    found[LEAST].value = part[LEAST].value < found[LEAST].value ? part[LEAST].value : found[LEAST].value;
-    found[MOST].value = part[MOST].value > found[MOST].value ? part[MOST].value : found[MOST].value;
+    found[LEAST].value = SMALLER(part[LEAST].value, found[LEAST].value);
+    found[MOST].value = LARGER(part[MOST].value, found[MOST].value);
     for (int row = NANS; row < NUMEL; row++)
         found[row].count += part[row].count;
     for (int64_t row = ROWS; row < ROWS + extra_count; row++)
@@ -346,11 +306,10 @@ INLINE int64_t chunks_of(const Job *job) { return (job->size + CHUNK - 1) / CHUN
 static void measure_chunk(const Request *request, const Job *job, int64_t chunk, const char *next, Number *found)
 {
     Number part[ROWS + request->extra_count];
-    int64_t itemsize = itemsize_of(job->dtype);
-    int64_t end = (chunk + 1) * CHUNK < job->size ? (chunk + 1) * CHUNK : job->size;
+    int64_t itemsize = itemsize_of(job->dtype), end = SMALLER((chunk + 1) * CHUNK, job->size);
     clear(found, ROWS + request->extra_count);
     for (int64_t first = chunk * CHUNK; first < end; first += BLOCK) {
-        int64_t size = end - first < BLOCK ? end - first : BLOCK;
+        int64_t size = SMALLER(BLOCK, end - first);
         const char *block = job->address + first * itemsize;
         const char *ahead = first + size < end ? block + size * itemsize : next ? next : block;
         measure_block(request, block, ahead, size, job->dtype, part);
@@ -366,7 +325,51 @@ INLINE const char *next_of(const Job *job, int64_t chunk, const Job *end)
     return job + 1 < end && job[1].size > 0 ? job[1].address : 0;
 }
 
-/* Measure chunks that no thread has begun, until there are none. */
+/* Define the sum of sign(a) * sign(b) over `size` elements, of which the bits are of type `integer`. The next block is `ahead` bytes
+   further. The sign of 0 and NaN is 0. */
+#define COMPARE(name, integer, largest, infinite)                                                                      \
+    INLINE integer name##_one(integer a, integer b)                                                                    \
+    {                                                                                                                  \
+        integer u = a & largest, v = b & largest;                                                                      \
+        return ((u > 0) & (u <= infinite) & (v > 0) & (v <= infinite)) * (integer)((a ^ b) < 0 ? -1 : 1);              \
+    }                                                                                                                  \
+    FOR_EACH_PROCESSOR static int64_t name(const char *first, const char *second, int64_t size, int64_t ahead)         \
+    {                                                                                                                  \
+        const integer __attribute__((may_alias)) *a = (const void *)first, *b = (const void *)second;                  \
+        integer sums[LANES] = {0};                                                                                     \
+        int64_t i = 0, sum = 0;                                                                                        \
+        for (; i + LANES <= size; i += LANES) {                                                                        \
+            prefetch(first + ahead, i, sizeof(integer));                                                               \
+            prefetch(second + ahead, i, sizeof(integer));                                                              \
+            for (int lane = 0; lane < LANES; lane++)                                                                   \
+                sums[lane] += name##_one(a[i + lane], b[i + lane]);                                                    \
+        }                                                                                                              \
+        for (int lane = 0; lane < LANES; lane++)                                                                       \
+            sum += sums[lane];                                                                                         \
+        for (; i < size; i++)                                                                                          \
+            sum += name##_one(a[i], b[i]);                                                                             \
+        return sum;                                                                                                    \
+    }
+COMPARE(compare16, int16_t, INT16_MAX, INFINITE16)
+COMPARE(compare_bfloat16, int16_t, INT16_MAX, (INFINITE32 >> 16))
+COMPARE(compare32, int32_t, INT32_MAX, INFINITE32)
+COMPARE(compare64, int64_t, INT64_MAX, INFINITE64)
+
+static int64_t compare_chunk(const Job *job, int64_t chunk)
+{
+    int64_t sum = 0, itemsize = itemsize_of(job->dtype), end = SMALLER((chunk + 1) * CHUNK, job->size);
+    for (int64_t place = chunk * CHUNK; place < end; place += BLOCK) {
+        int64_t size = SMALLER(BLOCK, end - place), ahead = place + size < end ? size * itemsize : 0;
+        const char *first = job->address + place * itemsize, *second = job->other + place * itemsize;
+        sum += job->dtype == FLOAT32    ? compare32(first, second, size, ahead)
+               : job->dtype == FLOAT64  ? compare64(first, second, size, ahead)
+               : job->dtype == BFLOAT16 ? compare_bfloat16(first, second, size, ahead)
+                                        : compare16(first, second, size, ahead);
+    }
+    return sum;
+}
+
+/* Measure or compare chunks that no thread has begun, until there are none. */
 static void work(void *argument)
 {
     Request *request = argument;
@@ -378,7 +381,10 @@ static void work(void *argument)
             before += chunks_of(job++);
         if (job == end)
             return;
-        measure_chunk(request, job, chunk - before, 0, request->parts + chunk * (ROWS + request->extra_count));
+        if (job->other)
+            __atomic_fetch_add(&request->table[job->column].count, compare_chunk(job, chunk - before), __ATOMIC_RELAXED);
+        else
+            measure_chunk(request, job, chunk - before, 0, request->parts + chunk * (ROWS + request->extra_count));
     }
 }
 
@@ -472,7 +478,7 @@ INLINE int read_tensor(const Python *python, void *object, Job *job)
         return UNREAD;
     int is_same = address == job->address && size == job->size && dtype == job->dtype;
     int found = (is_same ? 0 : MOVED) | ((int64_t)shape == job->shape ? 0 : RESHAPED);
-    *job = (Job){address, size, job->column, dtype, (int64_t)shape};
+    *job = (Job){address, size, job->column, dtype, (int64_t)shape, 0};
     return found;
 }
 
@@ -523,87 +529,13 @@ int64_t rankscope_read(Request *request, void *tensors)
     }
 EXTRA_SUM(sum_of_fourth_powers, (x * x) * (x * x))
 
-/* Two tensors with as many elements in one order, and the sum of sign(a) * sign(b). The sign of 0 and NaN is 0. */
-typedef struct {
-    const char *first, *second;
-    int64_t size, dtype, sum;
-} Pair;
-
-typedef struct {
-    Pair *pairs;
-    int64_t count;
-    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
-    int64_t threads, next;
-} Pairs;
-
-/* Define a comparison of `size` elements, of which the bits are of type `integer`. The next block is `ahead` bytes
-   further. */
-#define COMPARE(name, integer, largest, infinite)                                                                      \
-    INLINE integer name##_one(integer a, integer b)                                                                    \
-    {                                                                                                                  \
-        integer u = a & largest, v = b & largest;                                                                      \
-        return ((u > 0) & (u <= infinite) & (v > 0) & (v <= infinite)) * (integer)((a ^ b) < 0 ? -1 : 1);              \
-    }                                                                                                                  \
-    FOR_EACH_PROCESSOR static int64_t name(const char *first, const char *second, int64_t size, int64_t ahead)         \
-    {                                                                                                                  \
-        const integer __attribute__((may_alias)) *a = (const void *)first, *b = (const void *)second;                  \
-        integer sums[LANES] = {0};                                                                                     \
-        int64_t i = 0, sum = 0;                                                                                        \
-        for (; i + LANES <= size; i += LANES) {                                                                        \
-            prefetch(first + ahead, i, sizeof(integer));                                                               \
-            prefetch(second + ahead, i, sizeof(integer));                                                              \
-            for (int lane = 0; lane < LANES; lane++)                                                                   \
-                sums[lane] += name##_one(a[i + lane], b[i + lane]);                                                    \
-        }                                                                                                              \
-        for (int lane = 0; lane < LANES; lane++)                                                                       \
-            sum += sums[lane];                                                                                         \
-        for (; i < size; i++)                                                                                          \
-            sum += name##_one(a[i], b[i]);                                                                             \
-        return sum;                                                                                                    \
-    }
-COMPARE(compare16, int16_t, INT16_MAX, INFINITE16)
-COMPARE(compare_bfloat16, int16_t, INT16_MAX, (INFINITE32 >> 16))
-COMPARE(compare32, int32_t, INT32_MAX, INFINITE32)
-COMPARE(compare64, int64_t, INT64_MAX, INFINITE64)
-
-static int64_t compare_block(const Pair *pair, int64_t place, int64_t stop)
-{
-    int64_t itemsize = itemsize_of(pair->dtype);
-    int64_t size = SMALLER(BLOCK, stop - place), ahead = place + size < stop ? size * itemsize : 0;
-    const char *first = pair->first + place * itemsize, *second = pair->second + place * itemsize;
-    if (pair->dtype == FLOAT32)
-        return compare32(first, second, size, ahead);
-    if (pair->dtype == FLOAT64)
-        return compare64(first, second, size, ahead);
-    return (pair->dtype == BFLOAT16 ? compare_bfloat16 : compare16)(first, second, size, ahead);
-}
-
-/* Compare chunks that no thread has begun, until there are none. */
-static void compare(void *argument)
-{
-    Pairs *request = argument;
-    int64_t before = 0, end;
-    Pair *pair = request->pairs, *last = pair + request->count;
-    for (;;) {
-        int64_t chunk = __atomic_fetch_add(&request->next, 1, __ATOMIC_RELAXED), sum = 0;
-        for (; pair < last && chunk >= before + (end = (pair->size + CHUNK - 1) / CHUNK); pair++)
-            before += end;
-        if (pair == last)
-            return;
-        int64_t place = (chunk - before) * CHUNK, stop = place + CHUNK < pair->size ? place + CHUNK : pair->size;
-        for (; place < stop; place += BLOCK)
-            sum += compare_block(pair, place, stop);
-        __atomic_fetch_add(&pair->sum, sum, __ATOMIC_RELAXED);
-    }
-}
-
-/* Add the sum of the products of signs to each pair. */
-void rankscope_compare(Pairs *request)
+/* Add up the products of the signs of all pairs. */
+void rankscope_compare(Request *request)
 {
     if (request->parallel && request->threads > 1)
-        request->parallel(compare, request, (unsigned)request->threads, 0);
+        request->parallel(work, request, (unsigned)request->threads, 0);
     else
-        compare(request);
+        work(request);
 }
 
 /* A hash of the source, by which `c_kernel.py` finds a library that was compiled from another one. */

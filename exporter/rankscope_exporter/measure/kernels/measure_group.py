@@ -45,7 +45,7 @@ It needs about 5 ms for them, for which Python, too, lets a thread keep the lock
 _TABLE: Final = slice(4)  # the fields of `Request` in kernel.c that are those of the table
 _TEAM: Final = slice(4, 6)
 _REQUEST_FIELDS: Final = 13
-_JOB_FIELDS: Final = 5
+JOB_FIELDS: Final = 6
 _SIZE, _DTYPE, _SHAPE = 1, 3, 4
 _BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -109,7 +109,7 @@ class MeasureGroup:
             self._measure_read(kernel, request)
 
     def _new_request(self, kernel: CKernel) -> array.array[int]:
-        jobs = [field for row in self.rows for field in (0, -1, row, -1, 0)]
+        jobs = [field for row in self.rows for field in (0, -1, row, -1, 0, 0)]
         request = self._request = array.array("q", [0] * _REQUEST_FIELDS + jobs)
         self._address = request.buffer_info()[0]
         request[_TEAM.stop : _REQUEST_FIELDS] = array.array(
@@ -133,7 +133,7 @@ class MeasureGroup:
         with torch.no_grad():
             others, copies = [], []
             for position, tensor in enumerate(tensors):
-                job = _REQUEST_FIELDS + _JOB_FIELDS * position
+                job = _REQUEST_FIELDS + JOB_FIELDS * position
                 if tensor is None or (request[job + _SIZE] >= 0 and not tensor.is_neg()):
                     continue
                 if (readable := readable_by_kernel(tensor)) is None:
@@ -151,7 +151,7 @@ class MeasureGroup:
                 self._describe(tensors)
 
     def _measure_read(self, kernel: CKernel, request: array.array[int]) -> None:
-        sizes = request[_REQUEST_FIELDS + _SIZE :: _JOB_FIELDS]
+        sizes = request[_REQUEST_FIELDS + _SIZE :: JOB_FIELDS]
         if max(sizes) > _CHUNK:
             request[_TEAM] = array.array("q", (openmp_parallel(), torch.get_num_threads()))
         measure = kernel.measure_locked if sum(sizes) <= _MOST_LOCKED else kernel.measure
@@ -189,7 +189,7 @@ class MeasureGroup:
             if self._described(self.rows[position], tensor):
                 self._known[position] = specs.setdefault(spec, spec)
             elif self._request is not None:
-                self._request[_REQUEST_FIELDS + _JOB_FIELDS * position + _SHAPE] = 0
+                self._request[_REQUEST_FIELDS + JOB_FIELDS * position + _SHAPE] = 0
 
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable

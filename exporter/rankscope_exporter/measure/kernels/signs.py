@@ -9,12 +9,11 @@ from typing import Final
 import torch
 
 from rankscope_exporter.measure.kernels.c_kernel import CODES, c_kernel
-from rankscope_exporter.measure.kernels.measure_group import readable_by_kernel
+from rankscope_exporter.measure.kernels.measure_group import JOB_FIELDS, readable_by_kernel
 from rankscope_exporter.process.openmp import openmp_parallel
 
 _EXACT_IN_FLOAT32: Final = 1 << 24
 """All whole numbers up to this one are exact in float32, and so are sums of as many terms of -1, 0 and 1."""
-_FIELDS: Final = 5  # of `Pair` in kernel.c, of which the last is the sum
 
 
 def sums_of_signs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, compiled: bool = True) -> torch.Tensor:
@@ -25,16 +24,17 @@ def sums_of_signs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, compile
     kernel = c_kernel() if compiled and all(a.is_cpu and b.is_cpu for a, b in pairs) else None
     if kernel is None:
         return torch.stack([_sum(a, b) for a, b in pairs])
-    jobs = array.array("q")
-    for a, b in pairs:
+    jobs, sums = array.array("q"), torch.zeros(len(pairs), dtype=torch.int64, device="cpu")
+    for place, (a, b) in enumerate(pairs):
         is_alike = a.dtype == b.dtype and a.stride() == b.stride()
         if is_alike and readable_by_kernel(a) is a and readable_by_kernel(b) is b:
-            jobs.extend((a.data_ptr(), b.data_ptr(), a.numel(), CODES[a.dtype], 0))
+            jobs.extend((a.data_ptr(), a.numel(), place, CODES[a.dtype], 0, b.data_ptr()))
         else:
-            jobs.extend((0, 0, 0, 0, int(_sum(a, b))))
-    request = array.array("q", (jobs.buffer_info()[0], len(pairs), openmp_parallel(), torch.get_num_threads(), 0))
+            sums[place] = _sum(a, b)
+    team, count = (openmp_parallel(), torch.get_num_threads()), len(jobs) // JOB_FIELDS
+    request = array.array("q", (sums.data_ptr(), 0, 0, 0, *team, 0, 0, 0, count, jobs.buffer_info()[0], 0, 0))
     kernel.compare(request.buffer_info()[0])
-    return torch.tensor(jobs[_FIELDS - 1 :: _FIELDS], dtype=torch.int64, device="cpu")
+    return sums
 
 
 def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -36,16 +36,17 @@ int main(void)
                 memcpy(memory + i * itemsize, &bits, itemsize);
             }
             for (int64_t extra = 0; extra < 2; extra++) {
-                Job jobs[] = {{0, -1, 0, 0, 0}, {memory, size, 0, dtype, 0}};
+                Job jobs[] = {{0, -1, 0, 0, 0, 0}, {memory, size, 0, dtype, 0, 0}};
                 Request request = {table, 1, extras, extra, twice, 1 + place % 2, 0, zero_bits, 0, 2, jobs, 0, 0};
                 rankscope_measure(&request);
                 for (int row = 0; row < ROWS + extra; row++)
                     printf("%llx ", (unsigned long long)table[row].count);
             }
-            Pair pair = {memory, memory, size, dtype, 0};
-            Pairs pairs = {&pair, 1, twice, 1 + place % 2, 0};
+            Job pair = {memory, size, 0, dtype, 0, memory};
+            Request pairs = {table, 1, 0, 0, twice, 1 + place % 2, 0, 0, 0, 1, &pair, 0, 0};
+            table[0].count = 0;
             rankscope_compare(&pairs);
-            printf("%lld\n", (long long)pair.sum);
+            printf("%lld\n", (long long)table[0].count);
             free(memory);
         }
     return 0;
