@@ -1,4 +1,4 @@
-"""Conformance of Hugging Face Trainer, Accelerate and Lightning on one and two ranks, with a float64 training."""
+"""Conformance of Hugging Face Trainer, Accelerate, Lightning and Fabric on one and two ranks, with a float64 training."""
 
 import importlib.util
 import os
@@ -48,6 +48,7 @@ class Owed:
 HALF = 0.05  # bfloat16 has 8 bits, float16 has 11, and sums cancel
 OWED = {
     "accelerate": Owed(),
+    "fabric": Owed(),
     "hugging face": Owed(),
     "lightning": Owed(),
     "accelerate, gradient scaler": Owed(scaled=True, longest=torch.inf),

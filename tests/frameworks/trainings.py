@@ -137,6 +137,28 @@ def accelerate(watch: Watch | None, folder: Path, model: Seeing, *, scaled: bool
                 optimizer.zero_grad()
 
 
+def fabric(watch: Watch | None, folder: Path, model: Seeing) -> None:
+    from lightning.fabric import Fabric
+
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, model.adam())
+    loader = fabric.setup_dataloaders(DataLoader(DATA, batch_size=8))
+    with Monitor(CONFIG, total_steps=STEPS) as monitor:
+        if watch is not None:
+            monitor.attach(wrapped, optimizer)
+            watch.take(monitor)
+        for number, batch in zip(range(1, STEPS * MICROS + 1), loader, strict=False):
+            is_last = number % MICROS == 0
+            with fabric.no_backward_sync(wrapped, enabled=ranks > 1 and not is_last):
+                fabric.backward(wrapped(batch["x"])["loss"] / MICROS)
+            if is_last:
+                fabric.clip_gradients(wrapped, optimizer, max_norm=LONGEST)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def lightning(
     watch: Watch | None, folder: Path, model: Seeing, *, by_hand: bool = False, scaled: bool = False, **options: Any
 ) -> None:

@@ -22,6 +22,7 @@ LONGEST_SECONDS = 400  # tens are usual
 
 EVERYWHERE: dict[str, Callable[..., None]] = {
     "accelerate": trainings.accelerate,
+    "fabric": trainings.fabric,
     "hugging face": trainings.hugging_face,
     "lightning": trainings.lightning,
 }

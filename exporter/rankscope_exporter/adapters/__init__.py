@@ -12,13 +12,13 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework
 from rankscope_exporter.adapters.pipeline import Pipeline, Stage
-from rankscope_exporter.adapters.torch_private import compiled_module, is_stage
+from rankscope_exporter.adapters.torch_private import compiled_module, entry, is_stage, submodules_of
 from rankscope_exporter.process.errors import ConfigError
 
 __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
@@ -39,6 +39,7 @@ def framework_of(model: Any) -> Framework:
         return framework_of(model[0]) if len(model) == 1 else _of_list(model)
     if is_stage(model):
         return _of_stages([model])
+    model = _within(model)
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     adapters = sorted(_subclasses(Framework), key=lambda cls: cls.priority, reverse=True)
@@ -49,6 +50,17 @@ def framework_of(model: Any) -> Framework:
         framework.model = model
         framework.traits = replace(framework.traits, is_compiled=True)
     return framework
+
+
+_CALLED: Final = {"lightning.fabric": "_forward_module", "lightning_fabric": "_forward_module", "opacus": "_module"}
+"""Names under which wrappers that only call another module have this module, by package of the wrapper."""
+
+
+def _within(model: Any) -> Any:
+    """Return the module that the wrapper of a trainer calls; `model` itself if it is no such wrapper."""
+    names = (name for package, name in _CALLED.items() if type(model).__module__.startswith(f"{package}."))
+    inner = (entry(submodules_of(model), name) for name in names)
+    return next((module for module in inner if module is not None), model)
 
 
 def are_chunks(models: Sequence[nn.Module]) -> bool:

@@ -91,7 +91,7 @@ class DistributedData(Framework):
         return self.announced is None and self.model is self.root and compiled_call(self.module) is None
 
     def _follow(self, module: nn.Module) -> bool:
-        """Return whether `module` runs in a forward pass of DDP, which may have been made anew around `module`."""
+        """Return whether `module` runs in a forward pass of DDP, which may have been made again around `module`."""
         wrapper = active_ddp()
         if wrapper is None or wrapper.module is not module:
             return False

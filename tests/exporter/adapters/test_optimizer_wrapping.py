@@ -86,7 +86,7 @@ def test_update_has_the_rates_of_the_inner_and_the_values_of_the_outer_step(wrap
         assert after[record.step][record.entry.tensor] == pytest.approx(record.numbers["norm"], rel=1e-6)  # type: ignore[index]
 
 
-def test_optimizer_without_a_torch_optimizer_is_named_and_the_rest_is_measured(caplog):
+def test_optimizer_without_a_torch_optimizer_is_named_once(caplog):
     net, _ = small()
 
     class Own:

@@ -241,7 +241,7 @@ def started(device: Operations, layers: int, quantities: Sequence[str]) -> list[
     ],
 )
 def test_each_event_starts_one_kernel_for_all_tensors_and_never_waits(quantities, few, many, device):
-    """And a second kernel for tensors of several chunks. The torch operations of an event do not depend on its size."""
+    """A second kernel adds up tensors of several chunks. The torch operations of an event do not depend on its size."""
     steps = [started(device, layers, quantities) for layers in (1, 3)]
 
     assert [[few] * 2, [many] * 2] == [[(n["_measure_chunks"], n["_combine_chunks"]) for n in of] for of in steps]
