@@ -1,4 +1,4 @@
-"""Conformance of Hugging Face Trainer, Accelerate, Lightning and Fabric on one and two ranks with a float64 training."""
+"""Conformance of Hugging Face Trainer, Accelerate, Lightning and Fabric, on one and two ranks, with a float64 model."""
 
 import importlib.util
 import os

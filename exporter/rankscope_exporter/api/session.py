@@ -151,7 +151,7 @@ class Session:
         self.publisher = Publisher(
             self.steps,
             self.active_quantities.backlog,
-            AnomalyDetector(config.rules),
+            AnomalyDetector(config.rules, tell=self.notices.tell),
             boundary=boundary,
             events=self.events,
             publish=self.channel.publish,

@@ -33,6 +33,14 @@ _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)
 If several statistics of one plan entry have firings, the firings are sorted in the order of this tuple.
 """
 
+_UNSEEN: Final = -1  # an entry without a value so far
+_NUMBER_AT_FIRST: Final = 1
+_INTENDED: Final[dict[str, int]] = {
+    **dict.fromkeys((Kind.PARAM_BEFORE, Kind.PARAM_AFTER), _NUMBER_AT_FIRST),
+    **dict.fromkeys((Kind.ACT_IN, Kind.ACT_OUT), 1 << 62),  # any number
+}
+"""How many infinities of an entry are no anomaly, by its kind, if it has some at its first value."""
+
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = np.array(math.nan, np.float64)
 _STAGES: Final = 1 + max(CAUSAL_STAGE.values())
@@ -101,9 +109,23 @@ class _Scope:
 class AnomalyDetector:
     """Stores the baselines of all plan entries, and evaluates the rules for one step at a time. The plan may change."""
 
-    def __init__(self, rules: Sequence[AnomalyRule], entries: Sequence[PlanEntry] = (), *, limit: int = 64) -> None:
+    def __init__(
+        self,
+        rules: Sequence[AnomalyRule],
+        entries: Sequence[PlanEntry] = (),
+        *,
+        limit: int = 64,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """Use `rules`. With `tell`, infinities of an entry from its first value on are no anomaly, and are named once.
+
+        A step has at most `limit` firings.
+        """
         self._rules = tuple(rules)
         self._limit = limit
+        self._tell = tell
+        self._has_told = False
+        self._intended = np.empty(0, np.int64)  # number of infinities of each entry that are no anomaly
         self._kinds: list[str] = []
         self._kind_of_entry = np.empty(0, np.int64)
         self._position_of_entry = np.empty(0, np.float64)
@@ -140,6 +162,7 @@ class AnomalyDetector:
         self._baselines = _carried(
             self._baselines, before, np.full((len(JUDGED_OPS), len(entries)), math.nan, np.float32)
         )
+        self._intended = _carried(self._intended[np.newaxis], before, np.full((1, len(entries)), _UNSEEN))[0]
         self._scopes = {op: self._scopes_of(op) for op in _OPS}
 
     def observe(self, finished: Finished, arrived: Sequence[int] = ()) -> StepVerdict:
@@ -151,6 +174,7 @@ class AnomalyDetector:
         """
         with np.errstate(all="ignore"):  # products with Inf and NaN are intended
             before, against = self._advance(finished)
+            self._find_intended(finished)
             verdicts = self._verdicts(finished, against)
             shown = np.where(finished.present, against, np.float32(math.nan))
             if not verdicts:
@@ -195,6 +219,25 @@ class AnomalyDetector:
             return before, against
         return np.where(early, np.float32(math.nan), before), np.where(early, np.float32(math.nan), against)
 
+    def _find_intended(self, finished: Finished) -> None:
+        """Find the infinities that a parameter or an activation has from its first value on, as in an attention mask.
+
+        A parameter keeps their number. An activation may have any number of them later.
+        """
+        first = finished.present & (self._intended == _UNSEEN)
+        if self._tell is None or not first.any():
+            return
+        nans, infs = (finished.counts[COUNT_OPS.index(op)] for op in _COUNTS_JUDGED)
+        of_kind = np.array([_INTENDED.get(kind, 0) for kind in self._kinds], np.int64)[self._kind_of_entry]
+        found = np.where((nans == 0) & (infs > 0), np.where(of_kind == _NUMBER_AT_FIRST, infs, of_kind), 0)
+        self._intended = np.where(first, found, self._intended)
+        names = dict.fromkeys(self.entries[entry].tensor for entry in np.flatnonzero(first & (found > 0)).tolist())
+        if names and not self._has_told and self._scopes["infs"]:
+            self._has_told = True
+            self._tell(
+                f"infinities that tensors have from their first value on are no anomaly: {', '.join([*names][:3])}"
+            )
+
     def _scopes_of(self, op: str) -> tuple[_Scope, ...]:
         scopes = []
         for order, rule in enumerate(self._rules):
@@ -216,6 +259,7 @@ class AnomalyDetector:
                 continue
             if op in _COUNTS_JUDGED:
                 value = finished.counts[COUNT_OPS.index(op)]
+                value = np.maximum(value - self._intended.clip(min=0), 0) if op == "infs" else value
             else:
                 value = finished.values[VALUE_OPS.index(op)].astype(np.float64)
             baseline = against[JUDGED_OPS.index(op)].astype(np.float64) if op in JUDGED_OPS else _NO_BASELINE

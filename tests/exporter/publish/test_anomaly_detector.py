@@ -148,6 +148,20 @@ def test_firings_are_ordered_limited_and_counted():
     assert 95 == judgement.left_out
 
 
+def test_infinities_from_the_first_value_on_are_intended_and_named_once():
+    """More of them in a parameter, and those of a gradient, are an anomaly."""
+    kinds, told = ["param_before", "act_out", "grad_reduced", "param_after"], []
+    detector = AnomalyDetector([AnomalyNan()], plan(kinds), tell=told.append)
+    seen = [[(6, 0), (6, 0), (0, 0), (6, 0)], [(6, 0), (9, 0), (1, 0), (7, 0)], [(5, 0), (0, 1), (0, 0), (6, 0)]]
+    firing = []
+    for step in seen:
+        judgement = detector.observe(finished([norm_of(1.0, infs=infs, nans=nans) for infs, nans in step]))
+        firing.append([(kinds[one.entry], one.op, one.value) for one in judgement.firings])
+
+    assert [[], [("grad_reduced", "infs", 1), ("param_after", "infs", 7)], [("act_out", "nans", 1)]] == firing
+    assert 1 == len(told)
+
+
 def test_limit_keeps_the_first_cause_of_micro_batches():
     """A NaN that begins in an activation of the first micro-batch is in all later tensors."""
     order = [("param_before", None), ("act_out", 0), ("act_grad_out", 0), ("act_out", 1), ("grad_unreduced", None)]
