@@ -78,14 +78,14 @@ class OpenPhases(CopiesDoNothing):
             session.hooks.call("phase()", function, session, *args)
 
     def _begin(self, session: Session, name: str) -> None:
-        session.step_observers.phases.phase_begins(name)
+        session.phases.phase_begins(name)
         self._show(session)
 
     def _end(self, session: Session, name: str, seconds: float) -> None:
-        session.step_observers.phases.phase_ended(name)
+        session.phases.phase_ended(name)
         self._show(session)
         if name not in WITHIN_A_STEP:
-            session.current_step.add(session.step_observers.phases.total(name))
+            session.current_step.add(session.phases.total(name))
             _publish_event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
     def _show(self, session: Session) -> None:
@@ -337,7 +337,7 @@ class Monitor(MonitorState):
         )
         self._sinks = session.sinks.by_name
         for name in self._phases.names:
-            session.step_observers.phases.phase_begins(name)
+            session.phases.phase_begins(name)
         self._session_end.watch(self._config.stop_signals)
         self._boundary.call("looking for other monitors", note_other_monitors, session)
 

@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.events import ExitReason
-from rankscope_contract.model.kinds import COUNT_OPS
-from rankscope_contract.model.schema import WIRE_VALUE_OPS
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_names import element_count
 from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
 from rankscope_exporter.api.wiring import (
     KernelWarmUp,
     Notices,
-    StepObservers,
     build_active_quantities,
     build_sinks,
     open_rows,
@@ -34,16 +29,20 @@ from rankscope_exporter.control.change_queue import TIMES, ChangeQueue
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.overhead_controller import OverheadController
 from rankscope_exporter.control.sample_ids import SampleIds
-from rankscope_exporter.measure.kernels.compiled import backend_name, warm_up_seconds
+from rankscope_exporter.measure.kernels.compiled import warm_up_seconds
+from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
+from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.monitors.resources import ResourceObserver
+from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
 from rankscope_exporter.monitors.throughput.costs import ALONE, Parallel
+from rankscope_exporter.monitors.throughput.meter import Throughput
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, SilentKinds
-from rankscope_exporter.publish.console import Console, banner
+from rankscope_exporter.publish.console import Console
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
@@ -78,28 +77,11 @@ REACTION_SECONDS: Final = 3.0
 PATIENCE_SECONDS: Final = 1.0
 """Time in seconds of publishing the last records after which the console names the time limit."""
 
-BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
-"""Size in bytes of the statistics of one tensor in a record, before compression."""
-
 ONE_TIME_COSTS: Final = ("attach", "warm_up")
 """Parts of the CPU time of the monitor that are spent only once, at the beginning.
 
 The overhead controller ignores them, because a longer sampling interval does not reduce them.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """The reason, the error and the signal of the end of a training.
-
-    They are known before the last step of the training is finished.
-    """
-
-    reason: ExitReason
-    error: str | None
-    total_steps: int | None
-    signal: str | None
-    """The name of the signal that requested the end of training; None if there was none."""
 
 
 class Session:
@@ -134,17 +116,7 @@ class Session:
         self.current_step = CurrentStep(self.steps.put)
         self.notices = Notices(self.console, identity, self.current_step)
         self._build_serving(total_steps, first_step)
-        self.step_observers = StepObservers(
-            monitored,
-            config,
-            boundary,
-            self.notices,
-            device=self._device,
-            parallel=parallel,
-            rank=identity.rank,
-            hand_over=self.steps.put,
-            publish=self.channel.publish,
-        )
+        self._build_observers(parallel)
         self._build_changes(first_step, on_anomaly)
         self._build_training(first_step)
         self.sinks = build_sinks(config, identity, boundary)
@@ -185,7 +157,7 @@ class Session:
                 sampling_state=self.sampling_state,
                 queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
                 stretch=lambda: self.overhead_controller.stretch,
-                collectives=lambda: self.step_observers.collectives.totals.by_op(),  # noqa: PLW0108 - built later
+                collectives=lambda: self.collectives.totals.by_op(),  # noqa: PLW0108 - built later
             ),
         )
         self.diagnosis = Diagnosis(
@@ -200,6 +172,27 @@ class Session:
             planned_steps=total_steps,
             print_line=self.console.line,
         )
+
+    def _build_observers(self, parallel: Parallel) -> None:
+        """Build the observers that run at every step, sampled or not, and the hardware poller.
+
+        They do little work on the training thread. Other threads do the rest of the work.
+        """
+        config, boundary, device, framework = self.config, self._boundary, self._device, self.monitored.framework
+        is_first, tell = self.identity.rank == 0, self.notices.tell
+        self.throughput = Throughput(
+            framework, config.throughput, parallel, device=device, report=tell, is_first=is_first
+        )
+        traits = LoopTraits(
+            shows_reductions=framework.traits.waits_for_reductions,
+            interleaves=framework.traits.interleaves_micro_batches,
+            has_optimizer=bool(self.monitored.optimizers),
+        )
+        self.phases = StepTimingObserver(
+            clock_of(device), traits, self.steps.put, report=boundary.report, times_steps=config.phases
+        )
+        self.collectives = FlightRecorderPoller(config.collectives_share, self.channel.publish, boundary)
+        self.hardware = HardwarePoller(device, config.hardware.every_seconds, self.steps.put, boundary)
 
     def _build_changes(self, first_step: int, on_anomaly: FindCallback) -> None:
         """Build the objects that change which quantities are measured, and how often, during training."""
@@ -253,8 +246,7 @@ class Session:
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
         observers = (
-            *self.step_observers.all,
-            self.console,
+            *(self.throughput, self.phases, self.collectives, self.console),
             *([self.overhead_controller] if config.max_overhead is not None else []),
             *([self.captures] if config.capture is not None else []),
             *([self.batches] if self.batches.are_read else []),
@@ -276,7 +268,7 @@ class Session:
             active_quantities=self.active_quantities,
             current=self.current_step,
             events=self.events,
-            note=self.step_observers.phases.note,
+            note=self.phases.note,
             team=team,
             tracker=tracker,
             gradients=gradients,
@@ -304,45 +296,20 @@ class Session:
                 self._boundary.call("undoing attach()", step)
             raise
         self._boundary.call("starting the watchdog", self.watchdog.start)
-        self.step_observers.start()
+        self._boundary.call("starting the hardware thread", self.hardware.start)
         self._boundary.call("publishing notices about the configuration", self._publish_notices)
         self._boundary.call("starting the thread that receives sampling changes", self.change_sources.start)
         return address
 
-    def print_banner(self, address: str) -> None:
-        """Print a banner on rank 0: the number of monitored tensors, the size of a record, and the service address."""
-        if self.identity.rank != 0:
-            return
-        entries = len(self.active_quantities.table)
-        parameters = self.monitored.parameters
-        switch_file, spool = self.config.switch_file, self.channel.spool
-        quantities = ", ".join(name.replace("_", " ") for name in self.config.quantities)
-        lines = banner(
-            run=self.identity.run,
-            world_size=self.identity.world_size,
-            measured=quantities if switch_file is None else f"nothing until {switch_file} switches it on",
-            tensors=len(parameters),
-            elements=element_count(parameters),
-            series=entries * 2,
-            bytes_per_step=entries * BYTES_PER_ENTRY,
-            every=self.config.every,
-            backend=backend_name(self._device, coming=self.config.statistics == "auto"),
-            address=address,
-            service=self.channel.service_url,
-            spool_dir=None if spool is None else spool.root,
-        )
-        for line in (*lines, *filter(None, [self.watchdog.signal_note()])):
-            self.console.line(line)
-
-    def record_end(self, ending: Ending) -> None:
-        """Finish the last step and record the exit event."""
-        is_cut = ending.reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
+    def record_end(
+        self, reason: ExitReason, error: str | None, total_steps: int | None, stop_signal: str | None
+    ) -> None:
+        """Finish the last step and record the exit event. `stop_signal` names the signal that requested the end."""
+        is_cut = reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
         last_step = self._boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
         self.steps.items.put(self.publisher.skipped.finish)
         self._boundary.call("capture", self.captures.finish, self.publisher.catch_up)
-        reason, error = lifecycle.weighed_reason(
-            ending.reason, ending.error, last_step, ending.total_steps, ending.signal
-        )
+        reason, error = lifecycle.weighed_reason(reason, error, last_step, total_steps, stop_signal)
         if reason is ExitReason.EXCEPTION:
             self.notices.say(f"{error}; the last completed step is {'none' if last_step is None else last_step}")
         event = lifecycle.exit_event(reason, error, last_step)
@@ -357,11 +324,11 @@ class Session:
         """
         began = time.monotonic()
         limit = STOP_PUBLISH_SECONDS if is_hurried else PUBLISH_SECONDS
-        self._boundary.call("detach()", self.step_observers.collectives.stop, max(REACTION_SECONDS, wait_seconds))
+        self._boundary.call("detach()", self.collectives.stop, max(REACTION_SECONDS, wait_seconds))
         self._boundary.call("end of training", self._publish_last, limit)
         left_seconds = max(0.0, wait_seconds + began - time.monotonic())
         self._boundary.call("end of training", self.callbacks.stop, max(REACTION_SECONDS, left_seconds))
-        self.notices.time_spent(self.step_observers.phases.step_seconds)
+        self.notices.time_spent(self.phases.step_seconds)
         left = self.channel.drain(left_seconds if is_hurried else wait_seconds)
         if left and self.channel.service_url:
             self.notices.say(f"{self.channel.service_url} did not commit {left} of the records in {wait_seconds:g} s")
@@ -445,7 +412,8 @@ class Session:
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
             "switch": self.change_sources.cpu_seconds,
-            **self.step_observers.overhead_seconds(),
+            "hardware": self.hardware.cpu_seconds,
+            "collectives": self.collectives.cpu_seconds,
         }
 
     def overhead(self) -> dict[str, float]:
@@ -456,7 +424,8 @@ class Session:
             "publisher_behind": self.active_quantities.unsampled + self.steps.dropped,
             "events_per_step": self.publisher.events_left_out,
             "plan_full": self.active_quantities.table.left_out,
-            **self.step_observers.left_out(),
+            "collectives_overrun": self.collectives.overwritten,
+            "phases_late": self.phases.left_out,
             "on_anomaly": self.callbacks.dropped,
             "capture_events": self.captures.worker.dropped,
             **self.sinks.missed,

@@ -19,7 +19,7 @@ from typing import Final
 from torch import nn
 
 from rankscope_contract.model.events import ExitReason
-from rankscope_exporter.api.session import PUBLISH_SECONDS, Ending, Session
+from rankscope_exporter.api.session import PUBLISH_SECONDS, Session
 from rankscope_exporter.control.anomaly_callback import OnAnomaly
 from rankscope_exporter.process import lifecycle, stop_signals
 from rankscope_exporter.process.copies import NotCopied
@@ -160,9 +160,9 @@ class SessionEnd:
         is_hurried = reason is ExitReason.SIGNAL or self._stop_signal is not None
         self._boundary.call("detach()", session.hooks.remove)
         self._boundary.call("detach()", session.watchdog.stop)
-        self._boundary.call("detach()", session.step_observers.hardware.stop)
-        ending = Ending(reason=reason, error=error, total_steps=self._total_steps, signal=self._stop_signal)
-        self._boundary.call("end of training", session.record_end, ending)
+        self._boundary.call("detach()", session.hardware.stop)
+        end = reason, error, self._total_steps, self._stop_signal
+        self._boundary.call("end of training", session.record_end, *end)
         return NotCopied(lambda: self._finish_serving(session, wait_seconds, is_hurried=is_hurried))
 
     def _finish_serving(self, session: Session, wait_seconds: float, *, is_hurried: bool) -> None:

@@ -20,15 +20,25 @@ import torch
 import torch.distributed as dist
 
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.kinds import COUNT_OPS
+from rankscope_contract.model.schema import WIRE_VALUE_OPS
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel, UpdateScope
-from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, named_parameters, target_notices
+from rankscope_exporter.adapters.parameter_names import (
+    NamedParameter,
+    Targets,
+    element_count,
+    named_parameters,
+    target_notices,
+)
 from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.api.session_end import Owner
 from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.monitors.throughput.costs import ALONE, parallel_of
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.publish.console import banner
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -127,8 +137,38 @@ def attached(
         boundary.call("publishing a notice of attach()", session.notices.tell, sentence)
     for event in replica_dedup.events:
         boundary.call("publishing an event of attach()", session.current_step.publish_event, event)
-    boundary.call("printing the banner", session.print_banner, address)
+    boundary.call("printing the banner", _print_banner, session, address)
     return session
+
+
+BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
+"""Size in bytes of the statistics of one tensor in a record, before compression."""
+
+
+def _print_banner(session: Session, address: str) -> None:
+    """Print a banner on rank 0: the number of monitored tensors, the size of a record, and the service address."""
+    identity, config, channel = session.identity, session.config, session.channel
+    if identity.rank != 0:
+        return
+    parameters = session.monitored.parameters
+    entries = len(session.active_quantities.table)
+    quantities = ", ".join(name.replace("_", " ") for name in config.quantities)
+    lines = banner(
+        run=identity.run,
+        world_size=identity.world_size,
+        measured=quantities if config.switch_file is None else f"nothing until {config.switch_file} switches it on",
+        tensors=len(parameters),
+        elements=element_count(parameters),
+        series=entries * 2,
+        bytes_per_step=entries * BYTES_PER_ENTRY,
+        every=config.every,
+        backend=backend_name(session.monitored.device, coming=config.statistics == "auto"),
+        address=address,
+        service=channel.service_url,
+        spool_dir=None if channel.spool is None else channel.spool.root,
+    )
+    for line in (*lines, *filter(None, [session.watchdog.signal_note()])):
+        session.console.line(line)
 
 
 DP, TP = "dp_group", "tp_group"

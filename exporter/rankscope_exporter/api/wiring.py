@@ -20,11 +20,6 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.measure.kernels.compiled import warm_up
 from rankscope_exporter.measure.table import Measurement
-from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
-from rankscope_exporter.monitors.hardware.poller import HardwarePoller
-from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
-from rankscope_exporter.monitors.throughput.costs import Parallel
-from rankscope_exporter.monitors.throughput.meter import Throughput
 from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.publish.console import Console, records_note
 from rankscope_exporter.publish.ring import Ring
@@ -33,7 +28,7 @@ from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.publish.spool import SpoolWriter
-from rankscope_exporter.records.record import StepObserver, StepRecord
+from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.recorder import CurrentStep
 from rankscope_exporter.training.sampling import ActiveQuantities
@@ -160,55 +155,6 @@ class KernelWarmUp(StepObserver):
             if build is None or not build.is_alive():
                 self._is_decided = True
                 self._use()
-
-
-class StepObservers:
-    """The observers of a session that run at every step, sampled or not, and the hardware poller.
-
-    They do little work on the training thread. Other threads do the rest of the work.
-    """
-
-    def __init__(
-        self,
-        monitored: MonitoredModel,
-        config: MonitorConfig,
-        boundary: ErrorBoundary,
-        notices: Notices,
-        *,
-        device: torch.device,
-        parallel: Parallel,
-        rank: int,
-        hand_over: Callable[[StepRecord], None],
-        publish: Callable[[StepRecord], object],
-    ) -> None:
-        self._boundary = boundary
-        self.throughput = Throughput(
-            monitored.framework, config.throughput, parallel, device=device, report=notices.tell, is_first=rank == 0
-        )
-        traits = LoopTraits(
-            shows_reductions=monitored.framework.traits.waits_for_reductions,
-            interleaves=monitored.framework.traits.interleaves_micro_batches,
-            has_optimizer=bool(monitored.optimizers),
-        )
-        self.phases = StepTimingObserver(
-            clock_of(device), traits, hand_over, report=boundary.report, times_steps=config.phases
-        )
-        self.collectives = FlightRecorderPoller(config.collectives_share, publish, boundary)
-        self.hardware = HardwarePoller(device, config.hardware.every_seconds, hand_over, boundary)
-
-    @property
-    def all(self) -> tuple[StepObserver, ...]:
-        return self.throughput, self.phases, self.collectives
-
-    def start(self) -> None:
-        self._boundary.call("starting the hardware thread", self.hardware.start)
-
-    def overhead_seconds(self) -> dict[str, float]:
-        return {"hardware": self.hardware.cpu_seconds, "collectives": self.collectives.cpu_seconds}
-
-    def left_out(self) -> dict[str, int]:
-        """Return, by reason, the number of collectives and of durations of phases that could not be published."""
-        return {"collectives_overrun": self.collectives.overwritten, "phases_late": self.phases.left_out}
 
 
 def build_active_quantities(

@@ -81,14 +81,14 @@ def monitored(net):
     return rankscope.Monitor(config).attach(net, optimizer), optimizer
 
 def left(monitor, session):
-    wait_for(session.step_observers.collectives.totals.by_op)
+    wait_for(session.collectives.totals.by_op)
     page = b"".join(bytes(piece) for piece in session.channel.exposition.pieces()).decode()
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records
     return {
         "rows": [row for record in records for row in record.collectives],
         "faults": monitor.faults,
-        "overwritten": session.step_observers.collectives.overwritten,
+        "overwritten": session.collectives.overwritten,
         "page": [line for line in page.splitlines() if line.startswith("rankscope_collective_")],
     }
 

@@ -233,7 +233,7 @@ class Queueing(nn.Module):
 def test_steps_are_timed_by_the_device_while_the_host_is_ahead(quiet, monkeypatch, eventually):
     """Three steps are queued before the device starts; each step gets its device time without a blocking wait."""
     device = DeviceDouble()
-    clock_of = "rankscope_exporter.api.wiring.clock_of"
+    clock_of = "rankscope_exporter.api.session.clock_of"
     monkeypatch.setattr(clock_of, lambda _device: DeviceClock(device.event))
     monkeypatch.setattr("rankscope_exporter.api.session.PUBLISH_SECONDS", 0.1)  # the device never reaches the end
     net = Queueing(device)
