@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -19,12 +19,12 @@ from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
-from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions
+from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import Measurement, StepTable, Table
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import ExpectedRows, StepBacklog, StepRecord
 from rankscope_exporter.records.selection import EVERY_OP, NO_OP, Finished, Ops, carried_ops
-from rankscope_exporter.training.sampling_config import Part, QuantitySampling, Timing
+from rankscope_exporter.training.sampling_config import Part, QuantitySampling
 
 
 @dataclass(slots=True)
@@ -96,19 +96,13 @@ class TransientHooks:
                     item.remove()
                     self._some_are_removed = True
 
-    def retire(self) -> None:
-        """Remove all hooks that were called, permanently. Hooks that were never called remain until `remove`."""
+    def remove(self, *, only_called: bool = False) -> None:
+        """Remove all hooks permanently, or only those that were called: the others remain until the next call."""
         for item in self._all:
-            if item.hook.was_called:
+            if item.hook.was_called or not only_called:
                 item.remove()
         self._all = [item for item in self._all if item.handle is not None]
         self._some_are_removed = self.may_be_removed = False
-
-    def remove(self) -> None:
-        """Remove all hooks permanently."""
-        for item in self._all:
-            item.remove()
-        self._all.clear()
 
     def _on_inactive_call(self) -> None:
         self.may_be_removed = True
@@ -121,34 +115,34 @@ class Schedule:
     sampled.
     """
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, sampling: QuantitySampling) -> None:
         self.stretch = 1
         """Factor by which the sampling interval is multiplied.
 
         It does not change the number of sampled steps, `times`.
         """
-        self._timing = timing
+        self._sampling = sampling
         self._seen = 0
         self._sampled = 0
         self._is_due = False  # the present step is selected
-        self.is_over = timing.times == 0
+        self.is_over = sampling.times == 0
         """True if no further step will be sampled."""
 
     @property
     def period(self) -> int:
         """The number of steps from one sampled step to the next."""
-        return self._timing.every * self.stretch
+        return self._sampling.every * self.stretch
 
     def begins(self, step: int) -> bool:
         """Count step number `step`, which begins; return whether it is selected for sampling.
 
         Step numbers may have gaps.
         """
-        timing = self._timing
-        if self.is_over or (timing.start_step is not None and not self._seen and step < timing.start_step):
+        sampling = self._sampling
+        if self.is_over or (sampling.start_step is not None and not self._seen and step < sampling.start_step):
             self._is_due = False
         else:
-            self._is_due = self._seen % (timing.every * self.stretch) == 0
+            self._is_due = self._seen % (sampling.every * self.stretch) == 0
             self._seen += 1
         return self._is_due
 
@@ -156,7 +150,7 @@ class Schedule:
         """Count the present step, at which the quantity was measured, if it is selected."""
         if self._is_due:
             self._sampled += 1
-            self.is_over = self._timing.times is not None and self._sampled >= self._timing.times
+            self.is_over = self._sampling.times is not None and self._sampled >= self._sampling.times
 
 
 class GateState(enum.Enum):
@@ -177,7 +171,7 @@ class ActiveQuantity:
     quantity: Quantity
     slots: Table | None = None
     """The slots of the quantity, from `activate` until `leave`."""
-    schedule: Schedule = field(default_factory=lambda: Schedule(Timing()))
+    schedule: Schedule = field(default_factory=lambda: Schedule(QuantitySampling()))
     ops: Ops = EVERY_OP
     is_open: bool = False
     """True if this quantity is measured at the present step.
@@ -225,12 +219,9 @@ class ActiveQuantity:
         """Register `hook` now and at each later sampled step (see `TransientHooks.add`)."""
         self.transient.add(hook, register, stays=stays)
 
-    def activate(self, table: StepTable, sampling: QuantitySampling, boundary: ErrorBoundary) -> bool:
-        """Start a new schedule, and add slots to the table if the quantity has none; return whether this succeeded."""
-        return boundary.call(f"rows of {self.quantity.name}", self._activate, table, sampling) is not None
-
-    def _activate(self, table: StepTable, sampling: QuantitySampling) -> bool:
-        self.schedule, self.ops = Schedule(sampling.timing), sampling.ops
+    def activate(self, table: StepTable, sampling: QuantitySampling) -> bool:
+        """Start a new schedule, and add slots to the table if the quantity has none. Return True."""
+        self.schedule, self.ops = Schedule(sampling), sampling.ops
         if self.slots is None:
             entries = self.quantity.first_entries
             self.quantity.monitored.descriptions.clear()  # parameters may change until other quantities are built
@@ -262,15 +253,13 @@ class ActiveQuantity:
         they cost nothing (see `TransientHooks`).
         """
         self.is_retired = True
-        self.transient.retire()
-        handles = list(self.handles)
-        self.handles.clear()
+        self.transient.remove(only_called=True)
+        handles, self.handles = self.handles, []
         remove_all(handles)
 
     def unhook(self) -> None:
         """Remove all hooks of the quantity."""
-        handles = [self.transient, *self.handles]
-        self.handles.clear()
+        handles, self.handles = [self.transient, *self.handles], []
         remove_all(handles)
 
     def resume(self) -> None:
@@ -285,12 +274,11 @@ class ActiveQuantity:
 
     def measures_as(self, other: Quantity) -> bool:
         """Return whether `other` has the same class and options, apart from schedule, ranks and `ops`."""
-        mine, theirs = self.quantity, other
-        return type(mine) is type(theirs) and _without_schedule(mine.options) == _without_schedule(theirs.options)
-
-
-def _without_schedule(options: QuantityOptions) -> QuantityOptions:
-    return replace(options, start_step=None, every=None, times=None, ranks=None, ops=None)
+        mine, theirs = (
+            replace(quantity.options, start_step=None, every=None, times=None, ranks=None, ops=None)
+            for quantity in (self.quantity, other)
+        )
+        return type(self.quantity) is type(other) and mine == theirs
 
 
 MAX_BACKLOG: Final = 64
@@ -390,10 +378,16 @@ class ActiveQuantities:
                 member.leave()
             if member not in self._attached:
                 self._boundary.call(member.where, member.unhook)
-        self._members = [
-            member for member, sampling in prepared.items() if member.activate(self.table, sampling, self._boundary)
-        ]
+        self._members = self._activated(prepared)
         self._measure(self._members)
+
+    def _activated(self, parts: Mapping[ActiveQuantity, QuantitySampling]) -> list[ActiveQuantity]:
+        """Start the schedules of the quantities `parts`, and return the quantities without an error."""
+        return [
+            member
+            for member, sampling in parts.items()
+            if self._boundary.call(f"rows of {member.quantity.name}", member.activate, self.table, sampling)
+        ]
 
     def set_stretch(self, factor: int) -> None:
         """Multiply the sampling intervals of all quantities by `factor`, beginning with the step that begins now."""
@@ -411,7 +405,7 @@ class ActiveQuantities:
         for member in self._members:
             if any(type(member.quantity) is type(other.quantity) for other in added):
                 member.gate = GateState.CLOSED
-        added = [member for member in added if member.activate(self.table, self._captured[member], self._boundary)]
+        added = self._activated({member: self._captured[member] for member in added})
         for member in self._captured:
             member.gate = GateState.OPEN
         self._measure([*self._members, *added])

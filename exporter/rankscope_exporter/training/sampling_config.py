@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
@@ -19,22 +19,16 @@ from rankscope_exporter.records.selection import EVERY_OP, Ops, chosen_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """The steps to sample: every n-th step from `start_step` on, until `times` steps were sampled.
+class QuantitySampling:
+    """The sampled steps of a quantity, and the statistics `ops` that the rank publishes for it.
 
-    If `start_step` is None, sampling begins with the first step. If `times` is None, it does not end.
+    Every n-th step from `start_step` on is sampled, until `times` steps were sampled. If `start_step` is None, sampling
+    begins with the first step. If `times` is None, it does not end.
     """
 
     start_step: int | None = None
     every: int = 1
     times: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QuantitySampling:
-    """The steps at which a quantity is measured, and the statistics that the rank publishes for it."""
-
-    timing: Timing = field(default_factory=Timing)
     ops: Ops = EVERY_OP
 
 
@@ -113,11 +107,11 @@ def selected_parts(
     for quantity_class in select_quantities(config.quantities):
         options = config.options_of(quantity_class)
         if options.ranks is None or rank in options.ranks:
-            timing = Timing(
+            sampling = QuantitySampling(
                 start_step=None if ignore_start else options.start_step,
                 every=config.every if options.every is None else options.every,
                 times=config.times if options.times is None else options.times,
+                ops=chosen_ops(config.ops if options.ops is None else options.ops),
             )
-            ops = chosen_ops(config.ops if options.ops is None else options.ops)
-            parts.append((quantity_class(monitored, options), QuantitySampling(timing, ops)))
+            parts.append((quantity_class(monitored, options), sampling))
     return parts

@@ -20,7 +20,7 @@ from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.record import StepRecord
 from rankscope_exporter.records.selection import EVERY_OP
 from rankscope_exporter.training.sampling import Schedule
-from rankscope_exporter.training.sampling_config import Timing
+from rankscope_exporter.training.sampling_config import QuantitySampling
 
 
 def layers() -> nn.Sequential:
@@ -175,7 +175,7 @@ def test_targets_select_by_name_glob_or_regular_expression():
 # The steps at which a quantity is sampled.
 
 
-def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
+def measured(timing: QuantitySampling, steps: Iterable[int]) -> list[int]:
     schedule = Schedule(timing)
     taken = []
     for step in steps:
@@ -187,14 +187,14 @@ def measured(timing: Timing, steps: Iterable[int]) -> list[int]:
 
 @given(st.integers(1, 7), st.none() | st.integers(0, 50), st.none() | st.integers(0, 9))
 def test_schedule_selects_every_nth_step_from_the_first_on(every, start, times):
-    taken = measured(Timing(start_step=start, every=every, times=times), range(40))
+    taken = measured(QuantitySampling(start_step=start, every=every, times=times), range(40))
 
     assert list(range(start or 0, 40, every))[:times] == taken
 
 
 def test_gap_in_step_numbers_does_not_change_the_interval():
     """Resumed at 100 after 1 … 4: steps are counted; only `start_step` compares numbers."""
-    assert [3, 100, 102] == measured(Timing(start_step=3, every=2), [1, 2, 3, 4, 100, 101, 102])
+    assert [3, 100, 102] == measured(QuantitySampling(start_step=3, every=2), [1, 2, 3, 4, 100, 101, 102])
 
 
 Update = Callable[..., None]
