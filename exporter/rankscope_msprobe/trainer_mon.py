@@ -34,8 +34,7 @@ from rankscope_exporter.adapters import are_chunks
 from rankscope_exporter.adapters.process_group import place_in, rank_here
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.config.loader import read_settings
-from rankscope_exporter.config.monitor_config import MonitorConfig, setting_names
-from rankscope_exporter.config.resolve import DYNAMIC_VARIABLE
+from rankscope_exporter.config.monitor_config import DYNAMIC_VARIABLE, MonitorConfig, setting_names
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.publish.sinks.memory import Row

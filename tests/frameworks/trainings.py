@@ -16,7 +16,7 @@ from tests.exporter.parts import session_of
 from torch.utils.data import DataLoader
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.config.resolve import public_settings
+from rankscope_exporter.config.monitor_config import public_settings
 
 STEPS, MICROS, LONGEST, SCALE = 3, 2, 0.05, 8.0
 SKIPPED = 2  # the step that a gradient scaler skips

@@ -30,11 +30,9 @@ from rankscope_contract.model.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, on_compilation, uncompiled
+from rankscope_exporter.api.attachment import EndedRun, Optimizers, Owner, SessionEnd, attached, note_other_monitors
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.api.session_end import EndedRun, Owner, SessionEnd, note_other_monitors
-from rankscope_exporter.api.session_factory import Optimizers, attached
-from rankscope_exporter.config.monitor_config import MonitorConfig, warn
-from rankscope_exporter.config.resolve import Given, callable_or_none, config_of, steps_from
+from rankscope_exporter.config.monitor_config import Given, MonitorConfig, callable_or_none, config_of, steps_from, warn
 from rankscope_exporter.control.anomaly_callback import OnAnomaly
 from rankscope_exporter.measure.quantities.structure import Structure
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks

@@ -20,15 +20,12 @@ from rankscope_exporter.api.wiring import (
     open_rows,
     published_rows,
 )
-from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.config.resolve import public_settings
-from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback
+from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
+from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback, SampleIds
 from rankscope_exporter.control.capture_controller import CaptureController
-from rankscope_exporter.control.change_log import change_log_of
-from rankscope_exporter.control.change_queue import TIMES, ChangeQueue
 from rankscope_exporter.control.change_sources import ChangeSources
+from rankscope_exporter.control.changes import TIMES, ChangeQueue, change_log_of
 from rankscope_exporter.control.overhead_controller import OverheadController
-from rankscope_exporter.control.sample_ids import SampleIds
 from rankscope_exporter.measure.kernels.compiled import warm_up_seconds
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis

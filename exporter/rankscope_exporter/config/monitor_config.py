@@ -17,10 +17,11 @@ import logging
 import math
 import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -50,6 +51,7 @@ from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
 from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
 from rankscope_exporter.process.extension import extension
+from rankscope_exporter.process.identity import script_commit
 from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (
     REMOVED,
@@ -498,3 +500,51 @@ def own_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if unknown and not unknown.isdisjoint(extension("configuration").KEYS):
         return dict(extension("configuration").translated(settings, setting_names()))
     return dict(settings)
+
+
+DYNAMIC_VARIABLE: Final = "DYNAMIC_MONITOR"
+"""Name of the environment variable with which the configuration file is also the switch file."""
+
+Given = MonitorConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def config_of(given: Given) -> MonitorConfig:
+    """Return the configuration of a script as a MonitorConfig. Raises ConfigError if it is invalid.
+
+    With the environment variable DYNAMIC_MONITOR=true, the configuration file is also the switch file.
+    """
+    if given is None:
+        return MonitorConfig()
+    if isinstance(given, MonitorConfig):
+        return given
+    if isinstance(given, Mapping):
+        return MonitorConfig.from_mapping(given)
+    try:
+        path = os.fspath(given)
+    except TypeError as error:
+        raise ConfigError(f"the configuration must be a MonitorConfig, a mapping or a path, not {given!r}") from error
+    config = MonitorConfig.from_file(path)
+    is_watched = config.switch_file is None and os.environ.get(DYNAMIC_VARIABLE, "").lower() == "true"
+    return replace(config, switch_file=path) if is_watched else config
+
+
+def public_settings(config: MonitorConfig) -> dict[str, Any]:
+    """Return the configuration, secrets masked, as GET /config returns it and the service stores it."""
+    settings = asdict(config)
+    settings["rules"] = [{"rule_name": type(rule).__name__, "args": asdict(rule)} for rule in config.rules]
+    shown: dict[str, Any] = redacted({**settings, "argv": sys.argv})
+    return shown | {"git_commit": script_commit(sys.argv[0])}
+
+
+def steps_from(name: str, value: Any, *, at_least: int) -> int:
+    """Return `value` if it is a number of steps of at least `at_least`; else raise ConfigError, which names `name`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(f"{name} must be a whole number of steps of at least {at_least}, not {value!r}")
+    return value
+
+
+def callable_or_none(name: str, value: Any) -> Any:
+    """Return `value` if it is a function or None. Otherwise raise ConfigError, which names the argument `name`."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name} must be a function of one argument, not {value!r}")
+    return value

@@ -1,24 +1,33 @@
-"""Calls the script's function `on_anomaly` on a separate thread.
+"""Calls the script's function `on_anomaly` on a separate thread, with the sample ids of the step.
 
 A slow function therefore delays neither the training nor the records.
+
+The ids help to find a training sample with bad data. The script passes them to `Monitor.batch` on the training thread,
+before the forward pass of the batch. Other threads read the ids. Only reading the ids waits for a device.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.control.sample_ids import SampleIds, read
+from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.openmp import limit_this_thread
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
-from rankscope_exporter.records.record import StepObserver
+from rankscope_exporter.records.record import StepObserver, StepRecord, Transfer
 
 log = logging.getLogger("rankscope")
 
@@ -114,3 +123,144 @@ def _check_thread() -> None:
             "torch could not be limited to one CPU thread in calls of on_anomaly, because its OpenMP library was not "
             "found; torch operations on CPU tensors in on_anomaly may slow down training"
         )
+
+
+KEPT_STEPS: Final = 64
+MOST_IDS: Final = 1024
+"""Largest number of ids that are kept per batch. Further ids are only counted."""
+
+MOST_BYTES: Final = 16_384
+"""Largest size in bytes of all sample ids in one event, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The sample ids of one batch that are kept, and the number of ids that are not kept."""
+
+    ids: Any
+    left_out: int = 0
+
+    @classmethod
+    def of(cls, ids: Any) -> Batch:
+        """Return a batch with a copy of `ids`, because the script may change `ids` afterwards.
+
+        A tensor is copied asynchronously: this method does not wait for the device.
+        """
+        if isinstance(ids, torch.Tensor):
+            flat = ids.detach().reshape(-1)
+            return cls(copied_to_host(flat[:MOST_IDS]), max(0, flat.numel() - MOST_IDS))
+        if isinstance(ids, Mapping):
+            return cls(dict(ids))
+        if isinstance(ids, Collection) and not isinstance(ids, str | bytes):  # an iterator must not be consumed here
+            return cls(list(itertools.islice(ids, MOST_IDS)), max(0, len(ids) - MOST_IDS))
+        return cls(ids)
+
+    def read(self) -> Any:
+        """Return the ids as JSON values, or a text with the reason why they cannot be read.
+
+        Waits for the copy of a tensor from a device, so it must not be called on the training thread.
+        """
+        try:
+            ids = self.ids.wait().tolist() if isinstance(self.ids, Transfer) else self.ids
+        except Exception as error:  # noqa: BLE001 - a copy from a device may fail; the event is recorded without it
+            return f"a tensor that cannot be read: {type(error).__name__}"
+        try:
+            return json.loads(json.dumps(ids, default=_plain, allow_nan=False))
+        except Exception as error:  # noqa: BLE001 - objects of the script; the event is recorded without them
+            return f"a {type(ids).__name__} that JSON cannot hold: {type(error).__name__}"
+
+
+BatchesByStep = Mapping[int | None, list[Batch]]
+"""Batches with sample ids, by the number of the step that has processed them."""
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class SampleIds(StepObserver):
+    """Assigns the sample ids of each batch to the step with the forward pass of the batch.
+
+    If `are_read` is false, no ids are stored.
+    """
+
+    def __init__(self, *, are_read: bool) -> None:
+        self.are_read = are_read
+        self._coming: list[Batch] = []  # batches of the next forward passes
+        self._evaluated = 0  # number of them that an evaluation has used meanwhile
+        self._has_forward = False  # whether the present step has a training forward pass
+        self._now: list[Batch] = []  # batches of the present step
+        self._ended: deque[tuple[int | None, list[Batch]]] = deque(maxlen=KEPT_STEPS)
+        self._lock = threading.Lock()
+
+    def add(self, ids: Any) -> None:
+        """Store the sample ids of the batch that the next forward pass will process."""
+        if not self.are_read:
+            return
+        batch = Batch.of(ids)
+        with self._lock:
+            del self._coming[: self._evaluated]
+            self._evaluated = 0
+            self._coming.append(batch)
+            del self._coming[:-KEPT_STEPS]  # a limit, if no forward pass is detected
+
+    def on_forward_begin(self) -> None:
+        self._has_forward = True
+        if self._coming:
+            self._take()
+
+    def on_evaluation_begin(self) -> None:
+        self._evaluated = len(self._coming)  # a call of `Monitor.batch` before the next training pass drops these
+
+    def on_backward_begin(self) -> None:
+        if self._coming and not self._has_forward:  # the model is trained in evaluation mode
+            self._take()
+
+    def _take(self) -> None:
+        with self._lock:
+            self._now += self._coming
+            self._coming, self._evaluated = [], 0
+
+    def on_step_end(self, record: StepRecord) -> None:
+        with self._lock:
+            self._ended.append((record.step, self._now))  # the script may set the number during the step
+            self._now, self._has_forward = [], False
+
+    def of(self, step: int | None) -> BatchesByStep:
+        """Return the batches of step number `step`; empty if the script has not called `Monitor.batch` for it."""
+        with self._lock:
+            found = next((batches for number, batches in reversed(self._ended) if number == step), [])
+        return {step: found} if found else {}
+
+    def of_last(self, steps: int) -> BatchesByStep:
+        """Return the batches of the last `steps` ended steps, without steps that had no call of `Monitor.batch`."""
+        with self._lock:
+            found = list(self._ended)[-steps:] if steps > 0 else []
+        return {step: batches for step, batches in found if batches}
+
+
+def read(batches: BatchesByStep, most_bytes: int = MOST_BYTES) -> tuple[dict[str, list[Any]], int]:
+    """Return the sample ids by step, and the number of ids that are left out. Waits for copies from a device.
+
+    Ids are left out because a batch keeps a limited number of them, or because the returned ids may have at most
+    `most_bytes` bytes as JSON.
+    """
+    limit = most_bytes // max(1, sum(map(len, batches.values())))
+    ids: dict[str, list[Any]] = {}
+    left_out = 0
+    for step, items in batches.items():
+        for batch in items:
+            whole = batch.read()
+            kept = _cut(whole, limit)
+            ids.setdefault(str(step), []).append(kept)
+            left_out += batch.left_out + (len(whole) - len(kept) if isinstance(whole, list) else 0)
+    return ids, left_out
+
+
+def _cut(ids: Any, most_bytes: int) -> Any:
+    if not isinstance(ids, list):
+        text = json.dumps(ids)
+        return ids if len(text) <= most_bytes else text[: most_bytes // 2]
+    while ids and len(json.dumps(ids)) > most_bytes:
+        ids = ids[: len(ids) // 2]
+    return ids

@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_exporter.config.sections import CaptureConfig
-from rankscope_exporter.control.change_queue import PlannedChange
+from rankscope_exporter.control.anomaly_callback import BatchesByStep, SampleIds, read
 from rankscope_exporter.control.change_sources import ChangeSources
-from rankscope_exporter.control.sample_ids import BatchesByStep, SampleIds, read
+from rankscope_exporter.control.changes import PlannedChange
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publish.anomaly_detector import in_causal_order

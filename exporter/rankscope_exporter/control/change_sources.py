@@ -26,8 +26,7 @@ from typing import Any, Final, TypeVar
 
 from rankscope_exporter.config.loader import parse_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.control.change_log import Change, ChangeLog
-from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange
+from rankscope_exporter.control.changes import Change, ChangeLog, ChangeQueue, PlannedChange
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, ShareError
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.training.sampling_config import (

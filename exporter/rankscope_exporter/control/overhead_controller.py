@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.control.change_queue import ChangeQueue, PlannedChange
 from rankscope_exporter.control.change_sources import ChangeSources
+from rankscope_exporter.control.changes import ChangeQueue, PlannedChange
 from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.training.sampling import ActiveQuantities

@@ -15,10 +15,9 @@ import torch
 
 from rankscope_contract.model.events import ExitReason
 from rankscope_exporter.adapters import Framework
+from rankscope_exporter.api.attachment import Optimizers
 from rankscope_exporter.api.monitor import Monitor
-from rankscope_exporter.api.session_factory import Optimizers
-from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.config.resolve import Given
+from rankscope_exporter.config.monitor_config import Given, MonitorConfig
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.report_child import ReportJob, make_report

@@ -10,8 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from rankscope_exporter.adapters import Framework, framework_of
 from rankscope_exporter.adapters.parameter_hooks import Announced
-from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.config.resolve import Given
+from rankscope_exporter.config.monitor_config import Given, MonitorConfig
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
 from rankscope_exporter.process.copies import CopiesDoNothing
 

@@ -25,7 +25,7 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.parameter_names import named_parameters
 from rankscope_exporter.adapters.placement import Layout, layout_of, ranks_text, replicas_of
-from rankscope_exporter.api.session_factory import find_replica_dedup
+from rankscope_exporter.api.attachment import find_replica_dedup
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all the training
 QUANTITIES = ("parameters", "gradients", "optimizer_state", "adam_updates", "direction", "activations")

@@ -27,9 +27,9 @@ from rankscope_exporter.config.monitor_config import (
     MAX_TEXT,
     OTHER_VARIABLES,
     VARIABLES,
+    public_settings,
     storable,
 )
-from rankscope_exporter.config.resolve import public_settings
 from rankscope_exporter.publish.serving_config import PREFIX, ServeConfig
 from rankscope_exporter.training.sampling_config import sampling_config_from
 from rankscope_msprobe.trainer_mon import TrainerMon

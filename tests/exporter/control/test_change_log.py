@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter import Monitor
-from rankscope_exporter.control.change_log import Change, ChangeLog
+from rankscope_exporter.control.changes import Change, ChangeLog
 from rankscope_exporter.publish.serving_config import ServeConfig
 
 

@@ -12,8 +12,8 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.parts import hooks_of
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.control.change_log import ChangeLog
 from rankscope_exporter.control.change_sources import SwitchFile
+from rankscope_exporter.control.changes import ChangeLog
 
 SETTINGS: dict[str, Any] = parts.QUIET | {"quantities": ["parameters"], "switch_poll_seconds": 0.01}
 

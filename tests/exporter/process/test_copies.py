@@ -30,8 +30,8 @@ from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_contract.wire.web_config import TlsServer, WebConfig
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
+from rankscope_exporter.api.attachment import EndedRun
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
-from rankscope_exporter.api.session_end import EndedRun
 from rankscope_exporter.config.sections import HardwareConfig
 from rankscope_exporter.measure.quantities import quantity_classes
 from rankscope_exporter.monitors.throughput.costs import ThroughputConfig

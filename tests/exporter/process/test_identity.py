@@ -10,8 +10,7 @@ import pytest
 from tests.exporter.ranks import RANKS, outcomes_of
 
 from rankscope_exporter.adapters.process_group import default_group
-from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.config.resolve import public_settings
+from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
 from rankscope_exporter.process.identity import git_commit, resolve_identity
 from rankscope_exporter.publish.serving_config import ServeConfig
 

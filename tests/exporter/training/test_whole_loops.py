@@ -16,7 +16,7 @@ from torch.func import functional_call, functionalize, grad, grad_and_value, hes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 
-from rankscope_exporter.api.session_factory import ReplicaDedup
+from rankscope_exporter.api.attachment import ReplicaDedup
 from rankscope_exporter.monitors.throughput import ThroughputConfig
 
 STEPS = 4
@@ -413,7 +413,7 @@ def test_steps_continue_with_a_process_group_and_ddp_that_are_made_again(group):
 def test_update_inside_the_backward_pass_of_fsdp2_has_reduced_gradients(group, monkeypatch):
     """A parameter of which another rank publishes the rows has no rows."""
     dedup = ReplicaDedup(frozenset([0]))
-    monkeypatch.setattr("rankscope_exporter.api.session_factory.find_replica_dedup", lambda *_: dedup)
+    monkeypatch.setattr("rankscope_exporter.api.attachment.find_replica_dedup", lambda *_: dedup)
     loop = Loop()
     fully_shard(loop.net, mesh=init_device_mesh("cpu", (1,)))
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in loop.net.parameters()}
