@@ -49,7 +49,6 @@ from rankscope_exporter.process import lifecycle, stop_signals
 from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.publish.console import banner
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -157,28 +156,27 @@ BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 
 
 def _print_banner(session: Session, address: str) -> None:
-    """Print a banner on rank 0: the number of monitored tensors, the size of a record, and the service address."""
+    """Print on rank 0 what is measured, then the data per step, the metrics page and the reader of the records."""
     identity, config, channel = session.identity, session.config, session.channel
     if identity.rank != 0:
         return
-    parameters = session.monitored.parameters
-    entries = len(session.active_quantities.table)
-    quantities = ", ".join(name.replace("_", " ") for name in config.quantities)
-    lines = banner(
-        run=identity.run,
-        world_size=identity.world_size,
-        measured=quantities if config.switch_file is None else f"nothing until {config.switch_file} switches it on",
-        tensors=len(parameters),
-        elements=element_count(parameters),
-        series=entries * 2,
-        bytes_per_step=entries * BYTES_PER_ENTRY,
-        every=config.every,
-        backend=backend_name(session.monitored.device, coming=config.statistics == "auto"),
-        address=address,
-        service=channel.service_url,
-        spool_dir=None if channel.spool is None else channel.spool.root,
-    )
-    for line in (*lines, *filter(None, [session.watchdog.signal_note()])):
+    measured = ", ".join(name.replace("_", " ") for name in config.quantities)
+    if config.switch_file is not None:
+        measured = f"nothing until {config.switch_file} switches it on"
+    if channel.service_url:
+        reader = f"registering with service {channel.service_url}"
+    elif channel.spool is not None:
+        reader = f"no service (RANKSCOPE_INGEST_URL): records are written to {channel.spool.root}"
+    else:
+        reader = "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
+    parameters, entries = session.monitored.parameters, len(session.active_quantities.table)
+    ranks = f"{identity.world_size} rank{'s' if identity.world_size != 1 else ''}"
+    tensors = f"{len(parameters)} tensors ({element_count(parameters):,} elements)"
+    cadence = "every step" if config.every == 1 else f"every {config.every} steps"
+    kernel = backend_name(session.monitored.device, coming=config.statistics == "auto")
+    size = f"{entries * 2:,} series, about {entries * BYTES_PER_ENTRY / 1000:,.0f} kB per step"
+    session.console.line(f"run {identity.run!r} on {ranks}; {measured} of {tensors} {cadence}, {kernel} kernel")
+    for line in filter(None, (f"{size}; {address}/metrics; {reader}", session.watchdog.signal_note())):
         session.console.line(line)
 
 

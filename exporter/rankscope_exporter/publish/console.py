@@ -89,41 +89,6 @@ def _first_of_each(events: Sequence[Event]) -> dict[tuple[str | None, str], Even
     return {(event.rule, event.severity): event for event in reversed(events)}
 
 
-def banner(
-    *,
-    run: str,
-    world_size: int,
-    measured: str,
-    tensors: int,
-    elements: int,
-    series: int,
-    bytes_per_step: int,
-    every: int,
-    backend: str,
-    address: str,
-    service: str | None,
-    spool_dir: str | None,
-) -> list[str]:
-    """Return the two lines of the banner at attach.
-
-    The first line has the run, the number of ranks, the measured quantities and tensors, the sampling interval, and the
-    kernel that computes the statistics. The second line has the number of series, the size of the data per step, the
-    address of the metrics page, and the destination of the records: a service, a spool folder or none.
-    """
-    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
-    if service:
-        reader = f"registering with service {service}"
-    elif spool_dir:
-        reader = f"no service (RANKSCOPE_INGEST_URL): records are written to {spool_dir}"
-    else:
-        reader = "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
-    cadence = "every step" if every == 1 else f"every {every} steps"
-    return [
-        f"run {run!r} on {ranks}; {measured} of {tensors} tensors ({elements:,} elements) {cadence}, {backend} kernel",
-        f"{series:,} series, about {bytes_per_step / 1000:,.0f} kB per step; {address}/metrics; {reader}",
-    ]
-
-
 def records_note(root: str, records: int) -> list[str]:
     """Return the lines that name the folder `root` of spools, with the `records` uncommitted records of a rank.
 

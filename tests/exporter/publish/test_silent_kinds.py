@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import Watched
+from tests.exporter.parts import Training, Watched
 from torch import nn
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
-from rankscope_exporter.publish.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, banner, records_note
+from rankscope_exporter.publish.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, records_note
 from rankscope_exporter.publish.publisher import MOST_PASSES, SkippedSteps
 from rankscope_exporter.records.record import StepRecord
 
@@ -363,14 +363,18 @@ READERS = [
 
 
 @pytest.mark.parametrize(("service", "spool_dir", "reader"), READERS)
-def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader) -> None:
-    own = {"run": "my run", "world_size": 2, "address": "http://127.0.0.1:9", "backend": "C", "every": 5}
-    cost = {"tensors": 3, "elements": 1_234_567, "series": 12, "bytes_per_step": 336}
-    first, second = banner(measured="gradients", service=service, spool_dir=spool_dir, **own, **cost)
+def test_banner_names_tensors_cost_and_reader(service, spool_dir, reader, tmp_path, monkeypatch, capfd) -> None:
+    folder = f"{tmp_path}{spool_dir}" if spool_dir else "off"
+    monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", folder)
+    serve = {"ingest_url": service}
+    training = Training(console=True, run="my run", quantities=["gradients"], every=5, serve=serve)
+    address = training.monitor.address
+    training.finish()
+    first, second, *_ = capfd.readouterr().err.splitlines()
 
-    text = "gradients of 3 tensors (1,234,567 elements) every 5 steps, C kernel"
-    assert f"run 'my run' on 2 ranks; {text}" == first
-    assert f"12 series, about 0 kB per step; http://127.0.0.1:9/metrics; {reader}" == second
+    assert first.startswith("rankscope: run 'my run' on 1 rank; gradients of 4 tensors (26 elements) every 5 steps, ")
+    expected = f"{address}/metrics; {reader.replace('/records', folder)}"
+    assert f"rankscope: 24 series, about 1 kB per step; {expected}" == second
 
 
 def test_note_about_records_has_commands_and_the_missing_installation(monkeypatch) -> None:
