@@ -29,7 +29,6 @@ from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNa
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
     Running,
-    hook_after,
     local_matrix_or_reason,
     unusable_reason,
 )
@@ -308,7 +307,7 @@ class Attention(ModuleQuantity):
     def _follow(self, named: NamedModule) -> None:
         if (module := named.module) is not None:
             self.before(named, functools.partial(self._read, Arguments(module, self.options)))
-            self._register(named, hook_after, f"{self.name} of modules", functools.partial(self._ended, named))
+            self._register(named, f"{self.name} of modules", functools.partial(self._ended, named))
 
     def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = call.module

@@ -140,16 +140,6 @@ class MicroGradientHooks:
         return handle if handle.renew_found() else None
 
 
-def hook_before(module: nn.Module, hook: Hook) -> Removable:
-    """Register `hook`, which torch calls before each call of the module, with the arguments of this call."""
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def hook_after(module: nn.Module, hook: Hook) -> Removable:
-    """Register `hook`, which torch calls after each call of the module, with its arguments and its output."""
-    return module.register_forward_hook(hook, with_kwargs=True)
-
-
 def in_backward() -> bool:
     """Return whether a backward pass runs on this thread. A forward pass inside a backward pass is a recomputation."""
     return bool(torch_private.current_pass() != torch_private.NO_PASS)
@@ -225,24 +215,22 @@ class ModuleQuantity(Quantity):
 
         `read` gets this call and its positional and keyword arguments.
         """
-
-        def begins(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            if self._is_first_call(named, module):
-                read(Running(named, module, self._hooking.micro_step), args, kwargs)
-
-        self._register(named, hook_before, f"{self.name} of modules", begins)
+        self._register(
+            named, f"{self.name} of modules", functools.partial(self._called_first, named, read), before=True
+        )
 
     def after(self, named: NamedModule, read: Callable[[Running, Any], None]) -> None:
         """Register a hook that calls the function `read` after the first call of a module in each micro-batch.
 
         `read` gets this call and the result of the module.
         """
+        self._register(named, f"{self.name} of modules", functools.partial(self._called_first, named, read))
 
-        def ended(module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-            if self._is_first_call(named, module):
-                read(Running(named, module, self._hooking.micro_step), output)
-
-        self._register(named, hook_after, f"{self.name} of modules", ended)
+    def _called_first(
+        self, named: NamedModule, read: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, *output: Any
+    ) -> None:
+        if self._is_first_call(named, module):
+            read(Running(named, module, self._hooking.micro_step), *(output or (args, kwargs)))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._note_lost_hooks()
@@ -272,23 +260,19 @@ class ModuleQuantity(Quantity):
         self._called.add(named.name)
         return True
 
-    def _register(
-        self,
-        named: NamedModule,
-        register: Callable[[nn.Module, Hook], Removable],
-        where: str,
-        function: Callable[..., None],
-    ) -> None:
-        """Register a hook on a module with the function `register`. The hook calls `function` and catches its errors.
+    def _register(self, named: NamedModule, where: str, hook: Callable[..., None], *, before: bool = False) -> None:
+        """Register a hook that torch calls after each call of a module, or `before` it, and that raises no errors.
 
         If torch raises an error, as for a scripted module, store that the module is not measured.
         """
         was_compiled = on_compilation(functools.partial(self._compiled.add, named.name))
-        hook = self._hooking.guarded(where, function, self._gate, was_compiled)
+        hook = self._hooking.guarded(where, hook, self._gate, was_compiled)
 
         def registered() -> Removable | None:
-            module = named.module
-            return None if module is None else register(module, hook)
+            if (module := named.module) is None:
+                return None
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            return register(hook, with_kwargs=True)
 
         try:
             module = named.module

@@ -26,9 +26,9 @@ from rankscope_exporter.adapters.process_group import rank_here
 from rankscope_exporter.adapters.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate
-from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity, TensorHooks, hook_after, hook_before
+from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity, TensorHooks
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.monitors.flight_recorder.entry import NOT_SCRIPT_CODE
+from rankscope_exporter.monitors.flight_recorder.entry import script_frames
 from rankscope_exporter.process.validation import at_least, some_text
 from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.records.record import Row
@@ -223,8 +223,8 @@ class Structure(ModuleQuantity):
                 self._ended(self._records[named.name], output)
 
         self._modules.append(named)
-        self._register(named, hook_before, "structure of inputs", before)
-        self._register(named, hook_after, "structure of outputs", after)
+        self._register(named, "structure of inputs", before, before=True)
+        self._register(named, "structure of outputs", after)
 
     def on_step_begin(self, table: Table) -> None:
         self._handles.remove()
@@ -311,13 +311,8 @@ def call_stack(frame: FrameType | None) -> tuple[str, ...]:
 
     Frames of torch and Rankscope are left out.
     """
-    calls: list[str] = []
-    while frame is not None and len(calls) < MAX_FRAMES:
-        code = frame.f_code
-        if not code.co_filename.startswith(NOT_SCRIPT_CODE):
-            calls.append(f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}")
-        frame = frame.f_back
-    return tuple(reversed(calls))
+    frames = reversed(script_frames(frame, MAX_FRAMES))
+    return tuple(f"{item.f_code.co_filename}:{item.f_lineno} {item.f_code.co_qualname}" for item in frames)
 
 
 def _placement(module: torch.nn.Module, otherwise: str) -> str | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
+from types import FrameType
 from typing import Any, Final, Self
 
 import torch
@@ -31,6 +32,16 @@ NOT_SCRIPT_CODE: Final = (OUR_CODE, TORCH_CODE, "<frozen ")
 
 _DONE: Final = "completed"
 _MOST_FILES: Final = 1024
+
+
+def script_frames(frame: FrameType | None, most: int) -> list[FrameType]:
+    """Return at most `most` frames of the script, from `frame` to the outermost frame."""
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < most:
+        if not frame.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

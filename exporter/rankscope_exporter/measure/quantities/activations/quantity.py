@@ -39,13 +39,7 @@ from rankscope_exporter.adapters.pytree import Found, Slot, Specs, parse_specs, 
 from rankscope_exporter.adapters.torch_private import gradient_hooks, in_place_changes, is_view
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_integer, why_not_measurable
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate
-from rankscope_exporter.measure.quantities.module_quantity import (
-    ModuleQuantity,
-    TensorHooks,
-    hook_after,
-    hook_before,
-    in_backward,
-)
+from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity, TensorHooks, in_backward
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.process.validation import table
 from rankscope_exporter.records.record import ExpectedRows
@@ -92,12 +86,9 @@ class Calls:
         places = [place for place, call in enumerate(self._waiting) if call is not None and call.module == module]
         if not places:
             return None
-        place = places[-1]
-        if self._next in places:
-            place = self._next
-        else:
-            kept = [place for place in places if pointer and self._pointer(place) == pointer]
-            place = kept[-1] if kept else place
+        kept = [place for place in places if pointer and self._pointer(place) == pointer]
+        place = self._next if self._next in places else (kept or places)[-1]
+        assert place is not None
         call, self._waiting[place] = self._waiting[place], None
         self._next = place + 1
         return call
@@ -132,24 +123,6 @@ class TensorSite:
     path: str
 
 
-def activation_entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
-    """Return the plan entry of `tensor`, which is the input or output at `site`, or its gradient."""
-    call = site.call
-    return PlanEntry(
-        kind=site.kind,
-        tensor=call.module,
-        index=site.index,
-        vpp_stage=vpp_stage,
-        micro_step=call.micro_step,
-        call_seq=call.seq,
-        placement=placement_of(tensor),
-        dtype=dtype_name(tensor.dtype),
-        shape=tuple(local_tensor(tensor).shape),
-        module=call.module,
-        aliases=() if site.index is None else (f"{SIDES[site.kind]}{site.path}",),
-    )
-
-
 T = TypeVar("T")
 
 
@@ -164,17 +137,11 @@ class TensorCache(Generic[T]):
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], int, T]] = {}
 
-    def get(self, tensor: torch.Tensor) -> T | None:
-        """Return the value stored for `tensor`; None without one, or if the tensor was changed in place since."""
+    def get(self, tensor: torch.Tensor, *, changed: bool = False) -> T | None:
+        """Return the value stored for `tensor` if it was not changed in place since; with `changed`, if it was."""
         known = self._by_id.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != in_place_changes(tensor):
-            return None
-        return known[2]
-
-    def before(self, tensor: torch.Tensor) -> T | None:
-        """Return the value stored for `tensor` before it was changed in place; None without a value or a change."""
-        known = self._by_id.get(id(tensor))
-        return None if known is None or known[0]() is not tensor or known[1] == in_place_changes(tensor) else known[2]
+        is_known = known is not None and known[0]() is tensor
+        return known[2] if known and is_known and changed == (known[1] != in_place_changes(tensor)) else None
 
     def keep(self, tensor: torch.Tensor, value: T) -> None:
         """Store `value`, but not for parameters, and tensors whose in-place changes torch does not count."""
@@ -283,20 +250,14 @@ class ActivationOptions(QuantityOptions):
     def objects(self) -> frozenset[str]:
         """Return which tensors of a module are measured: a subset of input, output, input_grad and output_grad."""
         forward, backward = not self.backward_only, not self.forward_only
-        chosen = {
-            "input": self.inputs and forward,
-            "output": self.outputs and forward,
-            "input_grad": self.input_grads and backward,
-            "output_grad": self.output_grads and backward,
-        }
+        chosen = {"input": self.inputs and forward, "output": self.outputs and forward}
+        chosen |= {"input_grad": self.input_grads and backward, "output_grad": self.output_grads and backward}
         return frozenset(name for name, wanted in chosen.items() if wanted)
 
     def specs_of(self, *names: str) -> Specs:
         """Return the entry in `parts` of the first target that selects one of a module's `names`; empty: all."""
-        for target, described in self.parts.items():
-            if Targets((target,)).selects(*names):
-                return parse_specs(target, described)
-        return {}
+        chosen = (target for target in self.parts if Targets((target,)).selects(*names))
+        return next((parse_specs(target, self.parts[target]) for target in chosen), {})
 
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
@@ -370,8 +331,8 @@ class Activations(ModuleQuantity):
         specs, objects, module = self.options.specs_of(named.name, *named.aliases), self.options.objects, named.module
         hooked = _HookedModule(named, objects & specs.keys() if specs else objects, specs)
         self._vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
-        self._register(named, hook_before, "inputs of modules", functools.partial(self._begins, hooked))
-        self._register(named, hook_after, "outputs of modules", functools.partial(self._ended, hooked))
+        self._register(named, "inputs of modules", functools.partial(self._begins, hooked), before=True)
+        self._register(named, "outputs of modules", functools.partial(self._ended, hooked))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._note_lost_hooks()
@@ -386,8 +347,7 @@ class Activations(ModuleQuantity):
         for slot in step.slots.pop(micro_step, ()):
             table.forget(slot)
         step.calls.forget(micro_step)
-        step.open.clear()
-        for memory in (step.measured, step.leaves, step.watched):
+        for memory in (step.open, step.measured, step.leaves, step.watched):
             memory.clear()
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
@@ -444,9 +404,7 @@ class Activations(ModuleQuantity):
 
     def _read(self, hooked: _HookedModule, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
         for unknown in found.unknown:
-            self._notes.add(
-                f"{SIDES[kind]} contains an object that is not searched for tensors: {unknown}", hooked.named.name
-            )
+            self.missing(f"{SIDES[kind]} contains an object that is not searched for tensors: {unknown}", hooked.named)
         if not again:
             for slot in self._chosen(hooked, kind, found):
                 memory = self._step.leaves if slot.tensor.is_leaf else self._step.measured
@@ -464,11 +422,8 @@ class Activations(ModuleQuantity):
             return [slot for slot in found.slots if not is_integer(slot.tensor)]
         slots = spec.select(found)
         if not slots:
-            self._notes.add(
-                f"{SIDES[kind]} has {len(found.slots)} tensors in {found.length} elements, "
-                f"which does not match pattern {spec.text!r} of its target",
-                hooked.named.name,
-            )
+            content = f"{SIDES[kind]} has {len(found.slots)} tensors in {found.length} elements"
+            self.missing(f"{content}, which does not match pattern {spec.text!r} of its target", hooked.named)
         return slots or ()
 
     def _measure(self, site: TensorSite, tensor: torch.Tensor, memory: TensorCache[Slots] | Leaves[Slots]) -> None:
@@ -477,10 +432,8 @@ class Activations(ModuleQuantity):
             self._notes.add(f"{SIDES[site.kind]}{site.path} is {reason}", site.call.module)
             return
         table, call = self._gate.table, site.call
-        slot = table.add(
-            (site.kind, call.module, site.index, call.micro_step, call.seq),
-            lambda: [activation_entry(site, tensor, self._vpp_stages.get(call.module))],
-        )
+        key = site.kind, call.module, site.index, call.micro_step, call.seq
+        slot = table.add(key, lambda: [self._entry(site, tensor)])
         if slot is None:
             return
         self._step.slots[call.micro_step].append(slot)
@@ -491,6 +444,12 @@ class Activations(ModuleQuantity):
             table.copy(known, slot)
         if known is None or memory is self._step.leaves:  # a leaf is kept for each running call
             memory.keep(tensor, slot)
+
+    def _entry(self, site: TensorSite, tensor: torch.Tensor) -> PlanEntry:
+        call, aliases = site.call, () if site.index is None else (f"{SIDES[site.kind]}{site.path}",)
+        place = site.index, self._vpp_stages.get(call.module), call.micro_step, call.seq, placement_of(tensor), None
+        form = dtype_name(tensor.dtype), tuple(local_tensor(tensor).shape)
+        return PlanEntry(site.kind, call.module, *place, *form, call.module, aliases)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         """Measure the gradient of `tensor` for `site`, the input or output of a module call to which it belongs.
@@ -503,12 +462,9 @@ class Activations(ModuleQuantity):
             sites.append(site)
             return
         if is_view(tensor):
-            for lost in self._step.watched.before(tensor) or ():
-                self._notes.add(
-                    f"{SIDES[lost.kind]} is a view that was written in place: its gradient before the "
-                    "write is not measured",
-                    lost.call.module,
-                )
+            for lost in self._step.watched.get(tensor, changed=True) or ():
+                reason = "is a view that was written in place: its gradient before the write is not measured"
+                self._notes.add(f"{SIDES[lost.kind]} {reason}", lost.call.module)
         sites = [site]
         number = self._handles.hook(tensor, functools.partial(self._gradient_hook, sites))
         if tensor.is_leaf:

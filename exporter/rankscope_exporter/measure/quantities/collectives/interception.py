@@ -41,6 +41,7 @@ from rankscope_exporter.monitors.flight_recorder.entry import (
     NOT_SCRIPT_CODE,
     OUR_CODE,
     TORCH_CODE,
+    script_frames,
     short_file,
     short_path,
 )
@@ -84,13 +85,14 @@ class CallSites:
         """Return the call site of the frame `caller`; None if the code of the frame is that of torch or Rankscope."""
         if caller.f_code.co_filename.startswith((OUR_CODE, TORCH_CODE)):
             return None
-        frames = _frames(caller)
+        frames = script_frames(caller, MAX_FRAMES)
         key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
-        site = self._known.get(key)
-        if site is None:
+        if (site := self._known.get(key)) is None:
             if len(self._known) >= _MOST_STACKS:
                 self._known.clear()
-            site = self._known[key] = self._site(frames)
+            codes = ((_label(frame), frame.f_code, frame.f_lineno) for frame in frames)
+            lines = [(label, f"{code.co_filename}[{line}]", code.co_qualname) for label, code, line in codes]
+            site = self._known[key] = self._site(lines[0][0], lines)
         return site
 
     def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
@@ -98,39 +100,16 @@ class CallSites:
 
         `frames` are the frames of the call stack in the flight record, innermost first.
         """
-        own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)][::-1]
-        return CallSite(
-            label=label,
-            stack=tuple(f"{short_file(str(frame['filename']))}[{frame['line']}] {frame['name']}" for frame in own),
-            is_chosen=self._chooses(f"{frame['filename']}[{frame['line']}] {frame['name']}" for frame in own),
-        )
+        own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)]
+        places = ((str(frame["filename"]), f"[{frame['line']}]", str(frame["name"])) for frame in own)
+        return self._site(label, [(short_file(file) + line, file + line, name) for file, line, name in places])
 
-    def _site(self, frames: Sequence[FrameType]) -> CallSite:
-        outermost_first = frames[::-1]
-        return CallSite(
-            label=_label(frames[0]),
-            stack=tuple(f"{_label(frame)} {frame.f_code.co_qualname}" for frame in outermost_first),
-            is_chosen=self._chooses(
-                f"{frame.f_code.co_filename}[{frame.f_lineno}] {frame.f_code.co_qualname}" for frame in outermost_first
-            ),
-        )
-
-    def _chooses(self, lines: Iterable[str]) -> bool:
-        if not self._expressions:
-            return True
-        text = "\n".join(lines)
-        return any(expression.search(text) for expression in self._expressions)
-
-
-def _frames(caller: FrameType) -> list[FrameType]:
-    """Return the frames of the script, from `caller` to the outermost frame."""
-    frames: list[FrameType] = []
-    frame: FrameType | None = caller
-    while frame is not None and len(frames) < MAX_FRAMES:
-        if not frame.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
+    def _site(self, label: str, lines: Sequence[tuple[str, str, str]]) -> CallSite:
+        """Return a call site. `lines` has short and whole file with the line, and the function, innermost first."""
+        stack = tuple(f"{short} {function}" for short, _, function in reversed(lines))
+        text = "\n".join(f"{whole} {function}" for _, whole, function in reversed(lines))
+        is_chosen = not self._expressions or any(expression.search(text) for expression in self._expressions)
+        return CallSite(label, stack, is_chosen)
 
 
 def _label(frame: FrameType) -> str:
@@ -244,13 +223,12 @@ def group_text(group: Any) -> str:
 def _of_batch(operations: Any) -> CallTensors | None:
     if not isinstance(operations, list) or not all(isinstance(item, dist.P2POp) for item in operations):
         return None
-    sends = [getattr(item.op, "__name__", "") == _SENDS for item in operations]
-    parts = [TensorPart(position, item.tensor) for position, item in enumerate(operations)]
-    return CallTensors(
-        [part for part, is_sent in zip(parts, sends, strict=True) if is_sent],
-        [part for part, is_sent in zip(parts, sends, strict=True) if not is_sent],
-        operations[0].group if operations else None,
-    )
+    inputs: list[TensorPart] = []
+    outputs: list[TensorPart] = []
+    for position, item in enumerate(operations):
+        side = inputs if getattr(item.op, "__name__", "") == _SENDS else outputs
+        side.append(TensorPart(position, item.tensor))
+    return CallTensors(inputs, outputs, operations[0].group if operations else None)
 
 
 def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[TensorPart]:
@@ -350,7 +328,7 @@ class _FunctionInterception(_Interception):
         super().__init__(owner, name, original)
         # Without its attributes: a wrapper of other code may have copied those of an earlier replacement.
         functools.update_wrapper(self, original, updated=())
-        self._sends = name == "isend"
+        self._sends = name == _SENDS
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
@@ -358,17 +336,9 @@ class _FunctionInterception(_Interception):
         if self._sends and "group_src" in kwargs:
             # A batch treats a P2POp as a receive unless its function is, by identity, the original isend.
             kwargs["group_dst"] = kwargs.pop("group_src")
-        for listener in self.listeners:
-            if listener.gate.is_open:
-                return self._report(args, kwargs, sys._getframe(1))  # noqa: SLF001 - the only cheap way to the caller
-        return self.original(*args, **kwargs)
-
-    def _report(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
-        calls = [
-            (listener, CollectiveCall(self.name, args, kwargs, caller))
-            for listener in self.listeners
-            if listener.gate.is_open
-        ]
+        caller = sys._getframe(1)  # noqa: SLF001 - the only cheap way to the caller
+        open_ones = filter(lambda listener: listener.gate.is_open, self.listeners)
+        calls = [(listener, CollectiveCall(self.name, args, kwargs, caller)) for listener in open_ones]
         for listener, call in calls:
             listener.begins(call)
         result = self.original(*args, **kwargs)
@@ -487,22 +457,22 @@ class PendingWork:
 
     def waited(self, work: Any) -> Sequence[Output]:
         """Return the outputs that are complete now that the script has waited for `work`."""
-        work_and_awaited = self._awaited.get(id(work))
-        if work_and_awaited is None or work_and_awaited[0]() is not work:
+        known, awaited = self._awaited.get(id(work), (None, None))
+        if known is None or awaited is None or known() is not work:
             return ()
         del self._awaited[id(work)]
-        awaited = work_and_awaited[1]
         awaited.works -= 1
         return () if awaited.works else awaited.outputs
 
     def release_tensors(self) -> None:
         """Release the outputs of all calls. Keep only the names of the calls that the script has not waited for."""
-        self._lost += [awaited.name for _, awaited in self._awaited.values()]
+        self._lost += [awaited.name for _, awaited in [*self._awaited.values()]]
         self._awaited.clear()
 
     def missed(self) -> list[str]:
         """Return the names of the calls that the script has not waited for."""
-        return [*self._lost, *(awaited.name for _, awaited in [*self._awaited.values()])]
+        self.release_tensors()
+        return self._lost
 
     def _await(self, work: Any, awaited: _Awaited) -> None:
         key = id(work)

@@ -34,23 +34,6 @@ from rankscope_exporter.adapters.pytree import MAX_TENSORS
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, why_not_measurable
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.collectives import interception
-from rankscope_exporter.measure.quantities.collectives.interception import (
-    OPERATIONS,
-    CallSite,
-    CallSites,
-    CallTensors,
-    CollectiveCall,
-    Interceptor,
-    Listener,
-    Output,
-    PendingWork,
-    TensorPart,
-    call_tensors_of,
-    group_text,
-    is_coalescing,
-    pending_work_of,
-    stream_of,
-)
 from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes, in_backward, listed
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.monitors.flight_recorder.entry import Entry
@@ -76,11 +59,12 @@ class CallLog:
         self._dropped = 0
         self.has_reported = False
 
-    def note(self, name: str, site: CallSite, sides: CallTensors) -> None:
+    def note(self, name: str, site: interception.CallSite, sides: interception.CallTensors) -> None:
         """Add a collective call of the script: its function and line (`name`), call site, and tensors (`sides`)."""
-        self.note_text(name, f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}, {group_text(sides.group)}", site)
+        forms = f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}"
+        self.note_text(name, f"{forms}, {interception.group_text(sides.group)}", site)
 
-    def note_text(self, name: str, description: str, site: CallSite) -> None:
+    def note_text(self, name: str, description: str, site: interception.CallSite) -> None:
         """Add a collective call; `description` contains its dtypes, shapes and group."""
         text = f"{name}: {description}, called from {_stack(site)}"
         if text not in self._known and len(self._known) >= MAX_NOTICES:
@@ -103,13 +87,12 @@ class CallLog:
             )
 
 
-def _forms(parts: Sequence[TensorPart]) -> str:
+def _forms(parts: Sequence[interception.TensorPart]) -> str:
     """Return the dtypes and shapes of inputs or outputs as text, such as "float32[2, 3]"."""
-    forms = [f"{str(part.tensor.dtype).removeprefix('torch.')}{list(part.tensor.shape)}" for part in parts]
-    return listed(forms) or "nothing"
+    return listed(f"{dtype_name(part.tensor.dtype)}{list(part.tensor.shape)}" for part in parts) or "nothing"
 
 
-def _stack(site: CallSite) -> str:
+def _stack(site: interception.CallSite) -> str:
     shown = site.stack[-_FRAMES_SHOWN:]
     return " > ".join(shown if len(shown) == len(site.stack) else ("…", *shown)) or "no Python code"
 
@@ -124,7 +107,7 @@ class InternalCalls:
     The first read returns all calls that no monitor has read before.
     """
 
-    def __init__(self, sites: CallSites, targets: Targets) -> None:
+    def __init__(self, sites: interception.CallSites, targets: Targets) -> None:
         self._sites = sites
         self._targets = targets
         self._after = read_before()
@@ -221,8 +204,8 @@ class _MeasuredCall:
 
     name: str
     seq: int | None
-    sides: CallTensors
-    outputs: list[Output] = field(default_factory=list)
+    sides: interception.CallTensors
+    outputs: list[interception.Output] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -235,7 +218,7 @@ class _StepCalls:
     thread: int = 0  # of the training; 0 before the first step
     stream: int | None = None  # current stream of the training thread
     counts: dict[str, int] = field(default_factory=dict)
-    works: PendingWork = field(default_factory=PendingWork)
+    works: interception.PendingWork = field(default_factory=interception.PendingWork)
 
 
 class Collectives(Quantity):
@@ -249,7 +232,7 @@ class Collectives(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._device = monitored.device
-        self._sites = CallSites(self.options.call_sites)
+        self._sites = interception.CallSites(self.options.call_sites)
         self._step = _StepCalls()
         self._notes = CoverageNotes()
         self._seen: dict[str, str] = {}  # name of a call -> its function
@@ -277,24 +260,24 @@ class Collectives(Quantity):
             for function in (self._begins, self._ended, self._waited)
         )
 
-        def begins_in_training(call: CollectiveCall) -> None:
+        def begins_in_training(call: interception.CollectiveCall) -> None:
             if self._is_training():
                 begins(call)
             else:
                 self._on_other_threads.add(call.op)
 
-        listener = Listener(
+        listener = interception.Listener(
             gate,
             begins_in_training,
             lambda call, result: None if call.note is None else ended(call, result),
             lambda work: waited(work) if self._is_training() else None,
         )
         gate.keep(CallbackHandle(self._release))
-        gate.keep(Interceptor(listener, OPERATIONS))
+        gate.keep(interception.Interceptor(listener, interception.OPERATIONS))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._release()
-        self._step = _StepCalls(threading.get_ident(), stream_of(self._device))
+        self._step = _StepCalls(threading.get_ident(), interception.stream_of(self._device))
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         self._log.report(self._notice)
@@ -314,9 +297,9 @@ class Collectives(Quantity):
 
         return lambda *args: self._hooking.between(lambda: inside(*args))
 
-    def _begins(self, call: CollectiveCall) -> None:
+    def _begins(self, call: interception.CollectiveCall) -> None:
         site = self._sites.of(call.caller)
-        sides = None if site is None else call_tensors_of(call.op, call.args, call.kwargs)
+        sides = None if site is None else interception.call_tensors_of(call.op, call.args, call.kwargs)
         if site is None or sides is None:
             return
         name = f"{call.op}@{site.label}"
@@ -326,7 +309,7 @@ class Collectives(Quantity):
         self._is_any_chosen = True
         if self.options.log_only:
             self._log.note(name, site, sides)
-        elif is_coalescing(sides.group):
+        elif interception.is_coalescing(sides.group):
             self._notes.add("is coalesced with other calls, so its outputs are not known", name)
         else:
             self._enter(call, name, sides)
@@ -335,7 +318,7 @@ class Collectives(Quantity):
         """Return whether this is the training thread or one of its backward pass: others call at any time."""
         return threading.get_ident() == self._step.thread or in_backward()
 
-    def _enter(self, call: CollectiveCall, name: str, sides: CallTensors) -> None:
+    def _enter(self, call: interception.CollectiveCall, name: str, sides: interception.CallTensors) -> None:
         count = self._step.counts.get(name, 0)
         self._step.counts[name] = count + 1
         if count >= self.options.most_calls:
@@ -349,11 +332,11 @@ class Collectives(Quantity):
         # Rows now and numbers later: the plan is in the order of the calls, whichever is waited for first.
         measured.outputs.extend(self._placed(Kind.COMM_OUT, measured, sides.outputs))
 
-    def _ended(self, call: CollectiveCall, result: Any) -> None:
+    def _ended(self, call: interception.CollectiveCall, result: Any) -> None:
         measured: _MeasuredCall | None = call.note
         if measured is None or not measured.outputs:
             return
-        works = pending_work_of(result)
+        works = interception.pending_work_of(result)
         if works:
             tensors = len(measured.sides.inputs) + len(measured.sides.outputs)
             self._step.works.expect(measured.name, works, measured.outputs, tensors)
@@ -363,15 +346,17 @@ class Collectives(Quantity):
     def _waited(self, work: Any) -> None:
         self._measure(self._step.works.waited(work))
 
-    def _measure(self, outputs: Iterable[Output]) -> None:
+    def _measure(self, outputs: Iterable[interception.Output]) -> None:
         for output in outputs:
             # The table belongs to the stream of the training, which must not wait for another stream.
-            if output.tensor.device == self._device and stream_of(self._device) != self._step.stream:
+            if output.tensor.device == self._device and interception.stream_of(self._device) != self._step.stream:
                 self._notes.add("is on another stream than the training and is not measured", output.name)
             else:
                 self._gate.table.measure([output.tensor], output.slot)
 
-    def _placed(self, kind: Kind, measured: _MeasuredCall, parts: Sequence[TensorPart]) -> list[Output]:
+    def _placed(
+        self, kind: Kind, measured: _MeasuredCall, parts: Sequence[interception.TensorPart]
+    ) -> list[interception.Output]:
         """Return those tensors of `parts`, inputs or outputs of a collective call, that can be measured.
 
         Each tensor is returned with its row in the table of statistics.
@@ -387,22 +372,14 @@ class Collectives(Quantity):
                 continue
             slot = self._slot(kind, measured, part)
             if slot is not None:
-                placed.append(Output(measured.name, slot, part.tensor, part.index))
+                placed.append(interception.Output(measured.name, slot, part.tensor, part.index))
         return placed
 
-    def _slot(self, kind: Kind, measured: _MeasuredCall, part: TensorPart) -> Slots | None:
-        def entries() -> list[PlanEntry]:
-            entry = PlanEntry(
-                kind=kind,
-                tensor=measured.name,
-                index=part.index,
-                call_seq=measured.seq,
-                dtype=dtype_name(part.tensor.dtype),
-                shape=tuple(part.tensor.shape),
-            )
-            return [entry]
-
-        return self._gate.table.add((kind, measured.name, measured.seq, part.index), entries)
+    def _slot(self, kind: Kind, measured: _MeasuredCall, part: interception.TensorPart) -> Slots | None:
+        key = kind, measured.name, measured.seq, part.index
+        dtype, shape = dtype_name(part.tensor.dtype), tuple(part.tensor.shape)
+        entry = PlanEntry(kind, measured.name, part.index, call_seq=measured.seq, dtype=dtype, shape=shape)
+        return self._gate.table.add(key, lambda: [entry])
 
     def _release(self) -> None:
         """Release the state of the last sampled step, and publish notices about calls that were not measured."""
