@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,7 +21,7 @@ FAILURES_IN_A_ROW: Final = 3
 LEFT_OUT_STEPS: Final = 1000
 """Number of steps for which a tensor is left out, unless its class, dtype or device changes."""
 
-_NAMES_SHOWN: Final = 3
+NAMES_SHOWN: Final = 3
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -120,10 +120,14 @@ class Isolation:
         new = [name for name in failed if name not in self._named]
         self._named.update(new)
         if new:
-            names = ", ".join(new[:_NAMES_SHOWN]) + (
-                f" and {len(new) - _NAMES_SHOWN} more" if new[_NAMES_SHOWN:] else ""
-            )
-            self._tell(f"{what} of {names} cannot be measured and is absent: {error_text(failed[new[0]])}")
+            self._tell(f"{what} of {some_of(new)} cannot be measured and is absent: {error_text(failed[new[0]])}")
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Return the first few of `names` as text, and the number of the remaining names."""
+    names = list(names)
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _description(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -136,24 +140,19 @@ def _failing(
     undo: Callable[[Sequence[int]], None],
     error: Exception | None = None,
 ) -> Iterable[tuple[int, Exception]]:
-    error = error or error_of(compute, positions)
     if error is None:
-        return ()
+        try:
+            compute(positions)
+        except Exception as raised:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
+            error = without_frames(raised)
+        else:
+            return ()
     undo(positions)
     if len(positions) == 1:
         return [(positions[0], error)]
     half = len(positions) // 2
     parts = (_failing(part, compute, undo) for part in (positions[:half], positions[half:]))
     return list(itertools.chain.from_iterable(parts))
-
-
-def error_of(function: Callable[..., None], *args: Any) -> Exception | None:
-    """Call `function(*args)` and return its error; None without an error."""
-    try:
-        function(*args)
-    except Exception as error:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
-        return without_frames(error)
-    return None
 
 
 def without_frames(error: Exception) -> Exception:

@@ -36,13 +36,11 @@ from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import Allowed, at_least, is_number, is_whole, number
 from rankscope_exporter.records.record import Numbers, Row
 
-Argument = Annotated[
-    int | str,
-    Allowed(
-        "the position or the name of an argument",
-        lambda value: (is_whole(value) and value >= 0) or (isinstance(value, str) and value != ""),
-    ),
-]
+_ARGUMENTS: Final = Allowed(
+    "the position or the name of an argument",
+    lambda value: value >= 0 if is_whole(value) else isinstance(value, str) and value != "",
+)
+Argument = Annotated[int | str, _ARGUMENTS]
 """The position of an argument of `forward`, from 0, or the name of the argument.
 
 In both cases, the argument is found whether it is passed by position or by keyword.
@@ -227,10 +225,8 @@ def projected(
         reason = why_not_measurable(given[name])
         if reason is not None:
             return f"{name} is {reason}"
-    if module.in_proj_weight is not None:
-        weights = [local_matrix_or_reason(module.in_proj_weight)]
-    else:
-        weights = [local_matrix_or_reason(module.q_proj_weight), local_matrix_or_reason(module.k_proj_weight)]
+    together = [module.in_proj_weight] if module.in_proj_weight is not None else []
+    weights = [local_matrix_or_reason(weight) for weight in together or (module.q_proj_weight, module.k_proj_weight)]
     matrices = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     if len(matrices) < len(weights):
         return "projects with a weight that is not whole on this rank"
@@ -268,12 +264,10 @@ def _both(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """
     if len(masks) < 2:
         return masks[0] if masks else None
-    if all(mask.dtype is torch.bool for mask in masks):
-        return masks[0] | masks[1]
     hides = [mask if mask.dtype is torch.bool else mask <= HIDING for mask in masks]
-    added = sum(mask for mask in masks if mask.dtype is not torch.bool)
-    assert isinstance(added, torch.Tensor)
-    return added.masked_fill(hides[0] | hides[1], 2 * HIDING)
+    added = [mask for mask in masks if mask.dtype is not torch.bool]
+    hidden = hides[0] | hides[1]
+    return functools.reduce(torch.add, added).masked_fill(hidden, 2 * HIDING) if added else hidden
 
 
 ENTROPY: Final = "attention_entropy"
@@ -312,10 +306,9 @@ class Attention(ModuleQuantity):
     def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = call.module
         own = is_multihead(module)  # its masks already contain the causal mask
-        if is_multihead(module):
-            found = projected(module, args, kwargs)
-        else:
-            found = _found(arguments, self.options.permutation, args, kwargs)
+        found = (
+            projected(module, args, kwargs) if is_multihead(module) else _found(arguments, self.options, args, kwargs)
+        )
         if isinstance(found, str):
             self.missing(found, call.named)
             return
@@ -335,9 +328,8 @@ class Attention(ModuleQuantity):
         if way is None:
             return
         if (causal := _causal_inside(output)) is None:
-            self.missing(
-                "gets no mask, and may have one inside that cannot be seen: set causal, or mask to none", named
-            )
+            reason = "gets no mask, and may have one inside that cannot be seen: set causal, or mask to none"
+            self.missing(reason, named)
         else:
             way.append(int(causal))
 
@@ -367,7 +359,7 @@ def _causal_inside(output: Any) -> bool | None:
 
 
 def _found(
-    arguments: Arguments, permutation: tuple[int, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+    arguments: Arguments, options: AttentionOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
     """Return query and key as [batch, heads, sequence, width], and the mask of the scores.
 
@@ -378,12 +370,11 @@ def _found(
         reason = _why_unusable(label, tensor)
         if reason is not None:
             return reason
-    query, key = (tensor.detach().permute(permutation) for tensor in given)
+    query, key = (tensor.detach().permute(options.permutation) for tensor in given)
     batch, heads, queries, width = query.shape
     if key.shape[3] != width or key.shape[0] not in (1, batch):
-        return (
-            f"query {list(query.shape)} and key {list(key.shape)} (batch, heads, sequence, width) do not fit: see order"
-        )
+        shapes = f"query {list(query.shape)} and key {list(key.shape)}"
+        return f"{shapes} (batch, heads, sequence, width) do not fit: see order"
     if not key.shape[1] or heads % key.shape[1]:
         return f"{heads} heads of the query are not a multiple of {key.shape[1]} heads of the key: see order"
     if not key.shape[2]:

@@ -20,6 +20,7 @@ from typing import Annotated, ClassVar, Final
 
 import torch
 
+from rankscope_contract.model.collective_format import bytes_text
 from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
@@ -70,11 +71,11 @@ def _available(meminfo: Path) -> int:
 def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:
     """Yield the number of free bytes of each control group with a limit, from the group of this process to the root."""
     try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        lines = [line.partition(":")[2].partition(":") for line in membership.read_text().splitlines()]
     except OSError:
         return
-    for _, controllers, path in (line for line in lines if len(line) == len(("id", "controllers", "path"))):
-        if not controllers:
+    for controllers, _, path in lines:
+        if not controllers and path:
             yield from _left_along(groups, path, "memory.max", "memory.current")
         elif "memory" in controllers.split(","):
             yield from _left_along(groups / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -128,9 +129,8 @@ class MicroBatchSums:
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         """Prepare the gradient hooks. They are registered at the first step that needs sums of gradients."""
         self._hooking = hooking
-        self.hooks = MicroGradientHooks(
-            self._monitored, hooking, gate, "adding a gradient to the sum over micro-batches", self._hook_of
-        )
+        where = "adding a gradient to the sum over micro-batches"
+        self.hooks = MicroGradientHooks(self._monitored, hooking, gate, where, self._hook_of)
         gate.keep(CallbackHandle(self.release))
 
     @property
@@ -141,8 +141,8 @@ class MicroBatchSums:
     def on_step_begin(self) -> None:
         """Release the gradient sums of the last step, and start new ones if they are needed and fit into the memory."""
         self.release()
-        self.are_kept = self.hooks is not None and self._is_needed() and self._fits()
-        if self.are_kept and self.hooks is not None:
+        if self.hooks is not None and self._is_needed() and self._fits():
+            self.are_kept = True
             self.hooks.register()
 
     def learn(self) -> None:
@@ -174,18 +174,9 @@ class MicroBatchSums:
         if not parameters:
             return False
         size, free = sum(map(self._bytes_of, parameters)), free_bytes(self._monitored.device)
-        if self._wanted or size * _SHARE <= free:
-            self._report_once(
-                "kept", f"the sum of this rank's own gradients takes {_text(size)} of memory at sampled steps"
-            )
-            return True
-        self._report_once(
-            "absent",
-            "grad_unreduced is absent if micro-batches are reduced one by one, because the sum of their gradients "
-            f"would take {_text(size)} of {_text(free)} of free memory: set sum_micro_batches = true to keep the sum, "
-            "or measure micro_gradients, which needs no sum",
-        )
-        return False
+        fits = bool(self._wanted) or size * _SHARE <= free
+        self._report_once("kept" if fits else "absent", bytes_text(size), bytes_text(free))
+        return fits
 
     def _bytes_of(self, parameter: torch.nn.Parameter) -> int:
         framework = self._monitored.framework
@@ -209,22 +200,21 @@ class MicroBatchSums:
         except torch.OutOfMemoryError:  # the memory of the sums is returned, which may be enough for training
             self.release()
             self._wanted = False
-            self._report_once(
-                "spent", "out of memory while micro-batches were summed: grad_unreduced is absent from now on"
-            )
+            self._report_once("spent")
 
-    def _report_once(self, topic: str, message: str) -> None:
+    def _report_once(self, topic: str, *sizes: str) -> None:
         if topic not in self._reported:
             self._reported.add(topic)
-            self._hooking.tell(f"gradients: {message}")
+            self._hooking.tell(f"gradients: {_NOTICES[topic].format(*sizes)}")
 
 
-def _text(size: int) -> str:
-    place = min(len(_UNITS) - 1, max(0, size.bit_length() - 1) // 10)
-    return f"{size / 1024**place:.3g} {_UNITS[place]}"
-
-
-_UNITS: Final = ("bytes", "KiB", "MiB", "GiB")
+_NOTICES: Final = {
+    "kept": "the sum of this rank's own gradients takes {} of memory at sampled steps",
+    "absent": "grad_unreduced is absent if micro-batches are reduced one by one, because the sum of their gradients "
+    "would take {} of {} of free memory: set sum_micro_batches = true to keep the sum, or measure micro_gradients, "
+    "which needs no sum",
+    "spent": "out of memory while micro-batches were summed: grad_unreduced is absent from now on",
+}
 
 
 class MicroGradients(Quantity):
@@ -246,10 +236,11 @@ class MicroGradients(Quantity):
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._hooking, self._gate = hooking, gate
-        hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - used once
-        self._hooks = MicroGradientHooks(
-            self.monitored, hooking, gate, "measuring the gradient of a micro-batch", hook_of
+        where, hook_of = (
+            "measuring the gradient of a micro-batch",
+            lambda index, _: functools.partial(self._read, index),
         )
+        self._hooks = MicroGradientHooks(self.monitored, hooking, gate, where, hook_of)
         self._hooks.register()
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
@@ -267,11 +258,8 @@ class MicroGradients(Quantity):
         micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
         self._passes[index] += 1
         table = self._gate.table
-        slots = table.add(
-            (index, micro_step),
-            lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)],
-            [self.monitored.owners[index]],
-        )
+        entry = lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)]  # noqa: E731
+        slots = table.add((index, micro_step), entry, [self.monitored.owners[index]])
         table.measure([gradient], slots)
 
 
@@ -337,8 +325,7 @@ class Gradients(Quantity):
         self._frozen.stepped.clear()
         if self._frozen.saved is not None:
             self._frozen.clear()
-        self._mixed = False
-        self._has_reduced = False
+        self._mixed = self._has_reduced = False
         self._arrived.clear()
         if self._may_sum:
             self._sums.on_step_begin()
@@ -390,14 +377,14 @@ class Gradients(Quantity):
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
-        if self.monitored.framework.reduces_in_backward():
+        is_reduced = self.monitored.framework.reduces_in_backward()
+        if is_reduced:
             self._mixed = True
             if self._reduces_after_last:  # no further micro-batch comes
                 self._finish_sums(table)
-            table.measure(self._own(self.monitored.gradients()), table.slots[Kind.GRAD_REDUCED])
         elif self.monitored.copies > 1 or self._reduces_after_last:
             return
-        elif self._elsewhere:
+        if is_reduced or self._elsewhere:
             table.measure(self._own(self.monitored.gradients()), table.slots[Kind.GRAD_REDUCED])
         else:  # without a reduction, the reduced gradients are the rank's own gradients
             table.copy(table.slots[Kind.GRAD_UNREDUCED], table.slots[Kind.GRAD_REDUCED])
@@ -411,9 +398,7 @@ class Gradients(Quantity):
         if self._sums.are_kept:  # the last pass may have called no hook
             self._read_sums(table)
             self._sums.release()
-        elif not self._batched and len(self._arrived) < sum(
-            gradient is not None for gradient in self.monitored.gradients()
-        ):
+        elif not self._batched and len(self._arrived) < sum(item is not None for item in self.monitored.gradients()):
             self._sums.learn()
 
     def on_optimizer_step_begin(self, table: Table) -> None:
@@ -423,11 +408,8 @@ class Gradients(Quantity):
             self._sums.release()
         gradients, slots = self.monitored.gradients(), table.slots
         own = self._own(gradients) if self._elsewhere else gradients
-        read = self.monitored.update.positions
-        owners = self.monitored.owners
-        self._frozen.stepped.update(
-            [i for i, owner in enumerate(owners) if owner in read] if read is not None else range(len(owners))
-        )
+        read, owners = self.monitored.update.positions, self.monitored.owners
+        self._frozen.stepped |= {i for i, owner in enumerate(owners) if read is None or owner in read}
         if self._reduced_by_loop:
             table.measure(own, slots[Kind.GRAD_REDUCED])
         elif self._has_reduced:
@@ -447,10 +429,8 @@ class Gradients(Quantity):
         """Return the reduced gradients that this rank publishes, and None for each one that another rank publishes."""
         if not self._elsewhere:
             return gradients
-        return [
-            None if index in self._elsewhere and not _is_partial(gradient) else gradient
-            for index, gradient in enumerate(gradients)
-        ]
+        pairs = enumerate(gradients)
+        return [None if index in self._elsewhere and not _is_partial(item) else item for index, item in pairs]
 
 
 class FrozenRows:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, Kind
@@ -57,17 +57,17 @@ class HashesOptions(QuantityOptions):
     """Treat all tensors that are not sharded as replicas. Needed if the training loop itself reduces gradients."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A tensor to hash: its name, the ranks that hold it, and this rank's part of its elements."""
+class _Described(NamedTuple):
+    """The columns of a row that are known before the hash was copied to the host. Contains no tensor."""
 
-    kind: str
-    tensor: str
-    vpp_stage: int | None
-    replicas: str | None
-    elements: torch.Tensor
-    is_code: bool = False
+    columns: Row
+    size_bytes: int
+    is_code: bool
     """True if the elements are codes of a quantised state, which have a hash and no norm."""
+
+
+_Item = tuple[_Described, torch.Tensor]
+"""A tensor to hash: the columns of its row, and this rank's part of its elements."""
 
 
 class Hashes(Quantity):
@@ -104,21 +104,20 @@ class Hashes(Quantity):
     def on_optimizer_step_end(self, table: Table) -> None:
         table.withdraw(DATASET)  # with several optimizers, the values after the last update are published
         by_device: dict[torch.device, list[_Item]] = {}
-        for item in self._items():
-            if hashable(item.elements):
-                by_device.setdefault(item.elements.device, []).append(item)
+        for described, elements in self._items():
+            if hashable(elements):
+                by_device.setdefault(elements.device, []).append((described, elements))
         for device, items in by_device.items():
             if device not in self._measures:
                 self._measures[device] = Measure(device)
             compute = functools.partial(self._compute, self._measures[device], items, table)
-            names = [item.tensor for item in items]
-            table.isolate(f"hashes on {device}", names, [item.elements for item in items], compute)
+            names = [described.columns["tensor"] for described, _ in items]
+            table.isolate(f"hashes on {device}", names, [elements for _, elements in items], compute)
 
     @staticmethod
     def _compute(measure: Measure, items: Sequence[_Item], table: Table, positions: Sequence[int]) -> None:
-        part = [items[position] for position in positions]
-        numbers = measure.of([item.elements for item in part])
-        table.defer(DATASET, numbers, functools.partial(_rows, [_Described.of(item) for item in part]))
+        described, tensors = zip(*(items[position] for position in positions), strict=True)
+        table.defer(DATASET, measure.of(tensors), functools.partial(_rows, described))
 
     def _items(self) -> Iterator[_Item]:
         framework, tensors = self.monitored.framework, self.monitored.tensors()
@@ -126,7 +125,7 @@ class Hashes(Quantity):
             parameter = tensors[index]
             if parameter is not None:
                 name, stage = self.monitored.parameters[index].name, framework.vpp_stage(parameter)
-                yield _Item(Kind.PARAM_AFTER, name, stage, replicas, _elements(parameter))
+                yield _item(Kind.PARAM_AFTER, name, stage, replicas, parameter)
         if self.options.state and self._groups and not self._has_partial_state():
             yield from self._state(tensors)
         if self._buffers.patterns:
@@ -143,14 +142,14 @@ class Hashes(Quantity):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     kind, name = KIND_OF_STATE.get(key, key), self.monitored.parameters[index].name
                     stage = framework.vpp_stage(parameter)
-                    yield _Item(kind, name, stage, replicas, _elements(value), is_code(value))
+                    yield _item(kind, name, stage, replicas, value, is_code=is_code(value))
 
     def _kept_buffers(self) -> Iterator[_Item]:
         for name, buffer in self.monitored.framework.module.named_buffers():
             ranks = self._ranks_of(buffer) or self._world()
             if self._buffers.selects(plain_name(name)) and (len(ranks) > 1 or self.options.of == "all"):
                 replicas = ranks_text(ranks) if len(ranks) > 1 else None
-                yield _Item(BUFFER, plain_name(name), None, replicas, _elements(buffer))
+                yield _item(BUFFER, plain_name(name), None, replicas, buffer)
 
     def _has_partial_state(self) -> bool:
         return self.monitored.framework.traits.optimizer_takes_copies or self.monitored.has_divided_state
@@ -165,10 +164,15 @@ class Hashes(Quantity):
         return range(self.monitored.world_size)
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor. Call no operation of a tensor subclass that may lack it."""
-    local = local_tensor(tensor)
-    return local.detach() if type(local) in PLAIN_TYPES else local
+def _item(
+    kind: str, tensor: str, vpp_stage: int | None, replicas: str | None, value: torch.Tensor, *, is_code: bool = False
+) -> _Item:
+    """Return a tensor to hash. Call no operation of a tensor subclass that may lack it."""
+    local = local_tensor(value)
+    elements = local.detach() if type(local) in PLAIN_TYPES else local
+    columns = {"kind": kind, "tensor": tensor, "vpp_stage": vpp_stage, "replicas": replicas}
+    columns |= {"dtype": dtype_name(elements.dtype), "numel": elements.numel()}
+    return _Described(columns, elements.numel() * elements.element_size(), is_code), elements
 
 
 class Measure:
@@ -194,41 +198,10 @@ class Measure:
         return torch.cat((self._hasher.partials(tensors).unsqueeze(0), self._table.buffer[:, :count]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """The columns of a row that are known before the hash was copied to the host. Contains no tensor."""
-
-    columns: Row
-    size_bytes: int
-    is_code: bool
-
-    @classmethod
-    def of(cls, item: _Item) -> _Described:
-        elements = item.elements
-        columns = {
-            "kind": item.kind,
-            "tensor": item.tensor,
-            "vpp_stage": item.vpp_stage,
-            "replicas": item.replicas,
-            "dtype": dtype_name(elements.dtype),
-            "numel": elements.numel(),
-        }
-        return cls(columns, elements.numel() * elements.element_size(), item.is_code)
-
-
 def _rows(items: Sequence[_Described], numbers: Numbers) -> Iterator[Row]:
-    hashes, squares, *rest = numbers.tolist()
-    counts = dict(zip(COUNT_OPS, rest[len(SUMS) - 1 :], strict=True))
-    for position, described in enumerate(items):
-        own = {op: values[position] for op, values in counts.items()}
-        hash_ = finished(hashes[position], described.size_bytes)
-        norm = None if described.is_code else _norm(squares[position], own)
-        yield {**described.columns, "hash": hash_, "norm": norm}
-
-
-def _norm(bits: int, counts: Mapping[str, int]) -> float | None:
-    """Return the norm, given the bits of the float64 sum of squares; None if no element is finite."""
-    if counts["numel"] - counts["nans"] - counts["infs"] <= 0:
-        return None
-    square: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return math.sqrt(square)
+    counts = dict(zip(COUNT_OPS, numbers[1 + len(SUMS) :], strict=True))
+    finite = counts["numel"] - counts["nans"] - counts["infs"]
+    columns = zip(items, numbers[0].tolist(), numbers[1].view(np.float64).tolist(), finite.tolist(), strict=True)
+    for described, partial, squares, count in columns:
+        norm = math.sqrt(squares) if count > 0 and not described.is_code else None
+        yield {**described.columns, "hash": finished(partial, described.size_bytes), "norm": norm}

@@ -10,7 +10,7 @@ not measured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -25,12 +25,12 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, ParameterHook, Removable, TensorHook
 from rankscope_exporter.adapters.parameter_names import NamedModule, named_modules, selected, unmatched
 from rankscope_exporter.adapters.tracing import on_compilation
+from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.records.record import ExpectedRows
 
-NAMES_SHOWN: Final = 3
 MODEL: Final = "the model"
 
 
@@ -54,14 +54,7 @@ class CoverageNotes:
         """Call `notice` once for each reason to which modules were added since the last report."""
         new, self._new = self._new, {}
         for reason, modules in new.items():
-            notice(f"{listed(modules)}: {reason}")
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return the first few of `names` as text, and the number of the remaining names."""
-    names = list(names)
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            notice(f"{some_of(modules)}: {reason}")
 
 
 class TensorHooks:

@@ -128,14 +128,11 @@ class OptimizerState(StateQuantity):
         return [self._entry(key, index, states[index][key]) for index in self._found[key]]
 
     def _selected(self, state: Mapping[str, Any]) -> Iterator[str]:
-        # Adam keeps `step`, a number, as a tensor. It is read only if it is named explicitly.
-        return (
-            key
-            for key in state
-            if (value := state_tensor(state, key)) is not None
-            and self._named.selects(key)
-            and (value.numel() > 1 or key in self._named.patterns)
-        )
+        for key in filter(self._named.selects, state):
+            value = state_tensor(state, key)
+            # Adam keeps `step`, a number, as a tensor. It is read only if it is named explicitly.
+            if value is not None and (value.numel() > 1 or key in self._named.patterns):
+                yield key
 
     def _entry(self, key: str, index: int, value: torch.Tensor) -> PlanEntry:
         entry = self.parameter_entry(KIND_OF_STATE.get(key, key), index)
@@ -148,9 +145,7 @@ class OptimizerState(StateQuantity):
 def state_tensor(state: Mapping[str, Any], key: str) -> torch.Tensor | None:
     """Return the tensor that `state` has for `key`; None without one, and if its elements are codes, not values."""
     value = state.get(key)
-    if isinstance(value, torch.Tensor) and (value.dtype in NO_CODES or not is_code(value)):
-        return value
-    return None
+    return value if isinstance(value, torch.Tensor) and (value.dtype in NO_CODES or not is_code(value)) else None
 
 
 def state_tensors(states: Sequence[ParameterState | None], key: str) -> list[torch.Tensor | None]:
@@ -181,9 +176,8 @@ def in_use(
 
 
 def _described(own: ParameterState) -> str:
-    found = [
-        f"{key} ({dtype_name(value.dtype)})" for key, value in own.state.items() if isinstance(value, torch.Tensor)
-    ]
+    tensors = {key: value for key, value in own.state.items() if isinstance(value, torch.Tensor)}
+    found = [f"{key} ({dtype_name(value.dtype)})" for key, value in tensors.items()]
     return f"the state of {type(own.optimizer).__name__} has {', '.join(found) or 'no tensors'}"
 
 
@@ -201,7 +195,7 @@ UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
 
 _CHUNK: Final = 1 << 22  # elements at a time: histc counts in float32, which is exact up to 2^24, and memory is bounded
 _OTHER_FORMULAS: Final = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-_EDGES: Final = 3  # below, above and nonfinite come before the bins
+_EDGES: Final = ("below", "above", "nonfinite")  # the numbers before those of the bins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,16 +249,9 @@ class AdamUpdates(StateQuantity):
 
     def _rows(self, names: list[str], numbers: Numbers) -> Iterable[Row]:
         for name, of_kinds in zip(names, numbers.tolist(), strict=True):
-            for kind, (below, above, nonfinite, *counts) in zip(KINDS, of_kinds, strict=True):
-                yield {
-                    "kind": kind,
-                    "tensor": name,
-                    "scheme": self.options.scheme,
-                    "below": below,
-                    "above": above,
-                    "nonfinite": nonfinite,
-                    "counts": counts,
-                }
+            for kind, found in zip(KINDS, of_kinds, strict=True):
+                bins = {**dict(zip(_EDGES, found, strict=False)), "counts": found[len(_EDGES) :]}
+                yield {"kind": kind, "tensor": name, "scheme": self.options.scheme, **bins}
 
 
 def _has_options_of_adam(own: ParameterState) -> bool:
@@ -284,7 +271,7 @@ def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUp
     first = real_parts(local_tensor(state["exp_avg"])).reshape(-1)
     second = real_parts(local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])).reshape(-1)
     (beta1, beta2), epsilon, step = group["betas"], group["eps"], state["step"]
-    total = torch.zeros(len(KINDS), _EDGES + bins.bins, dtype=torch.int64, device=first.device)
+    total = torch.zeros(len(KINDS), len(_EDGES) + bins.bins, dtype=torch.int64, device=first.device)
     for m, v in zip(torch.split(first, _CHUNK), torch.split(second, _CHUNK), strict=True):
         corrected = m.float() / (1 - beta1**step)
         root = (v.float() / (1 - beta2**step)).sqrt_()

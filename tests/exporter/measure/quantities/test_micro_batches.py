@@ -73,7 +73,7 @@ def abundant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "free_bytes", lambda _device: ABUNDANT)
 
 
-TAKES = "the sum of this rank's own gradients takes 32 bytes of memory at sampled steps"
+TAKES = "the sum of this rank's own gradients takes 32 B of memory at sampled steps"
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,11 @@ from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import Targets, target_notices
 from rankscope_exporter.adapters.process_group import has_groups
 from rankscope_exporter.adapters.pytree import MAX_TENSORS
+from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, why_not_measurable
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.collectives import interception
-from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes, in_backward, listed
+from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes, in_backward
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.monitors.flight_recorder.entry import Entry
 from rankscope_exporter.monitors.flight_recorder.poller import read_before
@@ -89,7 +90,7 @@ class CallLog:
 
 def _forms(parts: Sequence[interception.TensorPart]) -> str:
     """Return the dtypes and shapes of inputs or outputs as text, such as "float32[2, 3]"."""
-    return listed(f"{dtype_name(part.tensor.dtype)}{list(part.tensor.shape)}" for part in parts) or "nothing"
+    return some_of(f"{dtype_name(part.tensor.dtype)}{list(part.tensor.shape)}" for part in parts) or "nothing"
 
 
 def _stack(site: interception.CallSite) -> str:
@@ -147,7 +148,7 @@ def _call_forms(raw: Raw, side: str) -> str:
     types: Sequence[Any] = raw.get(f"{side}_dtypes", ())
     sizes = raw.get(f"{side}_sizes", ())
     forms = [f"{dtype_text(types[min(at, len(types) - 1) :][:1])}{list(size)}" for at, size in enumerate(sizes)]
-    return listed(forms) or "nothing"
+    return some_of(forms) or "nothing"
 
 
 def _check_all(expressions: Iterable[str]) -> None:
@@ -415,7 +416,7 @@ class Collectives(Quantity):
         elif self._seen:
             notices += target_notices(self.targets, {*self._seen, *self._seen.values()}, "collective")
             if not (self._is_any_chosen or notices):
-                notices.append(f"call_sites matches the stack of no call; the calls are {listed(self._seen)}")
+                notices.append(f"call_sites matches the stack of no call; the calls are {some_of(self._seen)}")
         for sentence in notices:
             self._notice(sentence)
 
