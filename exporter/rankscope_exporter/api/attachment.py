@@ -297,22 +297,13 @@ class SessionEnd:
     The process-wide lists of monitors hold this object. It holds neither the monitor nor the model.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        owner: Owner,
-        boundary: ErrorBoundary,
-        total_steps: int | None,
-        *,
-        completes_at_exit: bool = False,
-    ) -> None:
+    def __init__(self, session: Session, owner: Owner, boundary: ErrorBoundary, *, completes_at_exit: bool) -> None:
         """If `completes_at_exit`, an end of the process without a known error completes the run."""
         self.session: Session | None = session
         """The session; None after its end has begun, and in a forked child."""
         self.ended: EndedRun | None = None
         self._exit_wait_seconds = session.config.exit_wait_seconds
         self._boundary = boundary
-        self._total_steps = total_steps
         self._completes_at_exit = completes_at_exit
         self._callback = owner.callback
         self._ending: Session | None = None  # while its last records are published
@@ -374,8 +365,7 @@ class SessionEnd:
         self._boundary.call("detach()", session.hooks.remove)
         self._boundary.call("detach()", session.watchdog.stop)
         self._boundary.call("detach()", session.hardware.stop)
-        end = reason, error, self._total_steps, self._stop_signal
-        self._boundary.call("end of training", session.record_end, *end)
+        self._boundary.call("end of training", session.record_end, reason, error, self._stop_signal)
         return NotCopied(lambda: self._finish_serving(session, wait_seconds, is_hurried=is_hurried))
 
     def _finish_serving(self, session: Session, wait_seconds: float, *, is_hurried: bool) -> None:

@@ -62,34 +62,28 @@ class OpenPhases(CopiesDoNothing):
 
     def begin(self, name: str) -> None:
         self.names.append(name)
-        self._call(self._begin, name)
+        self._record(name)
 
     def end(self, name: str, seconds: float) -> None:
         """Close the innermost open phase `name` after `seconds`. Other threads may have opened the others."""
         if name in self.names:
             del self.names[len(self.names) - 1 - self.names[::-1].index(name)]
-            self._call(self._end, name, seconds)
+            self._record(name, seconds)
 
-    def _call(self, function: Callable[..., None], *args: Any) -> None:
+    def _record(self, name: str, seconds: float | None = None) -> None:
         session = None if self.session_end is None else self.session_end.session
         if session is not None:
-            session.hooks.call("phase()", function, session, *args)
+            session.hooks.call("phase()", self._changed, session, name, seconds)
 
-    def _begin(self, session: Session, name: str) -> None:
-        session.phases.phase_begins(name)
-        self._show(session)
-
-    def _end(self, session: Session, name: str, seconds: float) -> None:
-        session.phases.phase_ended(name)
-        self._show(session)
-        if name not in WITHIN_A_STEP:
-            session.current_step.add(session.phases.total(name))
-            _publish_event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
-
-    def _show(self, session: Session) -> None:
+    def _changed(self, session: Session, name: str, seconds: float | None) -> None:
+        """Record in `session` that the phase `name` has begun, or has ended after `seconds`."""
+        (session.phases.phase_begins if seconds is None else session.phases.phase_ended)(name)
         session.watchdog.active_at = time.monotonic()
         shown = [name for name in self.names if name not in WITHIN_A_STEP]
         session.channel.set_phase(shown[-1] if shown else None)
+        if seconds is not None and name not in WITHIN_A_STEP:
+            session.current_step.add(session.phases.total(name))
+            _publish_event(session, EventType.PHASE, name, {"phase": name, "seconds": seconds})
 
 
 def _publish_event(session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
@@ -331,7 +325,7 @@ class Monitor(MonitorState):
             config = replace(self._config, quantities=())
             session = attached(Plain(model), optimizer, config, self._boundary, **options)
         self._session_end = self._phases.session_end = SessionEnd(
-            session, owner, self._boundary, self._total_steps, completes_at_exit=self._completes_at_exit
+            session, owner, self._boundary, completes_at_exit=self._completes_at_exit
         )
         self._sinks = session.sinks.by_name
         for name in self._phases.names:

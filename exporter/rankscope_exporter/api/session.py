@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from rankscope_contract.model.events import ExitReason
@@ -103,6 +104,7 @@ class Session:
         self.monitored = monitored
         self.config = config
         self._boundary = boundary
+        self.planned_steps = total_steps
         self.attach_seconds = 0.0
         """CPU seconds of attach() on the thread that called it."""
         self.identity = identity = resolve_identity(os.environ, config.run, default_group())
@@ -112,7 +114,7 @@ class Session:
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put)
         self.notices = Notices(self.console, identity, self.current_step)
-        self._build_serving(total_steps, first_step)
+        self._build_serving(first_step)
         self._build_observers(parallel)
         self._build_changes(first_step, on_anomaly)
         self._build_training(first_step)
@@ -134,7 +136,7 @@ class Session:
         self._announce_kinds()
         boundary.on_first = self.notices.fault
 
-    def _build_serving(self, total_steps: int | None, first_step: int) -> None:
+    def _build_serving(self, first_step: int) -> None:
         """Build the server, and the watchdog, which detects hangs and reports them through the server."""
         config, boundary = self.config, self._boundary
         self.channel = RankServer(
@@ -142,7 +144,7 @@ class Session:
             config.serve,
             rules=config.rules,
             settings={**public_settings(config), "device": str(self._device)},
-            planned_steps=total_steps,
+            planned_steps=self.planned_steps,
             on_fault=boundary.report,
             overhead=self.overhead_seconds,
             dropped=self._dropped,
@@ -166,7 +168,7 @@ class Session:
             diagnosis=self.diagnosis,
             boundary=boundary,
             progress=self.channel.progress,
-            planned_steps=total_steps,
+            planned_steps=self.planned_steps,
             print_line=self.console.line,
         )
 
@@ -215,8 +217,6 @@ class Session:
         self.callbacks = AnomalyCallback(on_anomaly, identity, self.batches, boundary)
         self.overhead_controller = OverheadController(
             config.max_overhead,
-            self.active_quantities,
-            self.change_queue,
             self.change_sources,
             identity,
             cost=lambda: sum(cost for part, cost in self.overhead().items() if part not in ONE_TIME_COSTS),
@@ -224,7 +224,6 @@ class Session:
         )
         self.captures = CaptureController(
             config.capture,
-            self.active_quantities,
             self.change_sources,
             self.batches,
             boundary,
@@ -281,32 +280,27 @@ class Session:
         These three parts are required: if one fails, the others are stopped and the error is raised. All other parts
         are optional: if an optional part cannot start, this is reported, and the session runs without it.
         """
-        undo: list[Callable[[], Any]] = [self.channel.close]
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._boundary.call, "undoing attach()", self.channel.close)
             address = self.channel.start()
-            undo.append(lambda: self.publisher.stop(1.0))
+            undo.callback(self._boundary.call, "undoing attach()", self.publisher.stop, 1.0)
             self.publisher.start()
-            undo.append(self.hooks.remove)
+            undo.callback(self._boundary.call, "undoing attach()", self.hooks.remove)
             self.hooks.install(self.active_quantities, owner)
-        except BaseException:
-            for step in reversed(undo):
-                self._boundary.call("undoing attach()", step)
-            raise
+            undo.pop_all()
         self._boundary.call("starting the watchdog", self.watchdog.start)
         self._boundary.call("starting the hardware thread", self.hardware.start)
         self._boundary.call("publishing notices about the configuration", self._publish_notices)
         self._boundary.call("starting the thread that receives sampling changes", self.change_sources.start)
         return address
 
-    def record_end(
-        self, reason: ExitReason, error: str | None, total_steps: int | None, stop_signal: str | None
-    ) -> None:
+    def record_end(self, reason: ExitReason, error: str | None, stop_signal: str | None) -> None:
         """Finish the last step and record the exit event. `stop_signal` names the signal that requested the end."""
         is_cut = reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
         last_step = self._boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
         self.steps.items.put(self.publisher.skipped.finish)
         self._boundary.call("capture", self.captures.finish, self.publisher.catch_up)
-        reason, error = lifecycle.weighed_reason(reason, error, last_step, total_steps, stop_signal)
+        reason, error = lifecycle.weighed_reason(reason, error, last_step, self.planned_steps, stop_signal)
         if reason is ExitReason.EXCEPTION:
             self.notices.say(f"{error}; the last completed step is {'none' if last_step is None else last_step}")
         event = lifecycle.exit_event(reason, error, last_step)
@@ -408,7 +402,7 @@ class Session:
             "warm_up": warm_up_seconds(self._device),
             "publisher": self.publisher.cpu_seconds,
             "watchdog": self.watchdog.cpu_seconds,
-            "switch": self.change_sources.cpu_seconds,
+            "switch": self.change_sources.thread.cpu_seconds,
             "hardware": self.hardware.cpu_seconds,
             "collectives": self.collectives.cpu_seconds,
         }

@@ -20,7 +20,6 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publish.anomaly_detector import in_causal_order
 from rankscope_exporter.records.record import StepObserver
-from rankscope_exporter.training.sampling import ActiveQuantities
 
 CAPTURE: Final = "capture"
 """The name under which anomaly capture requests changes of the sampling."""
@@ -63,7 +62,6 @@ class CaptureController(StepObserver):
     def __init__(
         self,
         config: CaptureConfig | None,
-        active_quantities: ActiveQuantities,
         sources: ChangeSources,
         batches: SampleIds,
         boundary: ErrorBoundary,
@@ -74,7 +72,7 @@ class CaptureController(StepObserver):
         changed: Callable[[], None],
     ) -> None:
         self._config = config
-        self._active_quantities = active_quantities
+        self._active_quantities = sources.change_queue.active_quantities
         self._sources = sources
         self._batches = batches
         self.worker = BackgroundWorker("capture", boundary)

@@ -152,7 +152,7 @@ class ChangeSources:
         self.reactions: dict[str, MakeChange] = {}
         """By source, the functions for changes that are not made by a user, such as captures."""
         self._base = base
-        self._change_queue = change_queue
+        self.change_queue = change_queue
         self._parts = parts
         self._boundary = boundary
         self._tell = tell
@@ -165,14 +165,9 @@ class ChangeSources:
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
         self._wake = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-switch", on_fault=boundary.report)
+        self.thread = OwnThread(target=self._run, name="rankscope-switch", on_fault=boundary.report)
         self._is_end_handled = False
         self._requested_on = False  # whether the last request switches sampling on
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU seconds that the background thread for sampling changes has used so far."""
-        return self._thread.cpu_seconds
 
     def start(self) -> None:
         """Read the first sampling configuration, which is that of the first rank, and start the background thread.
@@ -183,7 +178,7 @@ class ChangeSources:
         base = self._base
         has_requests = base.max_overhead is not None or base.capture is not None or base.serve.secret is not None
         if self._file is not None or (self._log is not None and has_requests):
-            self._thread.start()
+            self.thread.start()
 
     def _begin(self) -> None:
         text = None if self._file is None else self._edit_of(self._file, is_first=True)
@@ -202,9 +197,9 @@ class ChangeSources:
         """
         self._stopped.set()
         self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(1.0)
-        if self._change_queue.is_over() and self._file is not None:
+        if self.thread.ident is not None:
+            self.thread.join(1.0)
+        if self.change_queue.is_over() and self._file is not None:
             self._boundary.call("the switch file", self._switch_off, self._file)
 
     # Requests, from any thread.
@@ -215,8 +210,8 @@ class ChangeSources:
         Raises ConfigError if `document` is invalid. Does not wait: if the change cannot be stored, a notice reports it.
         """
         self._submit(Change(document=document_text(document), source=CALL, stamp=next(self._calls)))
-        if self._log is not None and self._thread.ident is None:
-            self._thread.start()
+        if self._log is not None and self.thread.ident is None:
+            self.thread.start()
 
     def request(self, document: Mapping[str, Any]) -> None:
         """Request the change that an HTTP request describes.
@@ -290,12 +285,12 @@ class ChangeSources:
         document = json.loads(change.document)
         make = self.reactions.get(change.source)
         if make is not None:
-            self._change_queue.put(make(document, change.step))
+            self.change_queue.put(make(document, change.step))
             return
         sampling = self._sampling(change.document, change.source)
         self._requested_on, self._is_end_handled = sampling.on, False
         parts = self._parts(sampling.config) if sampling.on else []
-        self._change_queue.put_sampling(change.step, change.source, sampling, parts)
+        self.change_queue.put_sampling(change.step, change.source, sampling, parts)
 
     def _sampling(self, text: str, source: str) -> SamplingConfig:
         return sampling_config_from(json.loads(text), self._base, on=source != FILE)
@@ -316,7 +311,7 @@ class ChangeSources:
 
     def _poll_file(self, file: SwitchFile) -> None:
         ended = f"ended/{file.stamp}"  # counts the ranks that have switched this content off
-        if self._change_queue.ended.is_set() and not self._is_end_handled:
+        if self.change_queue.ended.is_set() and not self._is_end_handled:
             self._is_end_handled, self._requested_on = True, False
             if self._ask(lambda log: log.count(ended, 1), alone=1) == 1:
                 self._switch_off(file)

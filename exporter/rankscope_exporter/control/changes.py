@@ -220,7 +220,7 @@ class ChangeQueue(StepObserver):
 
         At the same step it is equal on all ranks that are not late.
         """
-        self._active_quantities = active_quantities
+        self.active_quantities = active_quantities
         self._began_at: float | None = None  # the last step
         self._boundary = boundary
         self._changed = changed
@@ -254,7 +254,7 @@ class ChangeQueue(StepObserver):
 
         Only steps since the last change of the sampling configuration count.
         """
-        return self.ended.is_set() or (self._since is not None and self.sampling.on and self._active_quantities.is_over)
+        return self.ended.is_set() or (self._since is not None and self.sampling.on and self.active_quantities.is_over)
 
     def on_update_applied(self) -> None:
         if not self._waiting:
@@ -264,7 +264,7 @@ class ChangeQueue(StepObserver):
         with self._lock:
             due = [change for change in self._waiting if change.is_due(coming)] or self._waiting[:1]
         parts = next((change.parts for change in reversed(due) if change.parts is not None), ())
-        self._active_quantities.prepare(parts)
+        self.active_quantities.prepare(parts)
 
     def on_before_step(self, step: int) -> None:
         now, (previous, seconds) = time.monotonic(), self.pace
@@ -283,7 +283,7 @@ class ChangeQueue(StepObserver):
             for event in events:
                 self._record(event)
             is_changed |= bool(events)
-        if not is_changed and self._since is not None and self.sampling.on and self._active_quantities.is_over:
+        if not is_changed and self._since is not None and self.sampling.on and self.active_quantities.is_over:
             self._end(step)
 
     def _replace(self, sampling: SamplingConfig, source: str, change: PlannedChange, step: int) -> list[Event]:
@@ -296,14 +296,14 @@ class ChangeQueue(StepObserver):
         with self._lock:
             is_last = not any(later.parts is not None and later.is_due(step) for later in self._waiting)
         if is_last:
-            self._boundary.call("switching", self._active_quantities.replace, change.parts)
+            self._boundary.call("switching", self.active_quantities.replace, change.parts)
         self.ended.clear()
         self._since, self._source = step, source
         self._boundary.call("switching", self._changed, source, step)
         return [_event(before, sampling, source, step, change)]
 
     def _end(self, step: int) -> None:
-        self._active_quantities.replace([])
+        self.active_quantities.replace([])
         before, self.sampling = self.sampling, SamplingConfig(on=False, config=self.sampling.config)
         self.ended.set()
         self._record(_event(before, self.sampling, TIMES, step))
@@ -314,15 +314,9 @@ def _event(
     before: SamplingConfig, after: SamplingConfig, source: str, step: int, change: PlannedChange | None = None
 ) -> Event:
     late_steps = change.late_steps if change else 0
-    details = {
-        "step": step,
-        "agreed_step": change.step if change else step,
-        "late_steps": late_steps,
-        "source": source,
-        "was": before.document(),
-        "now": after.document(),
-        "needs_restart": list(after.fixed),
-    }
+    agreed_step = change.step if change else step
+    details = {"step": step, "agreed_step": agreed_step, "late_steps": late_steps, "source": source}
+    details |= {"was": before.document(), "now": after.document(), "needs_restart": list(after.fixed)}
     text = f"from step {step}: {_summary(after)} (source: {source})"
     if source == TIMES:
         text = f"from step {step}: nothing is measured, all quantities were sampled `times` times"

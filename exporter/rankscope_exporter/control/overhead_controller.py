@@ -18,10 +18,9 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.control.change_sources import ChangeSources
-from rankscope_exporter.control.changes import ChangeQueue, PlannedChange
+from rankscope_exporter.control.changes import PlannedChange
 from rankscope_exporter.process.validation import share_of
 from rankscope_exporter.records.record import StepObserver
-from rankscope_exporter.training.sampling import ActiveQuantities
 
 BUDGET: Final = "budget"
 """The name under which the overhead controller requests changes of the sampling."""
@@ -124,15 +123,8 @@ class DecimationRequest:
 
 
 def _event(request: DecimationRequest, before: int, step: int, agreed_step: int | None) -> Event:
-    details = {
-        "step": step,
-        "agreed_step": agreed_step,
-        "was": before,
-        "now": request.stretch,
-        "share": request.share,
-        "max_overhead": request.max_overhead,
-        "rank": request.rank,
-    }
+    details: dict[str, Any] = {"step": step, "agreed_step": agreed_step, "was": before, "now": request.stretch}
+    details |= {"share": request.share, "max_overhead": request.max_overhead, "rank": request.rank}
     severity = Severity.WARNING if request.stretch > before else Severity.INFO
     message = f"from step {step}: {_reason(request, before)}"
     return Event(type=EventType.BUDGET, severity=severity, message=message, details=json.dumps(details))
@@ -161,8 +153,6 @@ class OverheadController(StepObserver):
     def __init__(
         self,
         max_overhead: float | str | None,
-        active_quantities: ActiveQuantities,
-        change_queue: ChangeQueue,
         sources: ChangeSources,
         identity: Identity,
         *,
@@ -171,9 +161,9 @@ class OverheadController(StepObserver):
     ) -> None:
         self._window = OverheadWindow(share_of(max_overhead) or 1.0)
         self._is_limited = max_overhead is not None
-        self._active_quantities = active_quantities
-        self._change_queue = change_queue
         self._sources = sources
+        self._change_queue = sources.change_queue
+        self._active_quantities = sources.change_queue.active_quantities
         self._rank, self._world_size = identity.rank, identity.world_size
         self._cost = cost
         self._say = say

@@ -78,7 +78,7 @@ class CallbackBase(CopiesDoNothing):
     """
 
     def __init__(self, config: Given, *, report: ReportChoice = False) -> None:
-        self._config = Monitor(config).config
+        self.config = Monitor(config).config
         self._report = report
         self._boundary = ErrorBoundary()
         self.monitor: Monitor | None = None
@@ -89,7 +89,7 @@ class CallbackBase(CopiesDoNothing):
         return {"_boundary": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_config": self._config.without_secrets()}
+        return {**super().__getstate__(), "config": self.config.without_secrets()}
 
     def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
         """Call `function(*args)`, but not in a copy of the callback. An error is logged once and not raised."""
@@ -114,15 +114,11 @@ class CallbackBase(CopiesDoNothing):
         self.leave_phase()
         if self.monitor is not None:
             self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
-        config = config or self._config
+        config = config or self.config
         found = self._boundary.call("hyper-parameters", hyperparameters) or {}
         config = replace(config, hyperparameters={**found, **config.hyperparameters})
         self.monitor = Monitor(config, total_steps=total_steps or None, first_step=first_step)
         return self.monitor.attach(model, optimizer)
-
-    @property
-    def config(self) -> MonitorConfig:
-        return self._config
 
     def end(self, error: BaseException | None = None) -> None:
         """Record the end of the training and detach the monitor.

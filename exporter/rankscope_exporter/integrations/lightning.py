@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from rankscope_exporter.adapters import Framework, framework_of
 from rankscope_exporter.adapters.parameter_hooks import Announced
-from rankscope_exporter.config.monitor_config import Given, MonitorConfig
+from rankscope_exporter.config.monitor_config import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
 from rankscope_exporter.process.copies import CopiesDoNothing
 
@@ -44,6 +44,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         by_batch = not pl_module.automatic_optimization
+        config = self._attended.config
         self._updates = trainer.global_step
         done = trainer.fit_loop.total_batch_idx + 1 if by_batch else trainer.global_step
         self._attended.begin(
@@ -51,7 +52,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
             trainer.optimizers,
             first_step=done + 1,
             total_steps=None if by_batch else _planned(trainer),
-            config=self._config(by_batch=by_batch),
+            config=replace(config, steps="explicit") if by_batch else config,
             hyperparameters=lambda: _hyperparameters(trainer, pl_module),
         )
 
@@ -110,9 +111,6 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         self._announced = Announced(pl_module) if model is pl_module else None
         framework.announced = self._announced
         return framework
-
-    def _config(self, *, by_batch: bool) -> MonitorConfig:
-        return replace(self._attended.config, steps="explicit") if by_batch else self._attended.config
 
 
 _TRAINER_SETTINGS: Final = (

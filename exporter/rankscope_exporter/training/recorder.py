@@ -54,15 +54,6 @@ The time is limited, because an evaluation may log numbers for hours.
 _name_of: Final = operator.attrgetter("name")
 
 
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    """A step that was published before its end was known. Its duration is published when the next step begins."""
-
-    step: int | None
-    began: float
-    logged: Sequence[Pending]
-
-
 @dataclass(eq=False, kw_only=True)
 class Recorder:
     """Opens and closes the steps of one attached model, and calls the observers and quantities of each step.
@@ -89,7 +80,7 @@ class Recorder:
         notify = self.active_quantities.notify
         self._notify = functools.partial(self.team.call, notify) if self.team.clocks else notify
         self._began = self._last_seen = self._updated_at = 0.0
-        self._late: _Timing | None = None
+        self._late: Callable[[float, Cause], None] | None = None  # publishes the duration of an idle step
         self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
         self._additional: set[int] = set()  # optimizers that `attach` did not get, next to those that it got
         self._unseen = UnseenUpdates(self.monitored.optimizers)
@@ -311,7 +302,7 @@ class Recorder:
                 self._notice_updates()
             self._after(self.tracker.end(skipped=skipped), "script")
             if self._late is not None:
-                self._time_late(self._late, time.monotonic(), "script")
+                self._late(time.monotonic(), "script")
 
     def finish(self, *, is_cut: bool) -> int | None:
         """Publish the remaining records; return the number of the last completed step, None if there was none.
@@ -325,7 +316,7 @@ class Recorder:
             self.events.on_training_end()
             self._after(self.tracker.end(skipped=False), "end")
             if self._late is not None:
-                self._time_late(self._late, time.monotonic(), "end")
+                self._late(time.monotonic(), "end")
             is_partial = stage is StepStage.OPEN or (is_cut and stage is StepStage.GRADIENTS)
             return before if is_partial else self.current.last_step
 
@@ -344,7 +335,7 @@ class Recorder:
             is_updated = self.tracker.stage is StepStage.UPDATED
             is_whole = is_updated and len(self._updated_by) >= len(self.monitored.optimizers)
             if is_whole and pending is not None and time.monotonic() - self._last_seen > after_seconds:
-                self._late = _Timing(pending.step, self._began, pending.pending)
+                self._late = functools.partial(self._time_late, pending.step, self._began, pending.pending)
                 self._close(self.tracker.end())
 
     # Boundaries of steps.
@@ -359,7 +350,7 @@ class Recorder:
 
     def _open(self, now: float, cause: Cause) -> None:
         if self._late is not None:
-            self._time_late(self._late, now, cause)
+            self._late(now, cause)
         step = self.tracker.step
         self.events.on_before_step(step)
         sampled = self.active_quantities.decide_sampling(step)
@@ -409,11 +400,11 @@ class Recorder:
                 self.boundary.report("copying statistics", error)
         self.current.hand_over(pending)
 
-    def _time_late(self, late: _Timing, now: float, cause: Cause) -> None:
+    def _time_late(self, step: int | None, began: float, logged: list[Pending], now: float, cause: Cause) -> None:
+        """Publish the duration of a step whose end was not known when it was published."""
         self._late = None
-        pending = timing(now - late.began, late.logged, cause)
-        timed = StepRecord.now(late.step, pending=pending, ended_at=now)
-        self.events.on_step_timed(timed, cause, late.logged)
+        timed = StepRecord.now(step, pending=timing(now - began, logged, cause), ended_at=now)
+        self.events.on_step_timed(timed, cause, logged)
         self.current.hand_over(timed)
 
     # Updates.
