@@ -113,9 +113,7 @@ class PhaseContext(CopiesDoNothing, contextlib.ContextDecorator):
         self._phases.begin(self.name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._began:
             self._phases.end(self.name, time.monotonic() - self._began.pop())
 
@@ -263,14 +261,9 @@ class Monitor(MonitorState):
             session.hooks.tell_once(_COMPILED_CALL)
 
     def _unattached(self) -> dict[str, Any]:
-        return {
-            "_on_anomaly": None,
-            "_boundary": ErrorBoundary(),
-            "_session_end": None,
-            "_owner": None,
-            "_phases": OpenPhases(),
-            "_was_compiled": on_compilation(lambda: None),
-        }
+        absent = dict.fromkeys(("_on_anomaly", "_session_end", "_owner"))
+        inert = on_compilation(lambda: None)
+        return absent | {"_boundary": ErrorBoundary(), "_phases": OpenPhases(), "_was_compiled": inert}
 
     def __getstate__(self) -> dict[str, Any]:
         sinks = {name: copy.copy(sink) for name, sink in self._sinks.items()}
@@ -310,20 +303,17 @@ class Monitor(MonitorState):
     ) -> None:
         occupy_standard_descriptors()
         self._owner = owner = Owner(self._on_anomaly)
-        options: dict[str, Any] = {
-            "groups": groups,
-            "first_step": self._first_step,
-            "total_steps": self._total_steps,
-            "owner": owner,
-        }
+        start = functools.partial(
+            attached, groups=groups, first_step=self._first_step, total_steps=self._total_steps, owner=owner
+        )
         try:
-            session = attached(model, optimizer, self._config, self._boundary, **options)
+            session = start(model, optimizer, self._config, self._boundary)
         except (AttributeError, ImportError) as error:
             if missing_name(error) is None or not isinstance(model, torch.nn.Module):
                 raise
             self._boundary.report("measuring the tensors of the model", error)
             config = replace(self._config, quantities=())
-            session = attached(Plain(model), optimizer, config, self._boundary, **options)
+            session = start(Plain(model), optimizer, config, self._boundary)
         self._session_end = self._phases.session_end = SessionEnd(
             session, owner, self._boundary, completes_at_exit=self._completes_at_exit
         )

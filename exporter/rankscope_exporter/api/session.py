@@ -13,14 +13,7 @@ from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
-from rankscope_exporter.api.wiring import (
-    KernelWarmUp,
-    Notices,
-    build_active_quantities,
-    build_sinks,
-    open_rows,
-    published_rows,
-)
+from rankscope_exporter.api.wiring import KernelWarmUp, Notices, build_active_quantities, open_rows, published_rows
 from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
 from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback, SampleIds
 from rankscope_exporter.control.capture_controller import CaptureController
@@ -44,6 +37,8 @@ from rankscope_exporter.publish.console import Console
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
+from rankscope_exporter.publish.sinks import sink_class
+from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.records.record import StepEvents, StepRecord
 from rankscope_exporter.training.gradient_hooks import GradientHooks
@@ -118,7 +113,8 @@ class Session:
         self._build_observers(parallel)
         self._build_changes(first_step, on_anomaly)
         self._build_training(first_step)
-        self.sinks = build_sinks(config, identity, boundary)
+        classes = [sink_class(name) for name in config.sinks]
+        self.sinks = Sinks([cls(config.options_of_sink(cls), identity) for cls in classes], boundary)
         self.publisher = Publisher(
             self.steps,
             self.active_quantities.backlog,
@@ -241,6 +237,8 @@ class Session:
             boundary.call("threads of torch", team.find)
         gradients = GradientHooks(monitored)
         changes = ModelChanges(monitored, self.notices.tell)
+        use_compiled = self.active_quantities.table.statistics.use_compiled
+        is_compiled_later = config.statistics == "auto" and self._device.type == "cuda"
         observers = (
             *(self.throughput, self.phases, self.collectives, self.console),
             *([self.overhead_controller] if config.max_overhead is not None else []),
@@ -248,11 +246,7 @@ class Session:
             *([self.batches] if self.batches.are_read else []),
             self.callbacks,
             self.change_queue,  # after the observers that request changes for the same step
-            *(
-                [KernelWarmUp(self._device, self.active_quantities.table.statistics.use_compiled)]
-                if config.statistics == "auto" and self._device.type == "cuda"
-                else []
-            ),
+            *([KernelWarmUp(self._device, use_compiled)] if is_compiled_later else []),
             changes,  # finds parameters under new names before their hooks are registered
             gradients,
             ResourceObserver(self._device, self.overhead, lambda: self.overhead_controller.stretch),

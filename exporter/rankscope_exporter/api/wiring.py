@@ -24,8 +24,6 @@ from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_te
 from rankscope_exporter.publish.console import Console, records_note
 from rankscope_exporter.publish.ring import Ring
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.publish.sinks import sink_class
-from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.records.record import StepObserver
@@ -175,12 +173,6 @@ def build_active_quantities(
         boundary=boundary,
         measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
     )
-
-
-def build_sinks(config: MonitorConfig, identity: Identity, boundary: ErrorBoundary) -> Sinks:
-    """Return the sinks that the configuration contains for a rank."""
-    classes = [sink_class(name) for name in config.sinks]
-    return Sinks([cls(config.options_of_sink(cls), identity) for cls in classes], boundary)
 
 
 def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds: tuple[str, ...]) -> Iterator[Row]:

@@ -315,7 +315,7 @@ def _event(
 ) -> Event:
     late_steps = change.late_steps if change else 0
     agreed_step = change.step if change else step
-    details = {"step": step, "agreed_step": agreed_step, "late_steps": late_steps, "source": source}
+    details: dict[str, Any] = {"step": step, "agreed_step": agreed_step, "late_steps": late_steps, "source": source}
     details |= {"was": before.document(), "now": after.document(), "needs_restart": list(after.fixed)}
     text = f"from step {step}: {_summary(after)} (source: {source})"
     if source == TIMES:
