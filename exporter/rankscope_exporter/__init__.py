@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor
     from rankscope_exporter.config.monitor_config import MonitorConfig
     from rankscope_exporter.config.sections import CaptureConfig
-    from rankscope_exporter.control.anomaly_callback import Anomaly
+    from rankscope_exporter.control.anomaly_reactions import Anomaly
     from rankscope_exporter.monitors.throughput.flop_counter import count_flops
     from rankscope_exporter.process.errors import ConfigError, CountError, RankscopeError
     from rankscope_exporter.publish.serving_config import ServeConfig
 
 _MODULES: Final = {
-    "Anomaly": "control.anomaly_callback",
+    "Anomaly": "control.anomaly_reactions",
     "CaptureConfig": "config.sections",
     "ConfigError": "process.errors",
     "CountError": "process.errors",

@@ -33,7 +33,7 @@ from rankscope_exporter.adapters.tracing import is_dynamo_compiling, on_compilat
 from rankscope_exporter.api.attachment import EndedRun, Optimizers, Owner, SessionEnd, attached, note_other_monitors
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.config.monitor_config import Given, MonitorConfig, callable_or_none, config_of, steps_from, warn
-from rankscope_exporter.control.anomaly_callback import OnAnomaly
+from rankscope_exporter.control.anomaly_reactions import OnAnomaly
 from rankscope_exporter.measure.quantities.structure import Structure
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle

@@ -15,8 +15,7 @@ from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
 from rankscope_exporter.api.wiring import KernelWarmUp, Notices, build_active_quantities, open_rows, published_rows
 from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
-from rankscope_exporter.control.anomaly_callback import AnomalyCallback, FindCallback, SampleIds
-from rankscope_exporter.control.capture_controller import CaptureController
+from rankscope_exporter.control.anomaly_reactions import AnomalyCallback, CaptureController, FindCallback, SampleIds
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import TIMES, ChangeQueue, change_log_of
 from rankscope_exporter.control.overhead_controller import OverheadController

@@ -131,16 +131,13 @@ class _Conversion:
                 return _text(value)
         return _text(value)
 
-    def _table(self, items: Mapping[Any, Any], depth: int) -> dict[str, Any]:
-        return {_text(key): self.value(item, depth + 1) for key, item in items.items()}
-
     def _container(self, value: Any, depth: int) -> Any:
         if isinstance(value, Namespace):
-            return self._table(vars(value), depth)
+            value = vars(value)
+        elif is_dataclass(value) and not isinstance(value, type | Mapping):
+            value = {item.name: getattr(value, item.name) for item in fields(value)}
         if isinstance(value, Mapping):
-            return self._table(value, depth)
-        if is_dataclass(value) and not isinstance(value, type):
-            return self._table({item.name: getattr(value, item.name) for item in fields(value)}, depth)
+            return {_text(key): self.value(item, depth + 1) for key, item in value.items()}
         if isinstance(value, str | bytes) or not isinstance(value, Sequence | AbstractSet):
             return _text(value)
         ordered: Iterable[Any] = value if isinstance(value, Sequence) else sorted(value, key=_text)

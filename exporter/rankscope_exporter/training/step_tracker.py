@@ -12,22 +12,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from rankscope_exporter.adapters.torch_private import in_place_changes
-
-
-class _Trace(NamedTuple):
-    """Numbers that change with an optimizer step.
-
-    Fused kernels do not change the versions of the parameters, but increment the step counters of the optimizer.
-    """
-
-    versions: int  # sum over all parameters
-    steps: int  # sum of the step counters; of the version of a counter that is a tensor
-    states: int  # number of parameters with a state, which the first update creates
 
 
 class UnseenUpdates:
@@ -39,7 +28,7 @@ class UnseenUpdates:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._traces: dict[int, _Trace] = {}  # by identity of the optimizer
+        self._traces: dict[int, tuple[int, ...]] = {}  # by identity of the optimizer
         self.are_expected = False
         """True if the step of an optimizer was compiled."""
 
@@ -64,11 +53,17 @@ class UnseenUpdates:
         return [item for item in known if before[id(item)] != self._traces[id(item)]]
 
 
-def _trace(optimizer: torch.optim.Optimizer) -> _Trace:
+def _trace(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+    """Return numbers that change with an optimizer step.
+
+    They are the sums of the parameters' versions and of the step counters (a tensor: its version), and the number of
+    parameters with a state, which the first update creates. Fused kernels do not change the versions of the parameters,
+    but increment the step counters.
+    """
     parameters = (item for group in optimizer.param_groups for item in group["params"])
     steps = (state.get("step") for state in optimizer.state.values() if isinstance(state, dict))
     versions = sum(in_place_changes(item) or 0 for item in parameters)
-    return _Trace(versions, sum(map(_count, steps)), len(optimizer.state))
+    return versions, sum(map(_count, steps)), len(optimizer.state)
 
 
 def _count(step: Any) -> int:

@@ -16,8 +16,7 @@ from tests.programs import run_program
 
 from rankscope_exporter import AnomalyNan, Monitor
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.control.anomaly_callback import AnomalyCallback
-from rankscope_exporter.control.capture_controller import CaptureController
+from rankscope_exporter.control.anomaly_reactions import AnomalyCallback, CaptureController
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import ChangeLog
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy
