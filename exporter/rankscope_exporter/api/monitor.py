@@ -32,7 +32,7 @@ from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.api.attachment import EndedRun, Optimizers, Owner, SessionEnd, attached, note_other_monitors
 from rankscope_exporter.api.session import Session
-from rankscope_exporter.config.monitor_config import Given, MonitorConfig, callable_or_none, config_of, steps_from, warn
+from rankscope_exporter.config.monitor_config import Given, MonitorConfig, config_of, steps_from, warn
 from rankscope_exporter.control.anomaly_reactions import OnAnomaly
 from rankscope_exporter.measure.quantities.structure import Structure
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
@@ -250,7 +250,9 @@ class Monitor(MonitorState):
         self._first_step = steps_from("first_step", first_step, at_least=0)
         if self._total_steps is not None and self._first_step == 0:
             self._total_steps = max(1, self._total_steps - 1)  # the number of the last planned step
-        self._on_anomaly = callable_or_none("on_anomaly", on_anomaly)
+        if on_anomaly is not None and not callable(on_anomaly):
+            raise ConfigError(f"on_anomaly must be a function of one argument, not {on_anomaly!r}")
+        self._on_anomaly = on_anomaly
         self._owner: Owner | None = None
         self._phases = OpenPhases()
         self._was_compiled = on_compilation(_weak(self._call_compiles))

@@ -38,12 +38,12 @@ from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.config.loader import read_settings
 from rankscope_exporter.config.sections import (
     ALL,
+    TABLES,
     CaptureConfig,
     HardwareConfig,
     OptionTables,
     check_option_tables,
     options_from,
-    tables_of,
 )
 from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
@@ -393,7 +393,8 @@ class MonitorConfig:
         values = own_settings(settings)
         names = setting_names()
         check_keys(values, names, also_near=() if names.issuperset(values) else extension("configuration").KEYS)
-        return cls(**{**values, **tables_of(values)})
+        sections = {name: options_from(TABLES[name], values[name], name) for name in TABLES if name in values}
+        return cls(**{**values, **sections})
 
     @classmethod
     def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:
@@ -537,11 +538,4 @@ def steps_from(name: str, value: Any, *, at_least: int) -> int:
     """Return `value` if it is a number of steps of at least `at_least`; else raise ConfigError, which names `name`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise ConfigError(f"{name} must be a whole number of steps of at least {at_least}, not {value!r}")
-    return value
-
-
-def callable_or_none(name: str, value: Any) -> Any:
-    """Return `value` if it is a function or None. Otherwise raise ConfigError, which names the argument `name`."""
-    if value is not None and not callable(value):
-        raise ConfigError(f"{name} must be a function of one argument, not {value!r}")
     return value

@@ -36,11 +36,6 @@ TABLES: Final[Mapping[str, type[Any]]] = {
 }
 
 
-def tables_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections of a parsed document as objects, by name. Raises ConfigError if one is invalid."""
-    return {name: options_from(cls, settings[name], name) for name, cls in TABLES.items() if name in settings}
-
-
 def options_from(cls: type[Any], value: Any, name: str, advice: str = "") -> Any:
     """Return the settings in the table `value` as an object of the dataclass `cls`, which validates them.
 

@@ -18,7 +18,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -39,11 +39,14 @@ from rankscope_exporter.records.record import StepObserver, StepRecord, Transfer
 log = logging.getLogger("rankscope")
 
 
+_OF_FIRING: Final = ("rule", "kind", "tensor", "op", "value")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anomaly:
     """All firings of rules at one step of this rank.
 
-    The properties of this object describe the first firing in causal order.
+    The attributes from `rule` on describe the first firing in causal order.
     """
 
     run: str
@@ -54,35 +57,22 @@ class Anomaly:
     samples: tuple[Any, ...] = ()
     """The sample ids that the script passed to `Monitor.batch` for this step, one item for each batch."""
 
-    @property
-    def rule(self) -> str | None:
-        """The name of the rule of the first firing."""
-        return self.events[0].rule
+    rule: str | None = field(init=False)
+    """The name of the rule of the first firing."""
+    kind: str | None = field(init=False)
+    """The kind of the tensor of the first firing, such as `grad_reduced`; None for a logged number."""
+    tensor: str | None = field(init=False)
+    """The name of the tensor of the first firing; None for a logged number."""
+    op: str | None = field(init=False)
+    """The name of the statistic of the first firing; for a firing on a logged number, the name of this number."""
+    value: float | None = field(init=False)
+    """The value of the statistic, or of the logged number, for which the rule fired."""
+    message: str = field(init=False)
+    """The message about the first firing, as the console prints it."""
 
-    @property
-    def kind(self) -> str | None:
-        """The kind of the tensor of the first firing, such as `grad_reduced`; None for a logged number."""
-        return self.events[0].kind
-
-    @property
-    def tensor(self) -> str | None:
-        """The name of the tensor of the first firing; None for a logged number."""
-        return self.events[0].tensor
-
-    @property
-    def op(self) -> str | None:
-        """The name of the statistic of the first firing; for a firing on a logged number, the name of this number."""
-        return self.events[0].op
-
-    @property
-    def value(self) -> float | None:
-        """The value of the statistic, or of the logged number, for which the rule fired."""
-        return self.events[0].value
-
-    @property
-    def message(self) -> str:
-        """The message about the first firing, as the console prints it."""
-        return self.events[0].message
+    def __post_init__(self) -> None:
+        for name in (*_OF_FIRING, "message"):
+            object.__setattr__(self, name, getattr(self.events[0], name))
 
 
 OnAnomaly = Callable[[Anomaly], object]
@@ -355,7 +345,7 @@ class CaptureController(StepObserver):
         chosen = next((event for event in ordered if config.chooses(event.rule)), None)
         if chosen is None:
             return
-        firing = {name: getattr(chosen, name) for name in ("rule", "kind", "tensor", "op", "value")}
+        firing = {name: getattr(chosen, name) for name in _OF_FIRING}
         reason = Reason(rank=self._rank, step=step, message=chosen.message, firing=firing)
         until = step + config.cooldown_steps
         self._quiet_until = until

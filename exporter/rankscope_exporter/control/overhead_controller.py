@@ -57,15 +57,12 @@ class OverheadWindow:
     is the present factor of the sampling interval.
     """
 
-    def __init__(
-        self, max_overhead: float, *, least_steps: int = LEAST_STEPS, least_seconds: float = LEAST_SECONDS
-    ) -> None:
+    def __init__(self, max_overhead: float) -> None:
         self.max_overhead = max_overhead
         self.stretch = 1
         self.share: float | None = None
         """Overhead in the last window, as a share of the elapsed time; None before the end of the first window."""
-        self._least_steps = least_steps
-        self._least_seconds = least_seconds
+        self._least_seconds = LEAST_SECONDS
         self._steps = -SETTLING_STEPS
         self._began: tuple[float, float] | None = None  # time and cost
         self._low_windows = 0
@@ -79,7 +76,7 @@ class OverheadWindow:
     def may_end(self, period: int) -> bool:
         """Count a step. Return whether a window may begin or end before it, once in `period` steps (a cycle)."""
         self._steps += 1
-        return self._steps == 0 or (self._steps >= self._least_steps and self._steps % max(1, period) == 0)
+        return self._steps == 0 or (self._steps >= LEAST_STEPS and self._steps % max(1, period) == 0)
 
     def evaluate(self, now: float, cost: Callable[[], float]) -> int | None:
         """End the overhead window at time `now`, in seconds, and return the required factor of the sampling interval.
