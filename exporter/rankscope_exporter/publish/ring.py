@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any, Final
 
@@ -233,15 +233,10 @@ class CursorError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Consecutive records of the ring, from sequence number `first` on.
-
-    `lost` contains the first and the last sequence number of the requested records that the ring no longer has. It is
-    None if the ring has all requested records.
-    """
+    """Consecutive records of the ring, from sequence number `first` on: requested ones before it are lost."""
 
     first: int
     encoded: tuple[EncodedRecord, ...]
-    lost: tuple[int, int] | None
 
     @property
     def records(self) -> tuple[StepRecord, ...]:
@@ -304,14 +299,8 @@ class Ring:
             start = max(cursor + 1, first)
             # Copy references under the lock and join outside of it, so that a slow reader does not block `append`.
             records = tuple(islice(self._records, start - first, None))
-        lost = (cursor + 1, start - 1) if cursor + 1 < start else None
-        total, count = 0, 0
-        for record in records:
-            total += record.size
-            if count and total > max_bytes:
-                break
-            count += 1
-        return Window(first=start, encoded=records[:count], lost=lost)
+        count = sum(total <= max_bytes for total in accumulate(record.size for record in records))
+        return Window(first=start, encoded=records[: max(count, 1)])
 
     def commit(self, seq: int) -> None:
         """Mark records up to `seq` as committed; a lower `seq` than in an earlier call has no effect.

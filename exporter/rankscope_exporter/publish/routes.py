@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,37 +15,14 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.wire.channel import (
-    ARROW_STREAM,
-    CONFIG_PATH,
-    DEFAULT_MAX_BYTES,
-    FIRST_HEADER,
-    HEAD_HEADER,
-    HEALTH_PATH,
-    INCARNATION_HEADER,
-    LAST_HEADER,
-    LEASE_HEADER,
-    LOST_HEADER,
-    METRICS_PATH,
-    NOTHING,
-    NOTICE_HEADER,
-    PLAN_PATH,
-    QUEUED_HEADER,
-    RECORDS_PATH,
-    RING_FILL_HEADER,
-    ROWS_HEADER,
-    SCHEMA_HEADER,
-    STACKS_PATH,
-    STATE_DRAINING,
-    STATE_HEADER,
-)
+from rankscope_contract.wire import channel
 from rankscope_contract.wire.spool import Orphan, SpoolRecords
 from rankscope_exporter.process.errors import ConfigError, ShareError
 from rankscope_exporter.publish.exposition import Exposition
 from rankscope_exporter.publish.http_server import Answer, Request
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
 from rankscope_exporter.publish.rank_state import RankServerSources, RankState, RecentClients
-from rankscope_exporter.publish.ring import CursorError, Ring, stream
+from rankscope_exporter.publish.ring import CursorError, Ring, Window, stream
 from rankscope_exporter.publish.spool import SpoolWriter
 
 PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -91,31 +69,28 @@ class Routes:
         self._clients = RecentClients()
         change = self._change_config
         self._table: Mapping[str, Mapping[str, Callable[[Request], Answer]]] = {
-            HEALTH_PATH: {"GET": self._health},
-            RECORDS_PATH: {"GET": self._records},
-            PLAN_PATH: {"GET": self._plan},
-            METRICS_PATH: {"GET": lambda request: _page(request, self.exposition.pieces())},
-            CONFIG_PATH: {"GET": self._show_config, "PUT": change, "POST": change},
-            STACKS_PATH: {"POST": self._take_stacks},
+            channel.HEALTH_PATH: {"GET": self._health},
+            channel.RECORDS_PATH: {"GET": self._records},
+            channel.PLAN_PATH: {"GET": self._plan},
+            channel.METRICS_PATH: {"GET": lambda request: _page(request, self.exposition.pieces())},
+            channel.CONFIG_PATH: {"GET": self._show_config, "PUT": change, "POST": change},
+            channel.STACKS_PATH: {"POST": self._take_stacks},
         }
 
     def __call__(self, request: Request) -> Answer:
         """Return the answer to `request`."""
-        handlers = self._table.get(PLAN_PATH if request.path.startswith(PLAN_PATH) else request.path)
+        handlers = self._table.get(channel.PLAN_PATH if request.path.startswith(channel.PLAN_PATH) else request.path)
         method = "GET" if request.method == "HEAD" else request.method  # the server sends no body for HEAD
         if handlers is not None and method not in handlers:
             allowed = ", ".join((*handlers, "HEAD") if "GET" in handlers else handlers)
             text = f"{request.method} is not allowed here; use {allowed}"
             return Answer.text(HTTPStatus.METHOD_NOT_ALLOWED, text, Allow=allowed)
         # /healthz contains nothing confidential, and probes of an orchestrator send no token.
-        if request.path != HEALTH_PATH and not self._is_authorized(request):
-            return Answer.text(
-                HTTPStatus.UNAUTHORIZED,
-                "send Authorization: Bearer <token> (RANKSCOPE_TOKEN)",
-                WWW_Authenticate="Bearer",
-            )
+        if request.path != channel.HEALTH_PATH and not self._is_authorized(request):
+            hint = "send Authorization: Bearer <token> (RANKSCOPE_TOKEN)"
+            return Answer.text(HTTPStatus.UNAUTHORIZED, hint, WWW_Authenticate="Bearer")
         if handlers is None:
-            paths = ", ".join(f"{path}<hash>" if path == PLAN_PATH else path for path in self._table)
+            paths = ", ".join(f"{path}<hash>" if path == channel.PLAN_PATH else path for path in self._table)
             return Answer.text(HTTPStatus.NOT_FOUND, f"no such page; available: {paths}")
         self._clients.note(request.path, request.headers.get("user-agent", ""))
         try:
@@ -135,14 +110,13 @@ class Routes:
         return _json({**health, "readers": self._clients.latest()})
 
     def _records(self, request: Request) -> Answer:
-        refusal = _negotiate(request)
-        if refusal is not None:
+        if refusal := _negotiate(request):
             return refusal
         query = request.query
         incarnation = query.get("incarnation", self.state.incarnation)  # a client such as curl may leave it out
-        after = _integer(query, "after", NOTHING, least=NOTHING)
-        committed = _integer(query, "committed", None, least=NOTHING)
-        max_bytes = min(_integer(query, "max_bytes", DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT)
+        after = _integer(query, "after", channel.NOTHING, least=channel.NOTHING)
+        committed = _integer(query, "committed", None, least=channel.NOTHING)
+        max_bytes = min(_integer(query, "max_bytes", channel.DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT)
         if incarnation != self.state.incarnation:
             orphan = None if self.orphans is None else self.orphans.get(incarnation)
             if self.orphans is None or orphan is None:
@@ -154,37 +128,35 @@ class Routes:
             return answer
         try:
             if committed is not None and _holds_lease(request, self.state.lease):
-                self.on_poll(committed, NOTICE_HEADER.lower() in request.headers)
+                self.on_poll(committed, channel.NOTICE_HEADER.lower() in request.headers)
             records = None if self.spool is None else self.spool.after(after, max_bytes, self.ring.first)
             if records is not None:
-                return spool_answer(records, self._state_headers(), after)
+                return _records_answer(records.data, records, self._state_headers(), after)
             window = self.ring.after(after, max_bytes)
         except CursorError as error:
             return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
         if not window.encoded:
             if self.state.is_draining and not self.ring.uncommitted:
-                return self._refuse(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "drained: all records are committed, the process exits"
-                )
+                text = "drained: all records are committed, the process exits"
+                return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text)
             return Answer(HTTPStatus.NO_CONTENT, headers=self._state_headers())
-        headers = self._state_headers() | _range_headers(window.first, window.last, len(window.encoded), window.lost)
-        return Answer(HTTPStatus.OK, (stream(window.first, window.encoded),), ARROW_STREAM, headers)
+        return _records_answer(stream(window.first, window.encoded), window, self._state_headers(), after)
 
     def _state_headers(self) -> dict[str, str]:
         return {
-            SCHEMA_HEADER: str(SCHEMA_VERSION),
-            INCARNATION_HEADER: self.state.incarnation,
-            HEAD_HEADER: str(self.ring.head),
-            QUEUED_HEADER: str(self.sources.queued()),
-            RING_FILL_HEADER: f"{self.ring.fill:.3f}",
-            STATE_HEADER: self.state.name,
+            channel.SCHEMA_HEADER: str(SCHEMA_VERSION),
+            channel.INCARNATION_HEADER: self.state.incarnation,
+            channel.HEAD_HEADER: str(self.ring.head),
+            channel.QUEUED_HEADER: str(self.sources.queued()),
+            channel.RING_FILL_HEADER: f"{self.ring.fill:.3f}",
+            channel.STATE_HEADER: self.state.name,
         }
 
     def _refuse(self, status: int, text: str) -> Answer:
         return Answer(status, ((text + "\n").encode(),), headers=self._state_headers())
 
     def _plan(self, request: Request) -> Answer:
-        plan_hash = request.path.removeprefix(PLAN_PATH)
+        plan_hash = request.path.removeprefix(channel.PLAN_PATH)
         plan = self.ring.plan(plan_hash)
         on_disk = (source.plan(plan_hash) for source in (self.spool, self.orphans) if source is not None)
         text = next(filter(None, on_disk), None) if plan is None else plan.json
@@ -238,28 +210,26 @@ def orphan_answer(
         return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
     headers = {
         **state_headers,
-        INCARNATION_HEADER: orphan.incarnation,
-        HEAD_HEADER: str(orphan.head),
-        RING_FILL_HEADER: "1.000",
-        STATE_HEADER: STATE_DRAINING,
+        channel.INCARNATION_HEADER: orphan.incarnation,
+        channel.HEAD_HEADER: str(orphan.head),
+        channel.RING_FILL_HEADER: "1.000",
+        channel.STATE_HEADER: channel.STATE_DRAINING,
     }
     if records is not None:
-        return spool_answer(records, headers, after)
+        return _records_answer(records.data, records, headers, after)
     if not orphan.is_done:
         return Answer(HTTPStatus.NO_CONTENT, headers=headers)
     return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: all records are committed\n",), headers=headers)
 
 
-def spool_answer(records: SpoolRecords, state_headers: Mapping[str, str], after: int) -> Answer:
-    """Return records read from disk; those missing between the cursor `after` and the first are reported as lost."""
-    lost = (after + 1, records.first - 1) if records.first > after + 1 else None
-    headers = {**state_headers, **_range_headers(records.first, records.last, records.rows, lost)}
-    return Answer(HTTPStatus.OK, (records.data,), ARROW_STREAM, headers)
-
-
-def _range_headers(first: int, last: int, rows: int, lost: tuple[int, int] | None) -> dict[str, str]:
-    headers = {FIRST_HEADER: str(first), LAST_HEADER: str(last), ROWS_HEADER: str(rows)}
-    return headers if lost is None else headers | {LOST_HEADER: f"{lost[0]}-{lost[1]}"}
+def _records_answer(data: Any, records: SpoolRecords | Window, headers: dict[str, str], after: int) -> Answer:
+    """Return an answer with `records`. Those missing between the cursor `after` and the first are reported as lost."""
+    first, last = records.first, records.last
+    numbers = {channel.FIRST_HEADER: first, channel.LAST_HEADER: last, channel.ROWS_HEADER: last - first + 1}
+    headers |= {name: str(number) for name, number in numbers.items()}
+    if first > after + 1:
+        headers[channel.LOST_HEADER] = f"{after + 1}-{first - 1}"
+    return Answer(HTTPStatus.OK, (data,), channel.ARROW_STREAM, headers)
 
 
 def _document(request: Request) -> Mapping[str, Any]:
@@ -284,7 +254,7 @@ def _page(request: Request, pieces: Sequence[Any]) -> Answer:
 
 
 def _holds_lease(request: Request, lease: str | None) -> bool:
-    given = request.headers.get(LEASE_HEADER.lower(), "")
+    given = request.headers.get(channel.LEASE_HEADER.lower(), "")
     return lease is not None and hmac.compare_digest(given.encode(), lease.encode())
 
 
@@ -294,29 +264,24 @@ def _negotiate(request: Request) -> Answer | None:
     Return None if it accepts both.
     """
     accepted = request.headers.get("accept", "*/*")
-    if not any(kind in accepted for kind in (ARROW_STREAM, "*/*", "application/*")):
-        return Answer.text(HTTPStatus.NOT_ACCEPTABLE, f"records are sent only as {ARROW_STREAM}: add it to Accept")
-    wanted = request.headers.get(SCHEMA_HEADER.lower(), str(SCHEMA_VERSION))
+    if not any(kind in accepted for kind in (channel.ARROW_STREAM, "*/*", "application/*")):
+        return Answer.text(
+            HTTPStatus.NOT_ACCEPTABLE, f"records are sent only as {channel.ARROW_STREAM}: add it to Accept"
+        )
+    wanted = request.headers.get(channel.SCHEMA_HEADER.lower(), str(SCHEMA_VERSION))
     if str(SCHEMA_VERSION) in (version.strip() for version in wanted.split(",")):
         return None
-    return Answer.text(
-        HTTPStatus.NOT_ACCEPTABLE,
-        f"schema version {wanted} is not supported; supported: {SCHEMA_VERSION}",
-        **{SCHEMA_HEADER: str(SCHEMA_VERSION)},
-    )
+    text = f"schema version {wanted} is not supported; supported: {SCHEMA_VERSION}"
+    return Answer.text(HTTPStatus.NOT_ACCEPTABLE, text, **{channel.SCHEMA_HEADER: str(SCHEMA_VERSION)})
 
 
 def _integer(query: Mapping[str, str], name: str, default: Any, *, least: int) -> Any:
     text = query.get(name)
     if text is None:
         return default
-    try:
-        value = int(text) if text.isascii() and len(text) < 20 else None
-    except ValueError:
-        value = None
-    if value is None or value < least:
+    if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None or int(text) < least:
         raise BadRequestError(f"{name}={text!r}: must be a whole number of at least {least}")
-    return value
+    return int(text)
 
 
 def _accepts_gzip(header: str) -> bool:
