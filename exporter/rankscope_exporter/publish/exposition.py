@@ -14,16 +14,18 @@ channel contains all of them.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from rankscope_contract import SCHEMA_VERSION, __version__
@@ -38,27 +40,6 @@ from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.publish.latest_values import LatestValues, Sampled, ScalarKey, Snapshot
 from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Scalar, Statistics
-
-
-class MicroSteps:
-    """For each micro-batch, the positions of its entries in the plan.
-
-    They are used to find the last measured micro-batch of a step.
-    """
-
-    def __init__(self, entries: Sequence[PlanEntry], kinds: frozenset[str]) -> None:
-        found: dict[int, list[int]] = {}
-        for position, entry in enumerate(entries):
-            if entry.micro_step is not None and entry.kind in kinds:
-                found.setdefault(entry.micro_step, []).append(position)
-        self._positions = [(micro, pa.array(found[micro], pa.int32())) for micro in sorted(found, reverse=True)]
-
-    def last(self, present: Any) -> int | None:
-        """Return the last micro-batch with a value; `present` is a boolean array with an element per plan entry."""
-        for micro_step, positions in self._positions:
-            if pc.any(present.take(positions), min_count=0).as_py():
-                return micro_step
-        return None
 
 
 def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_step: int | None) -> tuple[list[int], int]:
@@ -145,7 +126,7 @@ class TensorRenderer:
         self._budget = series_budget
         self._all_ops = all_ops
         self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _PageLayout] = OrderedDict()
-        self._micro_steps: OrderedDict[tuple[str, frozenset[str]], MicroSteps] = OrderedDict()
+        self._micro_steps: OrderedDict[tuple[str, frozenset[str]], Any] = OrderedDict()
 
     @no_fork()
     def render(self, tensors: Iterable[Sampled]) -> TensorLines:
@@ -169,8 +150,8 @@ class TensorRenderer:
         plan = sampled.statistics.plan
         kinds = sampled.kinds
         present = _present(sampled.statistics).is_valid()
-        micro_steps = _cached(self._micro_steps, (plan.hash, kinds), lambda: MicroSteps(plan.plan.entries, kinds))
-        last = micro_steps.last(present)
+        micro_steps = _cached(self._micro_steps, (plan.hash, kinds), lambda: _micro_steps(plan.plan.entries, kinds))
+        last = pc.max(micro_steps.filter(present)).as_py()
         return _cached(
             self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
         )
@@ -217,6 +198,10 @@ class TensorRenderer:
     def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
         own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
         return f"{spec.name}{{{self._identity}{own}}} ".encode("utf-8", "replace").decode()
+
+
+def _micro_steps(entries: Sequence[PlanEntry], kinds: frozenset[str]) -> Any:
+    return pa.array([entry.micro_step if entry.kind in kinds else None for entry in entries], pa.int32())
 
 
 def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
@@ -322,6 +307,8 @@ class Exposition:
         self._latest = latest
         self._stats = stats
         self._planned_steps = planned_steps
+        limits = {rule.name: rule.limit() for rule in rules}
+        self._thresholds = {name: math.nan if limit is None else limit for name, limit in limits.items()}
         self._info = (
             identity.host,
             str(identity.local_rank),
@@ -343,8 +330,7 @@ class Exposition:
         """
         snapshot = self._latest.snapshot()
         lines = self._tensor_lines(snapshot)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(tuple(self._families(snapshot))))
+        registry: Any = SimpleNamespace(collect=lambda: self._families(snapshot))  # of this page alone
         return (generate_latest(registry), *lines.pieces)
 
     def _tensor_lines(self, snapshot: Snapshot) -> TensorLines:
@@ -375,27 +361,25 @@ class Exposition:
         for reason, left_out in self._most_left_out.items():
             dropped[reason] = dropped.get(reason, 0) + left_out
         dropped["series_budget"] = dropped.get("series_budget", 0) + snapshot.left_out
-        kind_steps = [
-            ((kind,), float(sampled.step))
-            for sampled in snapshot.tensors
-            if sampled.step is not None
-            for kind in sorted(sampled.kinds)
-        ]
         yield catalogue.BUILD_INFO, [((__version__, str(SCHEMA_VERSION), str(torch)), 1.0)]
         yield catalogue.RUN_INFO, [(self._info, 1.0)]
         yield catalogue.STEP, _one(snapshot.step)
         yield catalogue.STEPS_PLANNED, _one(self._planned_steps)
-        yield catalogue.KIND_STEP, kind_steps
+        yield (
+            catalogue.KIND_STEP,
+            _by_name({kind: step for kind, (step, _) in snapshot.statistics.items() if step is not None}),
+        )
         yield catalogue.FEATURE_VALUE, snapshot.features.items()
         yield catalogue.SKIPPED_STEPS, _one(snapshot.skipped_steps)
-        yield catalogue.RULE_THRESHOLD, _by_name(snapshot.thresholds)
+        yield catalogue.RULE_THRESHOLD, _by_name(self._thresholds)
         yield catalogue.RULE_FIRING, snapshot.firing.items()
         yield catalogue.ANOMALY_EVENTS, snapshot.anomalies.items()
-        yield catalogue.ANOMALY_AGE, snapshot.anomaly_ages.items()
+        yield catalogue.ANOMALY_AGE, [(pair, snapshot.taken_at - at) for pair, at in snapshot.fired_at.items()]
         yield catalogue.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
         hashes = snapshot.replica_hashes
-        yield catalogue.REPLICA_HASH, [((item.replicas,), float(item.value)) for item in hashes]
-        yield catalogue.REPLICA_HASH_STEP, [((h.replicas,), float(h.step)) for h in hashes if h.step is not None]
+        yield catalogue.REPLICA_HASH, _by_name({replicas: value for replicas, (_, value) in hashes.items()})
+        steps = {replicas: step for replicas, (step, _) in hashes.items() if step is not None}
+        yield catalogue.REPLICA_HASH_STEP, _by_name(steps)
         yield from _scalar_samples(snapshot.scalars)
         yield catalogue.OVERHEAD_SECONDS, _by_name(stats.overhead_seconds)
         yield catalogue.SAMPLING_STRETCH, _one(stats.sampling_stretch)
@@ -405,16 +389,6 @@ class Exposition:
         yield catalogue.DROPPED, _by_name(dropped)
         yield catalogue.RING_RECORDS, _one(stats.ring_records)
         yield catalogue.RING_UNCOMMITTED, _one(stats.ring_uncommitted)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Families:
-    """A collector for prometheus_client that returns a fixed tuple of metric families."""
-
-    families: tuple[GaugeMetricFamily | CounterMetricFamily, ...]
-
-    def collect(self) -> Iterable[Any]:
-        return self.families
 
 
 def _scalar_samples(scalars: Mapping[ScalarKey, Scalar]) -> Iterator[tuple[MetricSpec, Samples]]:

@@ -7,13 +7,14 @@ tensors are equal.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import Any, Final
 
@@ -30,34 +31,20 @@ A Prometheus sample is a float64, which represents integers up to 53 bits exactl
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaHash:
-    """One hash that combines the hashes of all tensors that the ranks `replicas` share, and the step of these hashes.
-
-    `value` is below 2^48.
-    """
-
-    replicas: str
-    step: int | None
-    value: int
-
-
-def combined(step: int | None, rows: Iterable[Mapping[str, Any]]) -> list[ReplicaHash]:
-    """Return one hash for each group of replicas, combined from the tensor hashes of the group in `rows`.
+def combined(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return, for each group of replicas, a number below 2^48 that combines the hashes of all its tensors in `rows`.
 
     The result does not depend on the order of the rows.
     """
     groups: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
-        if row["replicas"] is None:
-            continue
-        key = (str(row["kind"]), str(row["tensor"]), str(row.get("vpp_stage")), str(row["hash"]))
-        groups.setdefault(row["replicas"], []).append(key)
-    found = []
+        if row["replicas"] is not None:
+            key = (str(row["kind"]), str(row["tensor"]), str(row.get("vpp_stage")), str(row["hash"]))
+            groups.setdefault(row["replicas"], []).append(key)
+    found = {}
     for replicas, keys in groups.items():
         text = "\n".join("\t".join(key) for key in sorted(keys)).encode("utf-8", "replace")
-        value = int.from_bytes(hashlib.blake2b(text, digest_size=_BYTES).digest(), "big")
-        found.append(ReplicaHash(replicas, step, value))
+        found[replicas] = int.from_bytes(hashlib.blake2b(text, digest_size=_BYTES).digest(), "big")
     return found
 
 
@@ -102,24 +89,42 @@ class Sampled:
     kinds: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Snapshot:
-    """A consistent copy of the latest values of a rank. It contains the values of a record completely or not at all."""
+    """The latest values of a rank. They contain the values of a record completely or not at all."""
 
-    step: int | None
-    tensors: tuple[Sampled, ...]
-    tensors_version: int  # differs whenever `tensors` does
-    scalars: Mapping[ScalarKey, Scalar]
-    left_out: int
-    """Scalars and features above the limits. Never decreases."""
-    features: Mapping[FeatureKey, float]
-    anomalies: Mapping[RuleKind, int]
-    anomaly_ages: Mapping[RuleKind, float]  # seconds since the latest firing
-    anomaly_series: Mapping[AnomalySeries, int]
-    firing: Mapping[RuleKind, bool]
-    thresholds: Mapping[str, float]
-    skipped_steps: int
-    replica_hashes: tuple[ReplicaHash, ...] = ()
+    taken_at: float = 0.0  # monotonic seconds
+    step: int | None = None
+    statistics: dict[str, tuple[int | None, Statistics]] = field(default_factory=dict)  # by kind, with their step
+    tensors_version: int = 0  # differs whenever `statistics` does
+    scalars: dict[ScalarKey, Scalar] = field(default_factory=dict)
+    scalars_left_out: set[ScalarKey] = field(default_factory=set)
+    features_of_kinds: dict[str, dict[FeatureKey, float]] = field(default_factory=dict)
+    features_left_out: int = 0  # the most so far, because a counter must not decrease
+    anomalies: dict[RuleKind, int] = field(default_factory=dict)
+    anomaly_series: dict[AnomalySeries, int] = field(default_factory=dict)
+    firing: dict[RuleKind, bool] = field(default_factory=dict)
+    fired_at: dict[RuleKind, float] = field(default_factory=dict)  # monotonic seconds of the latest firing
+    skipped_steps: int = 0
+    replica_hashes: dict[str, tuple[int | None, int]] = field(default_factory=dict)  # step and hash by replicas
+
+    @property
+    def tensors(self) -> tuple[Sampled, ...]:
+        """Return one element for each record that contains the latest statistics of a kind."""
+        found: dict[int, tuple[int | None, Statistics, list[str]]] = {}
+        for kind, (step, statistics) in self.statistics.items():
+            found.setdefault(id(statistics), (step, statistics, []))[2].append(kind)
+        return tuple(Sampled(step, statistics, frozenset(kinds)) for step, statistics, kinds in found.values())
+
+    @property
+    def features(self) -> Mapping[FeatureKey, float]:
+        values = ((key, value) for of_kind in self.features_of_kinds.values() for key, value in of_kind.items())
+        return dict(itertools.islice(values, MAX_FEATURE_SERIES))
+
+    @property
+    def left_out(self) -> int:
+        """Return the number of scalars and features above the limits. It never decreases."""
+        return len(self.scalars_left_out) + self.features_left_out
 
 
 class LatestValues:
@@ -128,22 +133,9 @@ class LatestValues:
     def __init__(self, rules: Sequence[AnomalyRule], *, clock: Callable[[], float] = time.monotonic) -> None:
         """The function `clock` returns a monotonic time in seconds."""
         self._clock = clock
-        self._fired_at: dict[RuleKind, float] = {}
         self._rules = tuple(rules)
-        self._thresholds = {rule.name: _limit(rule) for rule in self._rules}
         self._lock = threading.Lock()
-        self._step: int | None = None
-        self._latest: dict[str, tuple[int | None, Statistics]] = {}
-        self._version = 0
-        self._scalars: dict[ScalarKey, Scalar] = {}
-        self._scalars_left_out: set[ScalarKey] = set()
-        self._features: dict[str, dict[FeatureKey, float]] = {}
-        self._features_left_out = 0  # the most so far, because a counter must not decrease
-        self._anomalies: dict[RuleKind, int] = {}
-        self._anomaly_series: dict[AnomalySeries, int] = {}
-        self._firing: dict[RuleKind, bool] = {}
-        self._skipped = 0
-        self._replica_hashes: dict[str, ReplicaHash] = {}
+        self._now = Snapshot()
         self._kinds_of_plan: dict[str, tuple[str, ...]] = {}
         self.announce((NO_KIND,))
 
@@ -158,62 +150,44 @@ class LatestValues:
 
         The call is cheap: it stores references and does not read the statistics of tensors.
         """
-        hashes = combined(record.step, record.hashes) if record.hashes else ()
-        features = feature_bounds(record.features) if record.features else {}
+        hashes = combined(record.hashes)
+        features = feature_bounds(record.features)
         with self._lock:
-            if features:
-                self._features.update(features)
-                left_out = sum(map(len, self._features.values())) - MAX_FEATURE_SERIES
-                self._features_left_out = max(self._features_left_out, left_out)
-            for item in hashes:
-                self._replica_hashes[item.replicas] = item
+            now = self._now
+            now.features_of_kinds.update(features)
+            left_out = sum(map(len, now.features_of_kinds.values())) - MAX_FEATURE_SERIES
+            now.features_left_out = max(now.features_left_out, left_out)
+            now.replica_hashes.update((replicas, (record.step, value)) for replicas, value in hashes.items())
             if record.step is not None:
-                self._step = record.step
+                now.step = record.step
             # A record of hardware metrics, between steps, contains no logged scalars.
             judged = {NO_KIND} if record.scalars and record.step is not None else set()
             if record.statistics is not None:
                 kinds = self._kinds(record.statistics.plan)
                 judged.update(kinds)
-                for kind in kinds:
-                    self._latest[kind] = (record.step, record.statistics)
-                self._version += 1
+                now.statistics.update(dict.fromkeys(kinds, (record.step, record.statistics)))
+                now.tensors_version += 1
             for scalar in record.scalars:
                 self._store_scalar(scalar)
-            for pair in self._firing:
-                if pair[1] in judged:
-                    self._firing[pair] = False
+            now.firing.update((pair, False) for pair in now.firing if pair[1] in judged)
             for pair in record.firing:
-                self._firing[pair] = True
-                self._anomalies.setdefault(pair, 0)
+                now.firing[pair] = True
+                now.anomalies.setdefault(pair, 0)
             for event in record.events:
                 self._count(event)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the latest values. A record is included completely or not at all."""
+        """Return a copy of the latest values."""
         with self._lock:
-            features = ((key, value) for of_kind in self._features.values() for key, value in of_kind.items())
-            return Snapshot(
-                step=self._step,
-                tensors=_by_record(self._latest),
-                tensors_version=self._version,
-                scalars=dict(self._scalars),
-                left_out=len(self._scalars_left_out) + self._features_left_out,
-                features=dict(itertools.islice(features, MAX_FEATURE_SERIES)),
-                anomalies=dict(self._anomalies),
-                anomaly_ages={pair: self._clock() - at for pair, at in self._fired_at.items()},
-                anomaly_series=dict(self._anomaly_series),
-                firing=dict(self._firing),
-                thresholds=self._thresholds,
-                skipped_steps=self._skipped,
-                replica_hashes=tuple(self._replica_hashes.values()),
-            )
+            copies = {item.name: copy.copy(getattr(self._now, item.name)) for item in fields(Snapshot)}
+            return Snapshot(**copies | {"taken_at": self._clock()})
 
     def _kinds(self, plan: NamedPlan) -> tuple[str, ...]:
         """Return the kinds of `plan` in the order of the plan, so that the page has the same order in each process."""
         kinds = self._kinds_of_plan.get(plan.hash)
         if kinds is None:
             kinds = tuple(dict.fromkeys(str(entry.kind) for entry in plan.plan.entries))
-            used = {statistics.plan.hash for _, statistics in self._latest.values()}
+            used = {statistics.plan.hash for _, statistics in self._now.statistics.values()}
             self._kinds_of_plan = {name: self._kinds_of_plan[name] for name in used} | {plan.hash: kinds}
             for kind in kinds:
                 self._announce(kind)
@@ -223,41 +197,27 @@ class LatestValues:
         for rule in self._rules:
             ops = _TENSOR_OPS if kind else ("value",)
             if any(rule.judges(kind or None, op) for op in ops):
-                self._anomalies.setdefault((rule.name, kind), 0)
-                self._firing.setdefault((rule.name, kind), False)
+                self._now.anomalies.setdefault((rule.name, kind), 0)
+                self._now.firing.setdefault((rule.name, kind), False)
 
     def _store_scalar(self, scalar: Scalar) -> None:
-        key = (scalar.name, tuple(sorted(scalar.labels.items())))
-        if key in self._scalars or len(self._scalars) < MAX_SCALAR_SERIES:
-            self._scalars[key] = scalar
-        elif len(self._scalars_left_out) < MAX_SCALAR_SERIES:  # limited; the page needs no exact number
-            self._scalars_left_out.add(key)
+        key, now = (scalar.name, tuple(sorted(scalar.labels.items()))), self._now
+        if key in now.scalars or len(now.scalars) < MAX_SCALAR_SERIES:
+            now.scalars[key] = scalar
+        elif len(now.scalars_left_out) < MAX_SCALAR_SERIES:  # limited; the page needs no exact number
+            now.scalars_left_out.add(key)
 
     def _count(self, event: Event) -> None:
+        now = self._now
         if event.type == EventType.STEP_SKIPPED:
-            self._skipped += 1
+            now.skipped_steps += 1
         if event.type != EventType.ANOMALY or event.rule is None:
             return
         pair = (event.rule, event.kind or NO_KIND)
-        self._anomalies[pair] = self._anomalies.get(pair, 0) + 1
-        self._fired_at[pair] = self._clock()
-        self._firing.setdefault(pair, False)
+        now.anomalies[pair] = now.anomalies.get(pair, 0) + 1
+        now.fired_at[pair] = self._clock()
+        now.firing.setdefault(pair, False)
         series = (*pair, event.tensor or "", event.op or "")
-        if series not in self._anomaly_series and len(self._anomaly_series) >= MAX_ANOMALY_SERIES:
+        if series not in now.anomaly_series and len(now.anomaly_series) >= MAX_ANOMALY_SERIES:
             series = (*pair, OTHER_TENSOR, event.op or "")
-        self._anomaly_series[series] = self._anomaly_series.get(series, 0) + 1
-
-
-def _by_record(latest: Mapping[str, tuple[int | None, Statistics]]) -> tuple[Sampled, ...]:
-    """Group the kinds by the record that contains their latest statistics, and return one element per record."""
-    kinds: dict[int, list[str]] = {}
-    found: dict[int, tuple[int | None, Statistics]] = {}
-    for kind, (step, statistics) in latest.items():
-        kinds.setdefault(id(statistics), []).append(kind)
-        found[id(statistics)] = (step, statistics)
-    return tuple(Sampled(*found[key], frozenset(kinds[key])) for key in found)
-
-
-def _limit(rule: AnomalyRule) -> float:
-    limit = rule.limit()
-    return math.nan if limit is None else limit
+        now.anomaly_series[series] = now.anomaly_series.get(series, 0) + 1
