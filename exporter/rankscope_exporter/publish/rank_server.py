@@ -61,19 +61,19 @@ class ClockWatch:
 
     def corrected(self, record: StepRecord) -> StepRecord:
         """Return `record` with the offset of its time, and with an event if the clock has jumped before it."""
-        if record.monotonic is None:
-            return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
-        apart = record.ts - record.monotonic
-        if record.monotonic < self._newest:
-            is_from_before = abs(apart - self._apart) > JUMP_MICROSECONDS
-            ts = record.monotonic + self._apart if is_from_before else record.ts
-            return dataclasses.replace(record, ts=ts, clock_offset=self._offset) if self._offset else record
-        jump, self._apart, self._newest = apart - self._apart, apart, record.monotonic
-        if abs(jump) > JUMP_MICROSECONDS:
-            self._offset += jump
-            events = [*record.events, _jump_event(jump, self._offset)]
-            return dataclasses.replace(record, clock_offset=self._offset, events=events)
-        return dataclasses.replace(record, clock_offset=self._offset) if self._offset else record
+        ts, events, jump = record.ts, record.events, 0
+        if record.monotonic is not None:
+            apart = ts - record.monotonic
+            jump = apart - self._apart if abs(apart - self._apart) > JUMP_MICROSECONDS else 0
+            if record.monotonic >= self._newest:
+                self._apart, self._newest = apart, record.monotonic
+                self._offset += jump
+                events = [*events, _jump_event(jump, self._offset)] if jump else events
+            elif jump:
+                ts = record.monotonic + self._apart
+        if not self._offset and events is record.events:
+            return record
+        return dataclasses.replace(record, ts=ts, clock_offset=self._offset, events=events)
 
 
 def _jump_event(jump: int, offset: int) -> Event:
@@ -150,8 +150,10 @@ class RankServer:
         self._publishing = threading.Lock()
         self._server: HttpServer | None = None
         self._registration: RegistrationLoop | None = None
-        self._discovery: DiscoveryFile | None = None
         self._abandoned = False
+        self._parts = contextlib.ExitStack()  # closes all parts in reverse order, then raises the first error
+        if self.spool is not None:
+            self._parts.callback(self.spool.close)
 
     def start(self) -> str:
         """Start the server and the registration, and return the URL of this rank for other machines. Raises ServeError.
@@ -163,14 +165,11 @@ class RankServer:
         config = self._config
         client = service_client(config)
         if self.spool is not None and client is not None and config.ingest_url is not None:
+            service, own = service_name(config.ingest_url), self._identity.incarnation
             self.orphans = OrphanRecovery(
-                self.spool.root,
-                self._identity.incarnation,
-                client,
-                lambda: self.url,
-                service=service_name(config.ingest_url),
-                on_fault=self._on_fault,
+                self.spool.root, own, client, lambda: self.url, service=service, on_fault=self._on_fault
             )
+            self._parts.callback(self.orphans.stop)
         routes = Routes(
             state=self.state,
             ring=self.ring,
@@ -184,12 +183,14 @@ class RankServer:
             on_poll=self._on_poll,
         )
         self._server = open_server(config, routes, on_fault=self._on_fault, meter=self._meter)
+        self._parts.callback(self._server.stop)
         address = config.advertised(self._server.port, self._identity.host)
         self.url = f"{config.scheme}://{address}"
         if config.discovery_dir is not None and config.ingest_url is None:
-            self._discovery = DiscoveryFile(config.discovery_dir, self._identity)
+            discovery = DiscoveryFile(config.discovery_dir, self._identity)
+            self._parts.callback(discovery.remove)
             try:
-                self._discovery.write(str(address), config.scheme)
+                discovery.write(str(address), config.scheme)
             except ServeError:
                 self.close()
                 raise
@@ -198,8 +199,12 @@ class RankServer:
             self._registration = RegistrationLoop(
                 client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
             )
+            self._parts.callback(self._registration.stop)
             if self.orphans is not None:
-                self._optional("serving spools of dead processes", self.orphans.start)
+                try:
+                    self.orphans.start()
+                except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
+                    self._on_fault("serving spools of dead processes", error)
             self._registration.start()
         return self.url
 
@@ -259,17 +264,7 @@ class RankServer:
         if self._abandoned or self.state.is_closed:
             return
         self.state.is_closed = True
-        with contextlib.ExitStack() as stack:  # closes all of them in reverse order, then raises the first error
-            if self.spool is not None:
-                stack.callback(self.spool.close)
-            if self.orphans is not None:
-                stack.callback(self.orphans.stop)
-            if self._server is not None:
-                stack.callback(self._server.stop)
-            if self._discovery is not None:
-                stack.callback(self._discovery.remove)
-            if self._registration is not None:
-                stack.callback(self._registration.stop)
+        self._parts.close()
 
     def abandon_after_fork(self) -> None:
         """Close the inherited sockets in a forked child; all methods then do nothing.
@@ -277,7 +272,7 @@ class RankServer:
         Takes no lock, because the thread that holds it may not exist in the child.
         """
         self._abandoned = True
-        with contextlib.ExitStack() as stack:  # as in close()
+        with contextlib.ExitStack() as stack:  # abandons all of them, then raises the first error
             if self.spool is not None:
                 stack.callback(self.spool.abandon)
             if self.orphans is not None:
@@ -293,12 +288,6 @@ class RankServer:
     def overhead_seconds(self) -> Mapping[str, float]:
         return self._meter.totals()
 
-    def _optional(self, part: str, start: Callable[[], object]) -> None:
-        try:
-            start()
-        except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
-            self._on_fault(part, error)
-
     def _on_poll(self, committed: int, has_notice: bool) -> None:  # noqa: FBT001 - passed by Routes alone
         if self._registration is not None:
             (self._registration.send_now if has_notice else self._registration.on_poll)()
@@ -311,16 +300,13 @@ class RankServer:
 
     def _stats(self) -> ExporterStats:
         empty: Mapping[str, Any] = {}
-        own = {"ring_overrun": self.ring.overrun, "unencodable": self.state.unencodable}
+        of_spool = {} if self.spool is None else self.spool.dropped
+        own = {"ring_overrun": self.ring.overrun, "unencodable": self.state.unencodable, **of_spool}
         return ExporterStats(
             sampling_stretch=self._read("the sampling interval multiplier", self._sources.stretch, None),
             collectives=self._read("collectives", self._sources.collectives, empty),
             faults=self._faults(),
-            dropped={
-                **own,
-                **({} if self.spool is None else self.spool.dropped),
-                **self._read("dropped records", self._dropped, empty),
-            },
+            dropped={**own, **self._read("dropped records", self._dropped, empty)},
             overhead_seconds={**self._read("overhead", self._overhead, empty), **self._meter.totals()},
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
