@@ -7,7 +7,6 @@ value. The server listens on the first free port of a range.
 from __future__ import annotations
 
 import errno
-import functools
 import http.server
 import io
 import logging
@@ -180,8 +179,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def start(self) -> None:
         """Start a daemon thread that accepts connections."""
-        serve = functools.partial(self.serve_forever, poll_interval=_SWEEP_SECONDS)
-        self._thread = OwnThread(target=serve, name="rankscope-http", on_fault=self._on_fault)
+        serve, every = self.serve_forever, (_SWEEP_SECONDS,)
+        self._thread = OwnThread(target=serve, args=every, name="rankscope-http", on_fault=self._on_fault)
         self._thread.start()
 
     def stop(self) -> None:
@@ -318,10 +317,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
         In all cases, the connection is closed after the answer.
         """
-        length = self.headers.get("Content-Length", "0")
+        length, body = self.headers.get("Content-Length", "0"), b""
         size = int(length[:20]) if length.isdecimal() else REQUEST_BODY_READ + 1
         wanted = min(size, REQUEST_BODY_READ) if length.isdecimal() else 0
-        body = b""
         while len(body) < wanted and (part := self.rfile.read1(wanted - len(body))):
             body += part
             self.server.touch(self.connection)

@@ -127,9 +127,8 @@ class OrphanRecovery:
         try:
             orphan.remove()
         except OSError as error:
-            self._log_once(
-                f"{orphan.folder}: cannot delete this folder of committed records: {error.strerror or error}"
-            )
+            what = "cannot delete this folder of committed records"
+            self._log_once(f"{orphan.folder}: {what}: {error.strerror or error}")
 
     def _run(self) -> None:
         failures = 0
@@ -197,22 +196,15 @@ class OrphanRecovery:
                 self._give_way(orphan)
                 is_accepted = False
             except UnreachableError as error:
-                self._log_once(
-                    f"the service cannot be reached for records of dead processes in {self._root}, retrying: {error}"
-                )
+                what = f"records of dead processes in {self._root}"
+                self._log_once(f"the service cannot be reached for {what}, retrying: {error}")
                 return False
         return is_accepted
 
     def _register(self, orphan: Orphan) -> None:
-        registration = replace(
-            orphan.registration,
-            url=self._url() or "",
-            state=STATE_DRAINING,
-            head=orphan.head,
-            phase=None,
-            served_by=self._own,
-        )
-        reply = self._client.register(registration)
+        url, own = self._url() or "", orphan.registration
+        changed = replace(own, url=url, state=STATE_DRAINING, head=orphan.head, phase=None, served_by=self._own)
+        reply = self._client.register(changed)
         orphan.lease = reply.lease
         orphan.commit(reply.committed)
         if not orphan.is_done:

@@ -163,23 +163,6 @@ class StepQueue:
             self.items.put(record)
 
 
-class _Totals:
-    """The sums of the scalars in `CUMULATIVE` over all steps."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-
-    def after(self, scalars: Sequence[Scalar]) -> list[Scalar]:
-        """Add the scalars of a step, and return the sums that have changed."""
-        totals = []
-        for item in scalars:
-            total = CUMULATIVE.get(item.name)
-            if total is not None and math.isfinite(item.value):  # one NaN would make all later totals NaN
-                self._sums[total] = self._sums.get(total, 0.0) + item.value
-                totals.append(Scalar(total, self._sums[total], item.name))
-        return totals
-
-
 class Publisher:
     """One daemon thread that finishes and publishes the queued records of steps, in the order of the queue."""
 
@@ -220,7 +203,7 @@ class Publisher:
         self._has_chunks = has_chunks
         self._queries = queries
         self._thread = OwnThread(target=self._run, name="rankscope-publisher", on_fault=boundary.report)
-        self._totals = _Totals()
+        self._totals = dict.fromkeys(CUMULATIVE.values(), 0.0)
         self._taken = 0  # items that the thread has taken from the queue
         self._reported_lost = 0  # dropped records for which an event was published
         self._drops = self._is_blocked = self._is_publishing = False
@@ -372,7 +355,7 @@ class Publisher:
         for event in self._scalar_anomalies(scalars):
             record.events.append(event)
             firing.add((str(event.rule), NO_KIND))
-        scalars += self._totals.after(scalars)
+        scalars += self._changed_totals(scalars)
         for later in record.later:  # no rule evaluates these: bytes and seconds of the monitor itself
             scalars += call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record.scalars, record.firing = scalars, frozenset(firing)
@@ -438,6 +421,15 @@ class Publisher:
             call_id=verdict.call_order(firing.entry),
             message=_message(firing, entry),
         )
+
+    def _changed_totals(self, scalars: Sequence[Scalar]) -> list[Scalar]:
+        totals = []
+        for item in scalars:
+            total = CUMULATIVE.get(item.name)
+            if total is not None and math.isfinite(item.value):  # one NaN would make all later totals NaN
+                self._totals[total] += item.value
+                totals.append(Scalar(total, self._totals[total], item.name))
+        return totals
 
     def _scalar_anomalies(self, scalars: Sequence[Scalar]) -> Iterator[Event]:
         for scalar in scalars:

@@ -41,12 +41,7 @@ class UnreachableError(Exception):
 
 
 class RefusedError(Exception):
-    """Error: the service answered with an HTTP error status; `text` is the body of the answer."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(f"{status}: {text}")
-        self.status = status
-        self.text = text
+    """Error: the service answered with an HTTP error status. The text has the status and the body of the answer."""
 
 
 class ServiceClient:
@@ -86,7 +81,7 @@ class ServiceClient:
                 return bytes(response.read(_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                raise RefusedError(error.code, _body_text(error)) from error
+                raise RefusedError(f"{error.code}: {_body_text(error)}") from error
         except (OSError, http.client.HTTPException) as error:
             raise UnreachableError(f"{self._url}: {_reason(error, self._url)}") from error
 
@@ -116,11 +111,8 @@ def _reason(error: Exception, url: str) -> str:
         return str(explain_to_client(cause))
     if isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError):
         is_plain = url.startswith("http:")
-        return (
-            "it closed the connection; if it uses TLS (web_config), write https:// in ingest_url"
-            if is_plain
-            else HUNG_UP
-        )
+        text = "it closed the connection; if it uses TLS (web_config), write https:// in ingest_url"
+        return text if is_plain else HUNG_UP
     return str(getattr(error, "reason", None) or repr(error))
 
 

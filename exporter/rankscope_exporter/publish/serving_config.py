@@ -9,6 +9,7 @@ Addresses in settings (host, port or range of ports, IPv6 in brackets), and oper
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ipaddress
 import logging
@@ -18,6 +19,7 @@ import ssl
 import urllib.parse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -130,9 +132,8 @@ def resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ServeError(
-            f"cannot listen on {address}: {error.strerror or error}; use an address of this machine"
-        ) from error
+        reason = f"{error.strerror or error}; use an address of this machine"
+        raise ServeError(f"cannot listen on {address}: {reason}") from error
     return family, sockaddr
 
 
@@ -149,14 +150,12 @@ def send_raw(connection: socket.socket, status: str, text: str, headers: str = "
 
     With `is_clear`, the answer is sent unencrypted, for a TLS socket after a failed handshake.
     """
-    send, receive = (
-        (socket.socket.send, socket.socket.recv) if is_clear else (type(connection).send, type(connection).recv)
-    )
+    kind = socket.socket if is_clear else type(connection)
     head = f"HTTP/1.1 {status}\r\n{headers}Content-Type: {TEXT}\r\nContent-Length: {len(text) + 1}\r\n"
     try:
-        send(connection, f"{head}Connection: close\r\n\r\n{text}\n".encode())
+        kind.send(connection, f"{head}Connection: close\r\n\r\n{text}\n".encode())
         connection.settimeout(0)
-        receive(connection, REQUEST_BODY_READ)  # with an unread request, close() would reset the connection
+        kind.recv(connection, REQUEST_BODY_READ)  # with an unread request, close() would reset the connection
     except OSError:
         log.debug("client disconnected before it received the answer")
 
@@ -189,11 +188,6 @@ def hang_up(connection: socket.socket) -> None:
 T = TypeVar("T")
 
 
-def read_rank_web_config(path: Path) -> WebConfig:
-    """Return the parsed `web_config` file. Raises ServeError if it is invalid or a rank does not support an option."""
-    return _as_serve_error(lambda: _read(path))
-
-
 def server_tls(path: Path) -> Reloading:
     """Return the TLS contexts of the rank's server, reloaded when a file changes. Raises ServeError."""
 
@@ -212,12 +206,12 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
 
 
 def _read(path: Path) -> WebConfig:
-    try:
+    load_yaml = None
+    with contextlib.suppress(ImportError):
         import yaml  # noqa: PLC0415 - only a file in YAML needs it; a rank may have no PyYAML
-    except ImportError:
-        config = read_web_config(path, None)
-    else:
-        config = read_web_config(path, yaml.safe_load)
+
+        load_yaml = yaml.safe_load
+    config = read_web_config(path, load_yaml)
     if config.users:
         raise WebConfigError(
             f"web_config {path}: basic_auth_users is not supported on a rank, because bcrypt would take CPU time from "
@@ -354,7 +348,7 @@ class ServeConfig:
     @property
     def web(self) -> WebConfig | None:
         """Return the contents of the `web_config` file; None if it is not set. Raises ServeError if it is invalid."""
-        return None if self.web_config is None else read_rank_web_config(Path(self.web_config))
+        return None if self.web_config is None else _as_serve_error(partial(_read, Path(self.web_config)))
 
     @property
     def is_guarded(self) -> bool:
@@ -384,9 +378,8 @@ class ServeConfig:
         """
         changed: dict[str, Any] = {name: flag_of(text) if name in _BOOLS else text}
         # A token in the environment replaces the token of the configuration file, however the two are set.
-        for one, other in (("token", "token_file"), ("token_file", "token")):
-            if name == one:
-                changed[other] = None
+        if other := {"token": "token_file", "token_file": "token"}.get(name):
+            changed[other] = None
         return replace(self, **changed)
 
 

@@ -27,19 +27,8 @@ from typing import Final, TypeVar
 import pyarrow as pa
 
 from rankscope_contract.wire.channel import NOTHING, Registration
-from rankscope_contract.wire.spool import FolderLock, SpoolError, SpoolReader, SpoolRecords
+from rankscope_contract.wire.spool import FolderLock, SpoolError, SpoolReader, SpoolRecords, reader
 from rankscope_contract.wire.spool.orphan import remove_folder
-from rankscope_contract.wire.spool.reader import (
-    DEFAULT_SPOOL_DIR,
-    END_OF_STREAM,
-    UNFINISHED_PREFIX,
-    plan_name,
-    segment_name,
-    service_name,
-    sync_folder,
-    write_identity,
-    write_whole,
-)
 from rankscope_exporter.process.threads import CpuMeter, OwnThread, no_fork
 from rankscope_exporter.publish.ring import OPTIONAL, EncodedRecord, schema_of, stream
 from rankscope_exporter.publish.serving_config import ServeConfig
@@ -110,14 +99,14 @@ class Spool:
 
         The folder gets its final name after it is locked and contains the identity file.
         """
-        unfinished = self.folder.with_name(UNFINISHED_PREFIX + self.folder.name)
+        unfinished = self.folder.with_name(reader.UNFINISHED_PREFIX + self.folder.name)
         _make_folder(unfinished)
         lock = FolderLock.create(unfinished)
         try:
-            write_identity(unfinished, registration, service=self._service, sync=self._sync)
+            reader.write_identity(unfinished, registration, service=self._service, sync=self._sync)
             unfinished.rename(self.folder)
             if self._sync:
-                sync_folder(self.folder.parent)
+                reader.sync_folder(self.folder.parent)
         except BaseException:
             lock.release()
             raise
@@ -202,7 +191,7 @@ class Spool:
                 done = not self._segments or self._segments[-1].last <= self._committed
             if done:
                 remove_folder(self.folder)
-                if self.folder.parent.name == DEFAULT_SPOOL_DIR:
+                if self.folder.parent.name == reader.DEFAULT_SPOOL_DIR:
                     with contextlib.suppress(OSError):  # another process has records there
                         self.folder.parent.rmdir()
         finally:
@@ -229,7 +218,7 @@ class Spool:
             self._close_file()
             self._columns = frozenset(self._used)
         schema = schema_message(self._columns)
-        message = memoryview(stream(seq, [record], self._columns))[len(schema) : -len(END_OF_STREAM)]
+        message = memoryview(stream(seq, [record], self._columns))[len(schema) : -len(reader.END_OF_STREAM)]
         if not self._make_room(len(schema) + len(message)):
             self.drop(FULL)
             return False
@@ -240,9 +229,9 @@ class Spool:
         return True
 
     def _write_plan(self, plan: NamedPlan) -> None:
-        write_whole(self.folder / plan_name(plan.hash), plan.json, sync=self._sync)
+        reader.write_whole(self.folder / reader.plan_name(plan.hash), plan.json, sync=self._sync)
         if self._sync:
-            sync_folder(self.folder)
+            reader.sync_folder(self.folder)
         self._plans.add(plan.hash)
 
     def _make_room(self, size: int) -> bool:
@@ -275,14 +264,14 @@ class Spool:
                 segment.inflated += inflated
                 return segment
             self._close_file()
-        path = self.folder / segment_name(seq)
+        path = self.folder / reader.segment_name(seq)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         segment = _Segment(path, first=seq, last=seq - 1, inflated=inflated)
         with self._changed:
             self._segments.append(segment)
         self._write(segment, memoryview(schema_message(self._columns)))
         if self._sync:
-            sync_folder(self.folder)
+            reader.sync_folder(self.folder)
         return segment
 
     def _write(self, segment: _Segment, data: memoryview) -> None:
@@ -323,15 +312,12 @@ class Spool:
 
 def _make_folder(path: Path) -> None:
     """Create a folder in a spool folder, which is created too. Raises OSError."""
-    for is_last in (False, True):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            path.mkdir(mode=0o700)
-        except FileNotFoundError:  # another process of the host removed the empty spool folder at its end
-            if is_last:
-                raise
-        else:
-            return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        path.mkdir(mode=0o700)
+    except FileNotFoundError:  # another process of the host removed the empty spool folder at its end
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.mkdir(mode=0o700)
 
 
 @lru_cache
@@ -345,8 +331,8 @@ def schema_message(columns: frozenset[str]) -> bytes:
 def needed_plans(stream: bytes) -> list[str] | None:
     """Return the hashes of the plans that the records of `stream` use; None if Arrow cannot read the whole stream."""
     try:
-        with pa.ipc.open_stream(stream, options=_OPTIONS) as reader:
-            table = reader.read_all()
+        with pa.ipc.open_stream(stream, options=_OPTIONS) as opened:
+            table = opened.read_all()
         table.validate(full=True)
         return [plan for plan in table["plan"].unique().to_pylist() if plan is not None]
     except (pa.ArrowException, ArithmeticError, LookupError, OSError, ValueError):
@@ -395,8 +381,8 @@ class SpoolWriter:
     ) -> None:
         self.root = str(spool.folder.parent)
         """Path of the folder with the spools of all ranks."""
-        self._behind = 0
         self._spool = spool
+        spool.dropped[BEHIND] = 0
         self._describe = describe
         self._on_fault = on_fault
         self._meter = meter
@@ -422,7 +408,7 @@ class SpoolWriter:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        return {**self._spool.dropped, BEHIND: self._behind}
+        return self._spool.dropped
 
     def write(self, seq: int, record: EncodedRecord) -> None:
         """Write a record to the spool, before it enters the ring.
@@ -438,7 +424,7 @@ class SpoolWriter:
                 return
             has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + record.size <= BACKLOG_BYTES
             if self._skipped is not None and not has_room:
-                self._behind += 1
+                self._spool.drop(BEHIND)
                 self._skipped += 1
                 return
             self._waiting.append((seq, record))
@@ -462,7 +448,7 @@ class SpoolWriter:
     @property
     def unwritten(self) -> int:
         """The number of records that are not on disk, although they were published."""
-        return self._behind + len(self._waiting) + sum(self._spool.dropped.values())
+        return len(self._waiting) + sum(self._spool.dropped.values())
 
     def holds(self, seq: int) -> bool:
         return self._spool.holds(seq)
@@ -504,7 +490,7 @@ class SpoolWriter:
         with self._changed:
             while len(self._waiting) > 2:  # the one that is being written, and the last
                 del self._waiting[1]
-                self._behind += 1
+                self._spool.drop(BEHIND)
         self._thread.join(CLOSE_SECONDS)
 
     def abandon(self) -> None:
@@ -525,7 +511,7 @@ class SpoolWriter:
         self._do(lambda: self._spool.open(self._describe()))
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work)
+                self._changed.wait_for(lambda: self._waiting or self._closing or self._committed > self._deleted_to)
                 committed = self._committed
                 entry = self._waiting[0] if self._waiting else None
             if committed > self._deleted_to:
@@ -537,9 +523,6 @@ class SpoolWriter:
                 break
             self._meter.lap("spool")
         self._do(self._spool.close)
-
-    def _has_work(self) -> bool:
-        return bool(self._waiting) or self._closing or self._committed > self._deleted_to
 
     def _write(self, seq: int, record: EncodedRecord) -> None:
         self._do(self._spool.append, seq, record)
@@ -586,11 +569,10 @@ def spool_of(
     try:
         root = str(Path(config.spool_dir).absolute())
     except OSError:
-        log.warning(
-            "records are not written to disk, because the working directory was removed or cannot be read: set "
-            "RANKSCOPE_SPOOL_DIR to the full path of a folder"
-        )
+        remedy = "set RANKSCOPE_SPOOL_DIR to the full path of a folder"
+        why = "because the working directory was removed or cannot be read"
+        log.warning("records are not written to disk, %s: %s", why, remedy)
         return None
-    service = None if config.ingest_url is None else service_name(config.ingest_url)
+    service = None if config.ingest_url is None else reader.service_name(config.ingest_url)
     spool = Spool(root, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync, service=service)
     return SpoolWriter(spool, describe, on_fault=on_fault, meter=meter)
