@@ -78,24 +78,21 @@ def _launch(environment: Mapping[str, str], run: str | None, size: int, group: R
     # Most specific first: RANKSCOPE_RUN applies to this launch, `run` to the script; the job id is only a fallback.
     own = {RUN_VARIABLE: environment.get(RUN_VARIABLE, "")}
     named = run_from_environment(own) or run or run_from_environment(environment)
+    fresh = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
     if size == 1:
-        return {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
+        return fresh
     if group is None:
         return _derived_launch(environment, named, "torch.distributed has no process group at attach()")
     store = group.store()
     key = f"{LAUNCH_KEY}/{restart_count(environment)}/{size}"
-    if group.rank == 0:
-        launch = {"run": named or _generated_run(), "launch_id": new_launch_id(environment)}
-        # A second monitor in the same launch gets the launch id of the first.
-        return _decoded(store.compare_set(key, "", json.dumps(launch)))
-    try:
-        store.wait([key], WAIT_FOR_RANK_0)
-    except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store raises ValueError
-        return _derived_launch(environment, named, f"rank 0 has not attached a monitor: {error}")
-    return _decoded(store.get(key))
-
-
-def _decoded(text: bytes) -> dict[str, str]:
+    if group.rank == 0:  # a second monitor in the same launch gets the launch id of the first
+        text = store.compare_set(key, "", json.dumps(fresh))
+    else:
+        try:
+            store.wait([key], WAIT_FOR_RANK_0)
+        except (RuntimeError, ValueError) as error:  # DistStoreError is a RuntimeError; a closed store: ValueError
+            return _derived_launch(environment, named, f"rank 0 has not attached a monitor: {error}")
+        text = store.get(key)
     launch: dict[str, str] = json.loads(text)
     return launch
 

@@ -199,19 +199,17 @@ def _publish_exit(monitors: Iterable[Stoppable], name: str) -> None:
     """
     waiting = []
     for monitor in monitors:
-        heard = threading.Event()
         try:
-            _work.put(_then(monitor.last_records(name), heard))
+            waiting.append(_put(monitor.last_records(name)))
         except Exception:  # other monitors must still write their records, and a handler must not raise into training
             log.exception("writing the exit record after the signal %s failed", name)
-            continue
-        waiting.append(heard)
-    deadline = time.monotonic() + _GIVE_UP_SECONDS
-    for heard in waiting:
-        heard.wait(max(0.0, deadline - time.monotonic()))
+    _wait(waiting)
 
 
-def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
+def _put(wait: FinalWait) -> threading.Event:
+    """Call `wait` on the worker thread, and return an event that is set afterwards."""
+    heard = threading.Event()
+
     def work() -> None:
         try:
             wait()
@@ -220,7 +218,14 @@ def _then(wait: FinalWait, heard: threading.Event) -> Callable[[], None]:
         finally:
             heard.set()
 
-    return work
+    _work.put(work)
+    return heard
+
+
+def _wait(events: Iterable[threading.Event]) -> None:
+    deadline = time.monotonic() + _GIVE_UP_SECONDS
+    for event in events:
+        event.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _start_threads() -> None:
@@ -278,12 +283,7 @@ def _end_stuck_process(number: int, monitors: Iterable[Stoppable]) -> None:
     name = signal.Signals(number).name
     # Only the main thread can call signal.signal(). A second signal now ends the process immediately.
     ctypes.CDLL(None).signal(number, int(signal.SIG_DFL))
-    deadline = time.monotonic() + _GIVE_UP_SECONDS
     # On another thread: the stuck thread may hold a lock that the report needs.
     reports = [(lambda monitor=monitor: monitor.last_records(name, is_stuck=True)()) for monitor in monitors]
-    heard = [threading.Event() for _ in reports]
-    for report, event in zip(reports, heard, strict=True):
-        _work.put(_then(report, event))
-    for event in heard:
-        event.wait(max(0.0, deadline - time.monotonic()))
+    _wait([_put(report) for report in reports])
     os.kill(os.getpid(), number)
