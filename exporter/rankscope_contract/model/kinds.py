@@ -30,22 +30,12 @@ class Kind(enum.StrEnum):
     COMM_OUT = "comm_out"
 
 
-CAUSAL_STAGE: Final[dict[str, int]] = {
-    Kind.PARAM_BEFORE: 0,
-    Kind.ACT_IN: 1,
-    Kind.ACT_OUT: 1,
-    Kind.ACT_GRAD_IN: 2,
-    Kind.ACT_GRAD_OUT: 2,
-    Kind.GRAD_UNREDUCED: 3,
-    Kind.COMM_IN: 4,
-    Kind.COMM_OUT: 5,
-    Kind.GRAD_REDUCED: 6,
-    Kind.GRAD_CLIPPED: 7,
-    Kind.EXP_AVG: 8,
-    Kind.EXP_AVG_SQ: 8,
-    Kind.MOMENTUM: 8,
-    Kind.PARAM_AFTER: 9,
-}
+_STAGES: Final = (
+    *((Kind.PARAM_BEFORE,), (Kind.ACT_IN, Kind.ACT_OUT), (Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT)),
+    *((Kind.GRAD_UNREDUCED,), (Kind.COMM_IN,), (Kind.COMM_OUT,), (Kind.GRAD_REDUCED,), (Kind.GRAD_CLIPPED,)),
+    *((Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM), (Kind.PARAM_AFTER,)),
+)
+CAUSAL_STAGE: Final[dict[str, int]] = {kind: stage for stage, kinds in enumerate(_STAGES) for kind in kinds}
 """Position of each kind in the causal order of a step. A fault appears first at the kind with the lowest position."""
 
 SCALAR_STAGE: Final = 6.5

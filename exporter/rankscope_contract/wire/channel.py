@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.identity import LONGEST_NAME
 from rankscope_contract.model.redaction import redacted_name
-
-T = TypeVar("T")
 
 ARROW_STREAM: Final = "application/vnd.apache.arrow.stream"
 
@@ -61,13 +59,31 @@ NOTHING: Final = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """Identity and state of a rank.
+class _Message:
+    """A message of the channel, which is a JSON object."""
 
-    The rank sends it to the service when it starts, and then repeatedly as its heartbeat. Both messages of the channel
-    are JSON; `from_json` ignores keys of a newer release, and raises ValueError for an invalid text and RecursionError
-    for one that is nested too deeply.
-    """
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the message in `text`. Keys of a newer release are ignored.
+
+        Raises ValueError for an invalid text and RecursionError for one that is nested too deeply.
+        """
+        document = json.loads(text)  # a JSONDecodeError is a ValueError
+        if not isinstance(document, dict):
+            found = type(document).__name__
+            raise ValueError(f"{cls.__name__} must be a JSON object, not {found}")  # noqa: TRY004 - one error type for all faults
+        try:
+            return cls(**{name: value for name, value in document.items() if name in cls.__dataclass_fields__})
+        except TypeError as error:
+            raise ValueError(f"{cls.__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration(_Message):
+    """Identity and state of a rank, which the rank sends to the service when it starts, and then as its heartbeat."""
 
     run: str
     rank: int
@@ -97,16 +113,9 @@ class Registration:
             if isinstance(text, str) and len(text) <= LONGEST_NAME and text.encode("utf-8", "replace").decode() == text:
                 object.__setattr__(self, name, redacted_name(text, LONGEST_NAME) or getattr(self, name))
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        return _from_json(cls, text)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RegistrationReply:
+class RegistrationReply(_Message):
     """Response of the service to a registration.
 
     It contains the lease, the attempt number of the run, the heartbeat interval in seconds, and the newest committed
@@ -118,22 +127,3 @@ class RegistrationReply:
     heartbeat_seconds: float
     committed: int = NOTHING
     notice: str | None = None
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        return _from_json(cls, text)
-
-
-def _from_json(cls: type[T], text: str | bytes) -> T:
-    document = json.loads(text)  # a JSONDecodeError is a ValueError
-    if not isinstance(document, dict):
-        found = type(document).__name__
-        raise ValueError(f"{cls.__name__} must be a JSON object, not {found}")  # noqa: TRY004 - one error type for all faults
-    known = {name: value for name, value in document.items() if name in cls.__dataclass_fields__}  # type: ignore[attr-defined]  # every caller passes a dataclass
-    try:
-        return cls(**known)
-    except TypeError as error:
-        raise ValueError(f"{cls.__name__}: {error}") from error

@@ -20,6 +20,11 @@ ClientAuth = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerif
 TlsVersion = Literal["TLS12", "TLS13"]
 
 _SECTIONS: Final = ("tls_server_config", "basic_auth_users")
+_CHOICES: Final = {
+    "client_auth_type": get_args(ClientAuth),
+    "min_version": get_args(TlsVersion),
+    "max_version": get_args(TlsVersion),
+}
 _TLS_KEYS: Final = ("cert_file", "key_file", "client_auth_type", "client_ca_file", "min_version", "max_version")
 _REFUSED: Final = {
     "http_server_config": "this server has no HTTP/2 and no additional headers: remove the option",
@@ -129,21 +134,23 @@ def _tls(section: Any, base: Path) -> TlsServer:
     if not isinstance(section, Mapping):
         raise WebConfigError("tls_server_config: write cert_file and key_file below it")
     _check_keys(section, _TLS_KEYS, "tls_server_config.")
-    for key in _TLS_KEYS:
-        if key in section and not (isinstance(section[key], str) and section[key]):
-            raise WebConfigError(f"tls_server_config.{key}: expected text, not {section[key]!r}")
+    for key, value in section.items():
+        if not (isinstance(value, str) and value):
+            raise WebConfigError(f"tls_server_config.{key}: expected text, not {value!r}")
     for key in ("cert_file", "key_file"):
         if key not in section:
             raise WebConfigError(f"tls_server_config.{key} is missing")
-    values = {
-        key: base / Path(section[key]).expanduser() for key in _TLS_KEYS if key.endswith("_file") and key in section
-    }
-    tls = TlsServer(
-        **values,
-        client_auth_type=_client_auth(section.get("client_auth_type", "NoClientCert")),
-        min_version=_version(section, "min_version", "TLS12"),
-        max_version=_version(section, "max_version", "TLS13"),
-    )
+    for key, choices in _CHOICES.items():
+        value = section.get(key, choices[0])
+        if value in _UNVERIFIED:
+            raise WebConfigError(
+                f"tls_server_config.{key} {value} would accept unverified certificates, which is not supported: "
+                "use RequireAndVerifyClientCert"
+            )
+        if value not in choices:
+            raise WebConfigError(f"tls_server_config.{key} is {value!r}: use {' or '.join(choices)}")
+    files = {key: base / Path(name).expanduser() for key, name in section.items() if key.endswith("_file")}
+    tls = TlsServer(**dict(section) | files)
     _check_together(tls)
     return tls
 
@@ -160,25 +167,6 @@ def _check_together(tls: TlsServer) -> None:
         )
     if tls.min_version > tls.max_version:
         raise WebConfigError(f"tls_server_config.min_version {tls.min_version} is above max_version {tls.max_version}")
-
-
-def _client_auth(value: str) -> Any:
-    if value in _UNVERIFIED:
-        raise WebConfigError(
-            f"tls_server_config.client_auth_type {value} would accept unverified certificates, which is not supported: "
-            "use RequireAndVerifyClientCert"
-        )
-    return _one_of(get_args(ClientAuth), value, "tls_server_config.client_auth_type")
-
-
-def _version(section: Mapping[str, Any], key: str, default: TlsVersion) -> Any:
-    return _one_of(get_args(TlsVersion), section.get(key, default), f"tls_server_config.{key}")
-
-
-def _one_of(choices: tuple[str, ...], value: str, option: str) -> str:
-    if value not in choices:
-        raise WebConfigError(f"{option} is {value!r}: use {' or '.join(choices)}")
-    return value
 
 
 def _check_keys(section: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
