@@ -204,11 +204,13 @@ def test_closed_stream_is_no_error_and_a_full_disk_is_one_line(sample_store, tmp
 def test_escape_sequences_in_names_are_masked_by_each_command(rankscope, tmp_path):
     """Only rows as CSV or JSON are not changed."""
     evil = "\x1b]0;owned\x07\x1b[2J\x9b2J\u202e\n\r"
-    run, store = f"a{evil}", ("--store", str(tmp_path / "store"))
+    run, other, store = f"a{evil}", f"b{evil}", ("--store", str(tmp_path / "store"))
     log = tmp_path / f"{run}.jsonl"
     log.write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 0.5}\n')
     commands = [
-        *(("import", str(log), "--run", run, *store), ("anomalies", run, *store), ("summary", f"x{evil}", *store)),
+        *(("import", str(log), "--run", name, *store) for name in (run, other)),
+        *((name, run, *store) for name in ("anomalies", "summary")),
+        *(("runs", *store), ("diff", run, other, *store), ("summary", f"x{evil}", *store)),
         ("watch", str(log), "--once", "--run", run, "--store", str(tmp_path / "second")),
     ]
     for command in commands:

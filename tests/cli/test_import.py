@@ -334,7 +334,6 @@ def sweep(tmp_path_factory):
 
 @pytest.mark.thorough
 def test_sweep_of_small_logs_becomes_few_files_and_commits(in_process, sweep, tmp_path):
-    """`field_operations/many_small_logs.py`: at most 120 data files for 120 logs."""
     store = tmp_path / "history"
     bad = tmp_path / "bad.jsonl"
     bad.write_bytes(bytes(range(256)))

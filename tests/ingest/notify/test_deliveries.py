@@ -147,7 +147,7 @@ def test_each_attempt_is_counted():
     assert {(attempts, "failed"): 2, (attempts, "sent"): 1} == counted
 
 
-async def test_failed_deliveries_are_on_all_pages_of_the_service(serve, start_service, fake_rank, eventually):
+async def test_failed_deliveries_are_logged_and_on_all_pages(serve, start_service, fake_rank, eventually, caplog):
     receiver = serve(status=403, text=b"channel is archived")
     url = f"json://127.0.0.1:{receiver.port}/tok3n"
     changes = {"notify.urls": [url], "notify.group_wait_seconds": 0.0}
@@ -166,6 +166,7 @@ async def test_failed_deliveries_are_on_all_pages_of_the_service(serve, start_se
     assert text.startswith("1 message waits since ")
     assert text.endswith(f" s: 403 Forbidden: channel is archived (json://127.0.0.1:{receiver.port})")
     assert all("403 Forbidden: channel is archived" in page for page in pages[:2])
+    assert "notification failed: 403 Forbidden: channel is archived (json://127.0.0.1:" in caplog.text
     assert 'rankscope_ingest_notification_attempts_total{outcome="failed"}' in pages[2]
     assert not any("tok3n" in page for page in pages)
 

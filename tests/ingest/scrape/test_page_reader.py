@@ -157,9 +157,11 @@ def test_openmetrics_is_parsed_by_its_own_format():
     whole = read_one(reader, body, openmetrics=True)
     again = read_one(reader, body, openmetrics=True)
     cut = read_one(reader, body.removesuffix(b"# EOF\n"), openmetrics=True)
+    huge = read_one(reader, b"# TYPE a gauge\na 1" + b"0" * 400 + b"\n# EOF\n", openmetrics=True)
 
     assert [("hits_total", '{"path":"/a b"}', 8.0, 1_700_000_000_250_000)] == rows_of(whole) == rows_of(again)
     assert isinstance(cut, DecodeError)
+    assert [("a", None, math.inf, None)] == rows_of(huge)
 
 
 def test_duplicate_series_on_a_page_is_stored_once():

@@ -362,6 +362,18 @@ async def test_page_is_stored_and_the_token_is_not_sent_to_exporters(start_servi
     assert 'rankscope_ingest_exporter_samples_total{how="exact"} 1.0' in metrics
 
 
+async def test_page_with_quoted_names_and_without_a_content_type_is_stored(start_service, eventually):
+    page = '{"http.req-dur","net.host"="ü"} 3\r\nplain{"a.b"="c"} 5\r\n'
+    async with FakeExporter() as exporter:
+        exporter.answer = lambda _: web.Response(body=page.encode(), headers={"Content-Type": ""})
+        async with start_service(exporters=[section(exporter)]) as service:
+            await eventually(lambda: service.rows("SELECT 1 FROM samples WHERE metric = 'plain'"))
+            rows = service.rows("SELECT DISTINCT metric, labels, value FROM samples WHERE value >= 3")
+
+    names = [("http.req-dur", '{"net.host":"ü"}', 3.0), ("plain", '{"a.b":"c"}', 5.0)]
+    assert names == sorted(tuple(row.values()) for row in rows)
+
+
 def redirecting(_):
     raise web.HTTPFound("http://127.0.0.1:1/")
 

@@ -126,7 +126,9 @@ async def test_hostile_names_are_stored_unchanged(shared_service, fake_rank):
     async with contextlib.AsyncExitStack() as stack:
         ranks = [await stack.enter_async_context(fake_rank(run=name)) for name in names]
         await asyncio.gather(*(rank.deliver(shared_service, 2) for rank in ranks))
+        listed = {target["labels"]["instance"] for target in json.loads((await shared_service.get("/sd"))[1])}
 
+    assert {f"{name}/0" for name in names} <= listed
     for table in ("scalars", "runs"):
         stored = {row["run"] for row in shared_service.rows(f"SELECT run FROM {table}")}
         assert set() == set(names) - stored
