@@ -1,6 +1,5 @@
-"""What the situations share: a service, a rank, a receiver of messages, and the verdict of a case."""
+"""What the situations share: a service, a rank, and the verdict of a case."""
 
-import http.server
 import json
 import os
 import pathlib
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -143,28 +141,6 @@ def sql(store, query):
     return answer.stdout.splitlines()[1:], answer.stderr.strip()
 
 
-class Receiver:
-    """A web server on loopback that keeps the requests which it receives."""
-
-    def __init__(self, status=200, text=b""):
-        self.got = got = []
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                got.append((self.path, dict(self.headers), self.rfile.read(int(self.headers.get("Content-Length", 0)))))
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.port = self.server.server_port
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 def finish(code, text):
     for process in STARTED:
         if process.poll() is None:
@@ -191,10 +167,3 @@ def wrong(text):
 
 def skip(text):
     finish(77, "not judged: " + " ".join(text.split())[:400])
-
-
-def end(process, seconds=300):
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        skip("the machine is too slow for this case")
