@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -240,6 +241,41 @@ tree_map: Final = torch_name("torch.utils._pytree.tree_map", None)
 tree_flatten_with_path: Final = torch_name("torch.utils._pytree.tree_flatten_with_path", None)
 nested_tensor_class: Final = partial(loaded, "torch.nested._internal.nested_tensor", "NestedTensor")
 """Return the class of jagged tensors for isinstance()."""
+
+
+# Optimizers.
+
+_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_STATE_DICT: Final = "torch.distributed.checkpoint.state_dict"
+
+
+def is_in_optimizer_step() -> bool:
+    """Return whether this thread is inside of the step of a torch optimizer."""
+    return any(frame.f_code is _STEP for frame in _stack())
+
+
+def makes_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer` steps without an effect, to create its state for a checkpoint.
+
+    torch sets all gradients and learning rates to 0 for this step.
+    """
+    rates = (group.get("lr") for group in optimizer.param_groups)
+    if not all(isinstance(rate, torch.Tensor) or rate == 0 for rate in rates):  # a tensor may be on a device
+        return False
+    return any(frame.f_globals.get("__name__") == _STATE_DICT for frame in _stack())
+
+
+def is_in_forward(module: torch.nn.Module, thread: int) -> bool:
+    """Return whether a thread is inside of a forward pass of the class of `module`."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    return any(frame.f_code is code for frame in _stack(thread))
+
+
+def _stack(thread: int | None = None) -> Iterator[FrameType]:
+    frame = sys._getframe(2) if thread is None else sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 # DDP, FSDP1, FSDP2 and pipelines.

@@ -39,7 +39,7 @@ _INTENDED: Final[dict[str, int]] = {
     **dict.fromkeys((Kind.PARAM_BEFORE, Kind.PARAM_AFTER), _NUMBER_AT_FIRST),
     **dict.fromkeys((Kind.ACT_IN, Kind.ACT_OUT), 1 << 62),  # any number
 }
-"""How many infinities of an entry are no anomaly, by its kind, if it has some at its first value."""
+"""The number of infinities that are no anomaly, by kind, in an entry that has some at its first value."""
 
 _JUDGED_ROWS: Final = [VALUE_OPS.index(op) for op in JUDGED_OPS]
 _NO_BASELINE: Final = np.array(math.nan, np.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -12,7 +13,14 @@ import torch
 
 from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
-from rankscope_exporter.adapters.torch_private import NO_PASS, autograd_engine, current_pass, forward_pre_hooks
+from rankscope_exporter.adapters.torch_private import (
+    NO_PASS,
+    autograd_engine,
+    current_pass,
+    forward_pre_hooks,
+    is_in_forward,
+    makes_state,
+)
 from rankscope_exporter.adapters.tracing import (
     STAND_INS,
     is_dynamo_compiling,
@@ -72,8 +80,13 @@ class Hooks(HookContext):
         self._changes = changes
         self._note = recorder.note
         self._watchdog = watchdog
-        self._new_optimizers = NewOptimizers(monitored.optimizers, self._new_optimizer, monitored.in_model)
+        self._new_optimizers = NewOptimizers(
+            monitored.optimizers, self._new_optimizer, monitored.in_model, ignored=self._is_in_forward
+        )
         self._backward = self._listed = NO_PASS
+        self._forward_thread = 0  # of the latest forward pass
+        self._inner = 0  # forward passes of the root inside of its own forward pass
+        self._without_effect: set[int] = set()  # optimizers in a step that is none of the training, by identity
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
         self._updated_in_pass = False
         self._handled = id(None)  # the exception that the training handled when the forward pass began, by identity
@@ -111,7 +124,7 @@ class Hooks(HookContext):
         return max(0, self._recorder.micro_step)
 
     def gradient_arrives(self) -> None:
-        if self._gradients.begin_steps and current_pass() != self._backward:
+        if self._gradients.begin_steps and current_pass() != self._backward and not self._is_in_forward():
             self._pass_begins(current_pass())
 
     def reduced(self) -> None:
@@ -127,6 +140,11 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
+        if self.in_forward and self._is_in_forward():
+            self._inner += 1
+            return
+        self._inner = 0
+        self._forward_thread = threading.get_ident()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
         own = module if self._is_unwrapped else self._monitored.framework.module
@@ -142,7 +160,14 @@ class Hooks(HookContext):
         self._watchdog.active_at = time.monotonic()
         self._recorder.transformed_forward()
 
+    def _is_in_forward(self) -> bool:
+        """Return whether a training forward pass of the model is running. `in_forward` may be stale."""
+        return self.in_forward and is_in_forward(self._monitored.framework.model, self._forward_thread)
+
     def _forward_ended(self, module: torch.nn.Module, *_: Any) -> None:
+        if self._inner:
+            self._inner -= 1
+            return
         was_training, self.in_forward = self.in_forward, False
         was_evaluation, self._in_evaluation = self._in_evaluation, False
         if was_training:
@@ -180,6 +205,8 @@ class Hooks(HookContext):
         """
         backward = current_pass()
         if backward != self._backward:
+            if self.in_forward and self._is_in_forward():  # the model trains a part of itself
+                return
             self._pass_begins(backward)
         self._monitored.update.arrived.append(index)
         if self._reads_in_hooks and self._current.is_sampled:
@@ -245,6 +272,11 @@ class Hooks(HookContext):
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._watchdog.active_at = time.monotonic()
+        rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+        has_effect = isinstance(rate, int | float) and rate
+        if (self.in_forward and self._is_in_forward()) or (not has_effect and makes_state(optimizer)):
+            self._without_effect.add(id(optimizer))
+            return None
         self._new_optimizers.followed_begins(optimizer)
         if current_pass() != NO_PASS:
             self._updates_in_backward(optimizer)
@@ -276,6 +308,9 @@ class Hooks(HookContext):
 
     def _updated(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._watchdog.active_at = time.monotonic()
+        if id(optimizer) in self._without_effect:
+            self._without_effect.remove(id(optimizer))
+            return
         self._new_optimizers.stepping.discard(id(optimizer))
         if current_pass() == NO_PASS:
             self._recorder.updated(optimizer)

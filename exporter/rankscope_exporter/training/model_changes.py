@@ -107,7 +107,7 @@ class NewOptimizers:
     step. The new optimizer replaces the observed optimizers with which it shares parameters, and those without any
     parameter of the model, as after `load_state_dict(assign=True)`. They leave the list until they step again. The
     argument `replaces` of `follow` is true if there are such optimizers. The function `in_model` returns the id() of
-    each present parameter of the model.
+    each present parameter of the model. Steps during which `ignored` returns true are not observed.
 
     Some optimizers contain another one: the step of one calls the step of the other. If one of the two is observed, the
     other is ignored, because both step together.
@@ -118,10 +118,13 @@ class NewOptimizers:
         followed: list[Optimizer] | Borrowed[Optimizer],
         follow: Callable[..., None],
         in_model: Callable[[], set[int]] = set,
+        *,
+        ignored: Callable[[], bool] = bool,
     ) -> None:
         self._followed = followed
         self._follow = follow
         self._in_model = in_model
+        self._ignored = ignored
         self._known = {id(optimizer): _Known(optimizer) for optimizer in followed}
         self._left: dict[int, _Known] = {}  # optimizers that were replaced
         self.stepping: set[int] = set()
@@ -165,7 +168,7 @@ class NewOptimizers:
             known.latest = identities(optimizer)
 
     def _begins(self, optimizer: Optimizer) -> None:
-        if not any(id(known) in self.stepping for known in self._followed):
+        if not any(id(known) in self.stepping for known in self._followed) and not self._ignored():
             self._before[id(optimizer)] = self._steps
 
     def _ended(self, optimizer: Optimizer) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_contract.model.events import Event
+from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.adapters.base import GradientSource
@@ -285,15 +285,14 @@ class Recorder:
             now, current = time.monotonic(), self.current
             if now - self._updated_at < LOGGING_SECONDS:
                 self._last_seen = now
-            if (
-                step is not None
-                and current.is_numbered
-                and current.pending is not None
-                and step != current.pending.step
-            ):
-                self._after(self.tracker.end(), "script")
-            if current.log(pending, step) and step is not None:
-                self.tracker.step = step
+            if step is None or not current.is_over(step):
+                is_other = current.pending is not None and step != current.pending.step
+                if step is not None and current.is_numbered and is_other:
+                    self._after(self.tracker.end(), "script")
+                if current.log(pending, step) and step is not None:
+                    self.tracker.step = step
+            else:
+                current.log_apart(pending, step)
 
     def end_step(self, skipped: bool | None) -> None:  # noqa: FBT001 - hooks have positional arguments
         """End the open step at the request of the script."""
@@ -317,6 +316,7 @@ class Recorder:
             self._after(self.tracker.end(skipped=False), "end")
             if self._late is not None:
                 self._late(time.monotonic(), "end")
+            self.current.publish_next()
             is_partial = stage is StepStage.OPEN or (is_cut and stage is StepStage.GRADIENTS)
             return before if is_partial else self.current.last_step
 
@@ -377,6 +377,7 @@ class Recorder:
         """
         pending, self.current.pending = self.current.pending, None
         assert pending is not None
+        self.current.last_is_numbered = self.current.is_numbered
         self.current.is_sampled = self.current.is_numbered = False
         self.current.last_step = pending.step
         self._kept = ()
@@ -474,8 +475,12 @@ class CurrentStep:
         """
         self.is_numbered = False
         """True if the script has set the number of the open step, or that of the next step if none is open."""
+        self.last_is_numbered = False
+        """True if the script has set the number of the step that was closed last."""
         self.last_step: int | None = None
         """Number of the step that was closed last; None before the first step was closed."""
+        self._next_step: int | None = None  # number of `next_values`
+        self._has_gone_back = False
         self.next_values: list[Pending] = []
         self.next_events: list[Event] = []
         """Values and events that were added while no step is open. They belong to the next step."""
@@ -497,9 +502,36 @@ class CurrentStep:
             self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
             return False
         else:
+            if step != self._next_step:
+                self.publish_next()
             self.next_values += values
+            self._next_step = step
         self.is_numbered |= step is not None
         return step is not None
+
+    def is_over(self, step: int) -> bool:
+        """Return whether `step` is no new number: steps were counted beyond it, and not by numbers of the script."""
+        if self.last_step is None or self.last_is_numbered:
+            return False
+        return step < self.last_step + (self.pending is not None)
+
+    def log_apart(self, values: Sequence[Pending], step: int) -> None:
+        """Publish logged values with the number `step` of an earlier step: training steps keep their numbers."""
+        events = []
+        if step != self.last_step and not self._has_gone_back:
+            self._has_gone_back = True
+            text = (
+                f"log(step={step}) is below the number of the last step, {self.last_step}: such values are stored with "
+                "their own number, and the steps of the training keep theirs"
+            )
+            events = [Event(type=EventType.NOTE, severity=Severity.WARNING, message=text)]
+        self.hand_over(StepRecord.now(step, pending=list(values), events=events))
+
+    def publish_next(self) -> None:
+        """Publish the values of the next step, which does not begin: another number follows, or training ends."""
+        if self.next_values:
+            self.hand_over(StepRecord.now(self._next_step, pending=self.next_values))
+            self.next_values = []
 
     def note_learning_rates(self, monitored: MonitoredModel) -> None:
         """Store the learning rates of all groups for the open step, without waiting for a device."""

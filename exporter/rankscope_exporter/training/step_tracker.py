@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_exporter.adapters.torch_private import in_place_changes
+from rankscope_exporter.adapters.torch_private import in_place_changes, is_in_optimizer_step
 
 
 class UnseenUpdates:
@@ -112,11 +112,22 @@ class StepTracker:
     If `has_optimizer` is false, no step counts as skipped until an optimizer steps. If `explicit` is true, only a call
     of `end` ends a step. This is needed for training loops that use a model in several ways per step, such as
     adversarial training.
+
+    The function `is_in_update` returns whether an optimizer step that has begun still runs. It may compute gradients in
+    a closure, or it has raised.
     """
 
-    def __init__(self, first_step: int = 1, *, has_optimizer: bool = True, explicit: bool = False) -> None:
+    def __init__(
+        self,
+        first_step: int = 1,
+        *,
+        has_optimizer: bool = True,
+        explicit: bool = False,
+        is_in_update: Callable[[], bool] = is_in_optimizer_step,
+    ) -> None:
         self._has_optimizer = has_optimizer
         self._explicit = explicit
+        self._is_in_update = is_in_update
         self._updating = False
         self._has_forward = False  # a forward pass has begun in the present step
         self.stage = StepStage.IDLE
@@ -176,6 +187,7 @@ class StepTracker:
         return ended
 
     def _end_if_over(self, cleared: Cleared) -> Ended | None:
-        if self._explicit or self._updating:
+        if self._explicit or (self._updating and self._is_in_update()):  # a closure computes the gradients
             return None
-        return self.end() if self.stage is StepStage.UPDATED or cleared() else None
+        has_failed, self._updating = self._updating, False  # the optimizer has raised
+        return self.end() if has_failed or self.stage is StepStage.UPDATED or cleared() else None

@@ -434,6 +434,8 @@ PASSES = ("forward", "backward")
 UPDATE = ("update", "updated")
 CLEARED = ("forward!", "backward!")
 AGAIN = ("same optimizer", "updated")
+CLOSURE: dict[str, Any] = {"is_in_update": lambda: True}
+RAISED: dict[str, Any] = {"is_in_update": lambda: False}
 
 
 @pytest.mark.parametrize(
@@ -447,7 +449,8 @@ AGAIN = ("same optimizer", "updated")
         ({}, ("forward", "backward", "backward!", *UPDATE, "end"), [(1, False)]),  # gradient surgery
         ({}, ("backward", *UPDATE * 2, "forward"), [(1, False)]),  # two optimizers
         ({}, ("update", "backward", "updated", "same optimizer"), [(1, False)]),  # with a closure
-        ({}, ("update", *CLEARED * 4, "updated", "same optimizer", *CLEARED * 4, "updated"), [(1, False)]),
+        (CLOSURE, ("update", *CLEARED * 4, "updated", "same optimizer", *CLEARED * 4, "updated"), [(1, False)]),
+        (RAISED, (*PASSES, "update", *PASSES, *UPDATE, "end"), [(1, True), (2, False)]),
         ({"first_step": 7}, ("backward", "end, not skipped", "end"), [(7, False)]),
         ({"has_optimizer": False}, ("backward", "forward!"), [(1, False)]),
         ({"has_optimizer": False}, (*PASSES, *UPDATE, *PASSES, "forward!"), [(1, False), (2, True)]),  # made later

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.exporter.parts import Watched, session_of
 from torch import nn
 from torch.autograd import forward_ad
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, functionalize, grad, grad_and_value, hessian, jvp, vmap
@@ -383,6 +384,107 @@ def test_update_inside_the_backward_pass_belongs_to_this_pass(is_known, is_regis
 
     assert (0 if is_known else 1) == len(loop.messages("note"))
     assert [] == loop.skipped()
+
+
+class Root(nn.Module):
+    """Its forward pass calls itself, and trains a part of it with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.fast, self.leave = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.inner = torch.optim.SGD(self.fast.parameters(), lr=0.05)
+
+    def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        if depth:
+            return self.leave(self(x, depth - 1))  # type: ignore[no-any-return]
+        hidden: torch.Tensor = self.enter(x)
+        with torch.enable_grad():
+            (self.fast(hidden.detach()) - hidden.detach()).square().mean().backward()
+        self.inner.step()
+        self.inner.zero_grad()
+        return hidden
+
+
+def test_calls_and_updates_inside_of_the_forward_pass_are_part_of_it():
+    loop = Loop("activations", net=Root())
+    optimizer = loop.adam(loop.net.enter, loop.net.leave)
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        for _ in range(2):
+            loop.backward()
+        for name in ("enter.weight", "leave.weight"):
+            loop.note(step, "grad_reduced", {name: loop.net.get_parameter(name).grad})
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.end()
+
+    assert [] == loop.messages("note") + loop.skipped()
+    assert {0, 1} == {row.entry.micro_step for row in loop.rows("act_out") if row.entry.tensor in ("enter", "leave")}
+    assert 4 * STEPS == sum(row.entry.tensor in ("enter", "leave") for row in loop.rows("act_out"))
+
+
+def test_step_that_creates_the_state_of_a_checkpoint_is_no_update():
+    loop = Loop()
+    optimizer = torch.optim.SGD(loop.net.parameters(), lr=0.05)  # its state is empty
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        loop.backward()
+        optimizer.step()
+        loop.note(step, "param_after")
+        optimizer.zero_grad()
+        get_state_dict(loop.net, optimizer)
+    loop.end()
+
+    assert {0.05} == {rate for _, rate in loop.scalars("learning_rate")}
+
+
+def test_update_that_raises_ends_its_step():
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        loop.backward()
+        loop.note(step, "grad_reduced")
+        if step == STEPS - 1:
+            optimizer.param_groups[0]["betas"] = None
+            with pytest.raises(TypeError):
+                optimizer.step()
+            optimizer.param_groups[0]["betas"] = (0.9, 0.99)
+        else:
+            optimizer.step()
+            loop.note(step, "param_after")
+        optimizer.zero_grad()
+    loop.end()
+
+    assert [STEPS - 1] == loop.skipped()
+    assert STEPS - 1 not in loop.steps("param_after")
+
+
+def test_numbers_of_epochs_do_not_replace_numbers_of_steps():
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        loop.backward()
+        optimizer.step()
+        loop.monitor.log(own=step)
+        if step % 2 == 0:
+            loop.monitor.log(accuracy=step, step=step // 2)
+    loop.end()
+
+    assert [(step, step) for step in range(1, STEPS + 1)] == loop.scalars("own")
+    assert [(1, 2), (2, 4)] == loop.scalars("accuracy")
+    assert 1 == len(loop.messages("note"))
+
+
+def test_numbers_logged_without_a_training_step_are_published():
+    loop = Loop()
+    loop.attach()
+    for step in range(1, 6):
+        loop.monitor.log(reward=step, step=step)
+    loop.finish()
+
+    assert [(step, step) for step in range(1, 6)] == loop.scalars("reward")
 
 
 def test_steps_continue_with_a_process_group_and_ddp_that_are_made_again(group):
