@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_exporter.records.selection import Ops, Published, carried_ops, masks
@@ -44,15 +44,7 @@ class ParameterEntries(Sequence[PlanEntry]):
     def __iter__(self) -> Iterator[PlanEntry]:
         return (PlanEntry(kind, *fields) for kind, described in self._groups for fields in described.fields)
 
-    @overload
-    def __getitem__(self, position: int) -> PlanEntry: ...
-
-    @overload
-    def __getitem__(self, position: slice) -> list[PlanEntry]: ...
-
-    def __getitem__(self, position: int | slice) -> PlanEntry | list[PlanEntry]:
-        if isinstance(position, slice):
-            return [self[index] for index in range(*position.indices(len(self)))]
+    def __getitem__(self, position: Any) -> Any:
         group, index = divmod(range(len(self))[position], self._count)  # IndexError ends an iteration
         kind, described = self._groups[group]
         return PlanEntry(kind, *described.fields[index])
@@ -80,9 +72,6 @@ class Placed:
     entries: ParameterEntries
     first: int
 
-    def at(self, row: int) -> PlanEntry:
-        return self.entries[row - self.first]
-
 
 PlanItem = PlanEntry | Placed
 """An entry of the plan, or the entries to which the entry belongs."""
@@ -90,7 +79,8 @@ PlanItem = PlanEntry | Placed
 
 def entry_at(row: int, item: PlanItem) -> PlanEntry:
     """Return the entry at table row `row`, where the plan has `item`."""
-    return item.at(row) if isinstance(item, Placed) else item
+    found: PlanEntry = item.entries[row - item.first] if isinstance(item, Placed) else item
+    return found
 
 
 def entries_of(items: Sequence[PlanItem]) -> tuple[PlanEntry, ...]:

@@ -64,11 +64,14 @@ class Deferred:
         return list(self.rows(self.transfer.wait().cpu().numpy()))
 
 
+AMOUNTS: Final = ("tokens", "samples")
+"""Names of logged numbers that are amounts per step.
+
+Their rate per second and their running total are published as well.
+"""
 UNITS: Final[dict[str, str]] = {
-    "tokens": "tokens",
-    "samples": "samples",
-    "tokens_per_second": "tokens/s",
-    "samples_per_second": "samples/s",
+    **dict(zip(AMOUNTS, AMOUNTS, strict=True)),
+    **{f"{name}_per_second": f"{name}/s" for name in AMOUNTS},
     "step_seconds": "seconds",
 }
 LABEL_OF_GROUP: Final[dict[str, str]] = {"loss": "loss", "learning_rate": "group"}
@@ -116,13 +119,6 @@ class Pending:
         return Scalar(self.name, float(value), UNITS.get(self.name), self.labels)
 
 
-AMOUNTS = ("tokens", "samples")
-"""Names of logged numbers that are amounts per step.
-
-Their rate per second and their running total are published as well.
-"""
-
-
 OF_MICRO_BATCHES: Final = "grad_unreduced of micro-batches"
 """Name of the rows of `grad_unreduced` with a number of a micro-batch, as a kind of expected rows."""
 
@@ -144,11 +140,8 @@ class ExpectedRows:
 
 def skipped_event() -> Event:
     """Return the event of a step in which the optimizer did not update the parameters."""
-    return Event(
-        type=EventType.STEP_SKIPPED,
-        severity=Severity.INFO,
-        message="gradients were computed, but the optimizer did not run",
-    )
+    text = "gradients were computed, but the optimizer did not run"
+    return Event(type=EventType.STEP_SKIPPED, severity=Severity.INFO, message=text)
 
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -286,10 +279,8 @@ def timing(seconds: float, logged: Iterable[Pending], cause: Cause) -> list[Pend
     for item in logged if seconds > 0 else ():
         if item.name in AMOUNTS and isinstance(item.value, float):
             amounts[item.name] = amounts.get(item.name, 0.0) + item.value
-    found = [Pending("step_seconds", seconds)]
-    for name, amount in amounts.items():
-        found.append(Pending(f"{name}_per_second", amount / seconds))
-    return found
+    rates = (Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items())
+    return [Pending("step_seconds", seconds), *rates]
 
 
 class StepObserver:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import enum
 import functools
 import hashlib
 import logging
@@ -20,25 +19,16 @@ SOURCE: Final = Path(__file__).with_name("kernel.c")
 LIBRARY: Final = Path(__file__).with_name("_kernel.so")
 
 _DLPACK_MAJOR: Final = 1  # the version of its structs in `kernel.c`
-MOVED, RESHAPED, ABSENT, UNREAD, LARGE = 1, 2, 4, 8, 16  # the bits of a result of `CKernel.read`, as in `kernel.c`
-IRREGULAR: Final = RESHAPED | ABSENT | UNREAD
 
 
-class Code(enum.IntEnum):
-    """The dtypes of tensors that the compiled kernels can read."""
+class Read:
+    """The bits of a result of `CKernel.read`, as in `kernel.c`."""
 
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-    FLOAT64 = 3
+    MOVED, RESHAPED, ABSENT, UNREAD, LARGE = 1, 2, 4, 8, 16
 
 
-CODES: Final = {
-    torch.float32: Code.FLOAT32,
-    torch.bfloat16: Code.BFLOAT16,
-    torch.float16: Code.FLOAT16,
-    torch.float64: Code.FLOAT64,
-}
+CODES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""Numbers of the dtypes that the compiled kernels can read."""
 
 
 class CKernel:

@@ -9,9 +9,9 @@ from typing import Final
 
 import torch
 
-from rankscope_exporter.measure.kernels.c_kernel import CODES, Code
+from rankscope_exporter.measure.kernels.c_kernel import CODES
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Rows, StatisticsTable, on_device
-from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES, gathered, is_dense, is_freed
+from rankscope_exporter.measure.kernels.tensor_access import readable_by_kernel
 from rankscope_exporter.measure.kernels.torch_backend import round_up
 
 CHUNK: Final = 16_384
@@ -62,8 +62,8 @@ class DeviceArguments:
 
         Does not wait for the device.
         """
-        tensors = [None if tensor is None else gathered(tensor) for tensor in tensors]
-        seen = [_sight(tensor, table.device) for tensor in tensors]
+        found = [readable_by_kernel(tensor, table.device) for tensor in tensors]
+        seen = [None if own is None else (own.data_ptr(), own.numel(), own.dtype) for own in found]
         stream = stream_of(table.device)
         if stream != self._stream:
             self._stream, self._seen, self._jobs = stream, None, None
@@ -110,18 +110,6 @@ def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def _sight(tensor: torch.Tensor | None, device: torch.device) -> Sight | None:
-    """Return address, number of elements and dtype of a tensor that the kernel can read; None for any other."""
-    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.dtype not in CODES or tensor.device != device:
-        return None
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg() or is_freed(tensor):
-        return None
-    address, numel = tensor.data_ptr(), tensor.numel()
-    if numel and not address:  # zeros without memory, which autograd makes in some formulas
-        return None
-    return (address, numel, tensor.dtype) if tensor.is_contiguous() or is_dense(tensor) else None
-
-
 @functools.cache
 def _zero_bits(zero_below: float, dtype: torch.dtype) -> int:
     """Return the bits of the smallest magnitude that does not count as zero, in float64 or float32.
@@ -130,6 +118,6 @@ def _zero_bits(zero_below: float, dtype: torch.dtype) -> int:
     """
     if not zero_below > 0:
         return 1
-    wide, bits = (torch.float64, torch.int64) if CODES[dtype] is Code.FLOAT64 else (torch.float32, torch.int32)
+    wide, bits = (torch.float64, torch.int64) if dtype is torch.float64 else (torch.float32, torch.int32)
     bound = torch.tensor(round_up(zero_below, dtype), dtype=wide, device="cpu")
     return max(1, int(bound.view(bits)))

@@ -10,26 +10,11 @@ from typing import Final
 import torch
 
 from rankscope_exporter.measure.kernels import torch_backend
-from rankscope_exporter.measure.kernels.c_kernel import (
-    ABSENT,
-    CODES,
-    IRREGULAR,
-    LARGE,
-    MOVED,
-    RESHAPED,
-    UNREAD,
-    CKernel,
-)
+from rankscope_exporter.measure.kernels.c_kernel import CODES, CKernel, Read
 from rankscope_exporter.measure.kernels.compiled import ready_kernel
 from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Rows, StatisticsTable, contiguous_rows
-from rankscope_exporter.measure.kernels.tensor_access import (
-    PLAIN_TYPES,
-    SUSPICIOUS_BELOW,
-    elements_of,
-    is_dense,
-    is_freed,
-)
+from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES, elements_of, readable_by_kernel
 from rankscope_exporter.process.openmp import openmp_parallel
 
 _CHUNK: Final = 1 << 15
@@ -51,6 +36,7 @@ _BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Spec = tuple[tuple[int, ...], torch.dtype]
 _is_neg = torch.Tensor.is_neg
+_IRREGULAR: Final = Read.RESHAPED | Read.ABSENT | Read.UNREAD
 _PLAIN: Final = PLAIN_TYPES | {type(None)}
 
 
@@ -99,13 +85,13 @@ class MeasureGroup:
         request = self._request or self._new_request(kernel)
         request[_TABLE] = table.arguments
         found = kernel.read(self._address, tensors)
-        if found & UNREAD:  # some may be DTensors
+        if found & Read.UNREAD:  # some may be DTensors
             tensors = _locals(tensors)
-            found = kernel.read(self._address, tensors) | (found & (MOVED | RESHAPED | ABSENT))
+            found = kernel.read(self._address, tensors) | (found & (Read.MOVED | Read.RESHAPED | Read.ABSENT))
         # The kernel does not see whether elements are negated. All tensors are plain here, and none is absent.
-        if found & IRREGULAR or (found & MOVED and True in map(_is_neg, tensors)):  # type: ignore[arg-type]
+        if found & _IRREGULAR or (found & Read.MOVED and True in map(_is_neg, tensors)):  # type: ignore[arg-type]
             self._complete(kernel, request, found, tensors, table)
-        elif found & LARGE:
+        elif found & Read.LARGE:
             self._measure_read(kernel, request)
 
     def _new_request(self, kernel: CKernel) -> array.array[int]:
@@ -136,18 +122,18 @@ class MeasureGroup:
                 job = _REQUEST_FIELDS + JOB_FIELDS * position
                 if tensor is None or (request[job + _SIZE] >= 0 and not tensor.is_neg()):
                     continue
-                if (readable := readable_by_kernel(tensor)) is None:
+                if (readable := readable_by_kernel(tensor, table.device)) is None:
                     others.append(position)
                     request[job + _SIZE], request[job + _DTYPE], request[job + _SHAPE] = -1, -1, 0
                 else:
                     copies.append(readable)
                     request[job], request[job + _SIZE] = readable.data_ptr(), readable.numel()
                     request[job + _DTYPE], request[job + _SHAPE] = CODES[readable.dtype], 0
-            if found & (UNREAD | LARGE):
+            if found & (Read.UNREAD | Read.LARGE):
                 self._measure_read(kernel, request)
             if others:
                 self._with_torch(tensors, others, table)
-            if found & ~(MOVED | ABSENT | LARGE):
+            if found & ~(Read.MOVED | Read.ABSENT | Read.LARGE):
                 self._describe(tensors)
 
     def _measure_read(self, kernel: CKernel, request: array.array[int]) -> None:
@@ -219,18 +205,6 @@ def _locals(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | N
             else tensor.to_local()
             for tensor in tensors
         ]
-
-
-def readable_by_kernel(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return `tensor` or a contiguous copy, which the compiled kernel can read; None if it cannot read its elements."""
-    if type(tensor) not in PLAIN_TYPES or tensor.dtype not in CODES or not tensor.is_cpu or tensor.is_nested:
-        return None
-    if tensor.layout is not torch.strided or tensor.is_neg():
-        return None
-    address = tensor.data_ptr()
-    if address < SUSPICIOUS_BELOW and tensor.numel() and (not address or is_freed(tensor)):
-        return None
-    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 @functools.cache

@@ -9,7 +9,8 @@ from typing import Final
 import torch
 
 from rankscope_exporter.measure.kernels.c_kernel import CODES, c_kernel
-from rankscope_exporter.measure.kernels.measure_group import JOB_FIELDS, readable_by_kernel
+from rankscope_exporter.measure.kernels.measure_group import JOB_FIELDS
+from rankscope_exporter.measure.kernels.tensor_access import readable_by_kernel
 from rankscope_exporter.process.openmp import openmp_parallel
 
 _EXACT_IN_FLOAT32: Final = 1 << 24
@@ -27,7 +28,7 @@ def sums_of_signs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, compile
     jobs, sums = array.array("q"), torch.zeros(len(pairs), dtype=torch.int64, device="cpu")
     for place, (a, b) in enumerate(pairs):
         is_alike = a.dtype == b.dtype and a.stride() == b.stride()
-        if is_alike and readable_by_kernel(a) is a and readable_by_kernel(b) is b:
+        if is_alike and all(readable_by_kernel(item, item.device) is item for item in (a, b)):
             jobs.extend((a.data_ptr(), a.numel(), place, CODES[a.dtype], 0, b.data_ptr()))
         else:
             sums[place] = _sum(a, b)

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rankscope_exporter.adapters.torch_private import is_wrapped
+from rankscope_exporter.measure.kernels.c_kernel import CODES
 
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that have memory of their own. A tensor of another type may be a wrapper of tensors."""
@@ -100,12 +101,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, copied if it has gaps or overlaps: copy and kernel are faster than torch operations."""
-    if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor
-    # A copy of freed memory would end the process.
-    return tensor if tensor.is_contiguous() or is_dense(tensor) or is_freed(tensor) else tensor.contiguous()
+def readable_by_kernel(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Return `tensor`, or a copy without gaps, for the kernel of `device`; None if the kernel cannot read it."""
+    if type(tensor) not in PLAIN_TYPES or tensor is None or tensor.dtype not in CODES or tensor.device != device:
+        return None
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_neg():
+        return None
+    # Zeros without memory, which autograd makes in some formulas; a copy of freed memory would end the process.
+    if tensor.numel() and (not tensor.data_ptr() or is_freed(tensor)):
+        return None
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
