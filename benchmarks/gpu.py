@@ -274,13 +274,13 @@ def hardware() -> list[Row]:
 
 def _slowest_readings(nvml: Any, gpu: Gpu) -> list[Row]:
     handle, rows = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid), []
-    for reading in READINGS:
+    for name, read in READINGS.items():
         with contextlib.suppress(nvml.NVMLError, AttributeError):
-            list(reading.read(nvml, handle))
+            list(read(nvml, handle))
             began = time.perf_counter()
             for _ in range(5):
-                list(reading.read(nvml, handle))
-            rows.append(Row(f"NVML: {reading.name}", 2e5 * (time.perf_counter() - began), "us", "mean of 5"))
+                list(read(nvml, handle))
+            rows.append(Row(f"NVML: {name}", 2e5 * (time.perf_counter() - began), "us", "mean of 5"))
     return sorted(rows, key=lambda row: -row.value)[:5]
 
 

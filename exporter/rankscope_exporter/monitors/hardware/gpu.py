@@ -3,20 +3,15 @@
 The GPU is found by its UUID, because CUDA_VISIBLE_DEVICES changes the device numbers. `nvidia-ml-py` is imported at run
 time. Without this package or a driver, there are no GPU metrics; that is not an error.
 
-Hardware metrics of one GPU from NVML, in base units.
-
-Each metric is read by a function of two arguments: the module `pynvml` and NVML's handle of the GPU. A function raises
-the module's NVMLError if the board, its driver or a MIG slice does not support the metric.
+Hardware metrics of one GPU from NVML are in base units.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -24,8 +19,14 @@ import torch
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.records.record import Scalar
 
-_KIB: Final = 1024
 _ALL_LINKS: Final = 0xFFFFFFFF
+_KIB: Final = 1024
+
+Reading = Callable[[Any, Any], Iterable[Scalar]]
+"""Function of the module `pynvml` and NVML's handle of the GPU that reads a metric.
+
+It raises the module's NVMLError if the board, its driver or a MIG slice does not support the metric.
+"""
 
 THROTTLE_REASONS: Final = {
     "sw_power_cap": "SwPowerCap",
@@ -59,42 +60,12 @@ def memory(nvml: Any, handle: Any) -> Iterator[Scalar]:
     yield Scalar("gpu_memory_total_bytes", float(info.total), "bytes")
 
 
-def temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the temperature of the GPU chip in degrees Celsius."""
-    degrees = nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-    yield Scalar("gpu_temperature_celsius", float(degrees), "celsius", {"sensor": "gpu"})
-
-
-def memory_temperature(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the temperature of the GPU memory in degrees Celsius."""
-    degrees = _field(nvml, handle, nvml.NVML_FI_DEV_MEMORY_TEMP)
-    yield Scalar("gpu_temperature_celsius", degrees, "celsius", {"sensor": "memory"})
-
-
-def clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the current clock frequency of the multiprocessors or of the memory in Hz."""
-    hertz = nvml.nvmlDeviceGetClockInfo(handle, getattr(nvml, constant)) * 1e6
-    yield Scalar("gpu_clock_hertz", hertz, "hertz", {"clock": name})
-
-
-def highest_clock(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the highest possible clock frequency of the multiprocessors or of the memory in Hz."""
-    hertz = nvml.nvmlDeviceGetMaxClockInfo(handle, getattr(nvml, constant)) * 1e6
-    yield Scalar("gpu_clock_limit_hertz", hertz, "hertz", {"clock": name})
-
-
 def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
     """Yield 1 for each reason that currently reduces the GPU clocks, and 0 for each other reason."""
     mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     for name, constant in THROTTLE_REASONS.items():
         bit = getattr(nvml, f"nvmlClocksThrottleReason{constant}")
         yield Scalar("gpu_throttled", float(bool(mask & bit)), None, {"reason": name})
-
-
-def ecc(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the number of corrected or uncorrected memory errors since the driver was loaded."""
-    count = nvml.nvmlDeviceGetTotalEccErrors(handle, getattr(nvml, constant), nvml.NVML_VOLATILE_ECC)
-    yield Scalar("gpu_ecc_errors_total", float(count), "errors", {"type": name})
 
 
 def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
@@ -104,65 +75,6 @@ def remapped_rows(nvml: Any, handle: Any) -> Iterator[Scalar]:
     for name, count in states.items():
         yield Scalar("gpu_remapped_rows", float(count), None, {"state": name})
 
-
-def pcie(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield bytes per second over PCIe in one direction, measured by NVML over 20 ms."""
-    rate = nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, constant)) * _KIB
-    yield Scalar("gpu_pcie_bytes_per_second", float(rate), "bytes per second", {"direction": name})
-
-
-def nvlink(name: str, constant: str, nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the number of bytes that all NVLink connections of the GPU have transferred in one direction."""
-    carried = _field(nvml, handle, (getattr(nvml, constant), _ALL_LINKS)) * _KIB
-    yield Scalar("gpu_nvlink_bytes_total", carried, "bytes", {"direction": name})
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """A named function that reads one metric of a GPU.
-
-    Each metric has its own function, because a GPU may support only some metrics.
-    """
-
-    name: str
-    read: Callable[[Any, Any], Iterable[Scalar]]
-
-
-def _whole(function: Callable[[Any, Any], Iterator[Scalar]]) -> Reading:
-    return Reading(function.__name__, function)
-
-
-def _parts(function: Callable[[str, str, Any, Any], Iterator[Scalar]], **constants: str) -> list[Reading]:
-    """Return functions that read a metric, one for each value of its label."""
-    # `constants` contains the name of NVML's constant for each label value.
-    return [
-        Reading(f"{function.__name__} ({name})", functools.partial(function, name, constant))
-        for name, constant in constants.items()
-    ]
-
-
-def _scaled(name: str, scalar: str, unit: str, function: str, divisor: float) -> Reading:
-    # The metric is the result of the NVML function named `function`, divided by `divisor`.
-    return Reading(name, lambda nvml, handle: [Scalar(scalar, float(getattr(nvml, function)(handle) / divisor), unit)])
-
-
-READINGS: Final = (
-    _whole(utilization),
-    _whole(memory),
-    _scaled("power", "gpu_power_watts", "watts", "nvmlDeviceGetPowerUsage", 1e3),
-    _scaled("power_limit", "gpu_power_limit_watts", "watts", "nvmlDeviceGetEnforcedPowerLimit", 1e3),
-    _scaled("energy", "gpu_energy_joules_total", "joules", "nvmlDeviceGetTotalEnergyConsumption", 1e3),
-    _whole(temperature),
-    _whole(memory_temperature),
-    *_parts(clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
-    *_parts(highest_clock, sm="NVML_CLOCK_SM", memory="NVML_CLOCK_MEM"),
-    _whole(throttling),
-    *_parts(ecc, corrected="NVML_MEMORY_ERROR_TYPE_CORRECTED", uncorrected="NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
-    _whole(remapped_rows),
-    *_parts(pcie, sent="NVML_PCIE_UTIL_TX_BYTES", received="NVML_PCIE_UTIL_RX_BYTES"),
-    _scaled("pcie_replays", "gpu_pcie_replays_total", "packets", "nvmlDeviceGetPcieReplayCounter", 1),
-    *_parts(nvlink, sent="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", received="NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"),
-)
 
 _MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")
 """Names of the members of NVML's union for values, indexed by the type number of a value."""
@@ -174,6 +86,71 @@ def _field(nvml: Any, handle: Any, number: Any) -> float:
         raise nvml.NVMLError(found.nvmlReturn)
     return float(getattr(found.value, _MEMBERS[found.valueType]))
 
+
+def _clock(nvml: Any, handle: Any, domain: Any) -> float:
+    return float(nvml.nvmlDeviceGetClockInfo(handle, domain) * 1e6)
+
+
+def _highest_clock(nvml: Any, handle: Any, domain: Any) -> float:
+    return float(nvml.nvmlDeviceGetMaxClockInfo(handle, domain) * 1e6)
+
+
+def _ecc_errors(nvml: Any, handle: Any, kind: Any) -> float:
+    return float(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC))  # since the driver was loaded
+
+
+def _pcie_rate(nvml: Any, handle: Any, direction: Any) -> float:
+    return float(nvml.nvmlDeviceGetPcieThroughput(handle, direction) * _KIB)  # NVML measures for 20 ms
+
+
+def _nvlink_bytes(nvml: Any, handle: Any, direction: Any) -> float:
+    return _field(nvml, handle, (direction, _ALL_LINKS)) * _KIB
+
+
+def _one(scalar: str, unit: str, read: Callable[[Any, Any], float]) -> dict[str, Reading]:
+    """Return the function that reads a metric without labels, by name."""
+    return {scalar: lambda nvml, handle: [Scalar(scalar, float(read(nvml, handle)), unit)]}
+
+
+def _each(
+    scalar: str, unit: str, label: str, constants: Mapping[str, str], read: Callable[..., float]
+) -> dict[str, Reading]:
+    """Return the functions that read a metric by name, one for each value of `label`.
+
+    `constants` contains the name of NVML's constant for each value. `read` receives the constant as third argument.
+    """
+
+    def of(value: str, constant: str) -> Reading:
+        labels = {label: value}
+        return lambda nvml, handle: [Scalar(scalar, read(nvml, handle, getattr(nvml, constant)), unit, labels)]
+
+    return {f"{scalar} ({value})": of(value, constant) for value, constant in constants.items()}
+
+
+_CELSIUS: Final = ("gpu_temperature_celsius", "celsius", "sensor")
+_CLOCKS: Final = {"sm": "NVML_CLOCK_SM", "memory": "NVML_CLOCK_MEM"}
+_ECC: Final = {"corrected": "NVML_MEMORY_ERROR_TYPE_CORRECTED", "uncorrected": "NVML_MEMORY_ERROR_TYPE_UNCORRECTED"}
+_PCIE: Final = {"sent": "NVML_PCIE_UTIL_TX_BYTES", "received": "NVML_PCIE_UTIL_RX_BYTES"}
+_NVLINK: Final = {"sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "received": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX"}
+
+READINGS: Final[Mapping[str, Reading]] = {
+    "gpu_utilization": utilization,
+    "gpu_memory": memory,
+    **_one("gpu_power_watts", "watts", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+    **_one("gpu_power_limit_watts", "watts", lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
+    **_one("gpu_energy_joules_total", "joules", lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3),
+    **_each(*_CELSIUS, {"gpu": "NVML_TEMPERATURE_GPU"}, lambda nvml, *of: float(nvml.nvmlDeviceGetTemperature(*of))),
+    **_each(*_CELSIUS, {"memory": "NVML_FI_DEV_MEMORY_TEMP"}, _field),
+    **_each("gpu_clock_hertz", "hertz", "clock", _CLOCKS, _clock),
+    **_each("gpu_clock_limit_hertz", "hertz", "clock", _CLOCKS, _highest_clock),
+    "gpu_throttled": throttling,
+    **_each("gpu_ecc_errors_total", "errors", "type", _ECC, _ecc_errors),
+    "gpu_remapped_rows": remapped_rows,
+    **_each("gpu_pcie_bytes_per_second", "bytes per second", "direction", _PCIE, _pcie_rate),
+    **_one("gpu_pcie_replays_total", "packets", lambda nvml, gpu: nvml.nvmlDeviceGetPcieReplayCounter(gpu)),
+    **_each("gpu_nvlink_bytes_total", "bytes", "direction", _NVLINK, _nvlink_bytes),
+}
+"""The functions that read the metrics of a GPU, by name. There are several, because a GPU may support only some."""
 
 log = logging.getLogger("rankscope")
 
@@ -227,7 +204,7 @@ class Gpu:
         self._nvml = nvml
         self._handle = handle
         self.uuid = uuid
-        self._readings = list(READINGS)
+        self._readings = dict(READINGS)
         self._failed: set[str] = set()
         self._xids = 0
         self._events = self._event_set()
@@ -251,7 +228,7 @@ class Gpu:
 
     def read(self, report: Report) -> list[Scalar]:
         """Return all metrics that the GPU supports, each read independently; report errors other than NVMLError."""
-        found = [scalar for reading in list(self._readings) for scalar in self._read(reading, report)]
+        found = [scalar for name in list(self._readings) for scalar in self._read(name, report)]
         if self._events is not None:
             found.append(Scalar("gpu_xid_errors_total", float(self._xids), "errors"))
         return [Scalar(item.name, item.value, item.unit, {**item.labels, "gpu": self.uuid}) for item in found]
@@ -279,18 +256,16 @@ class Gpu:
             _quietly(self._nvml, self._nvml.nvmlEventSetFree, self._events)
         _quietly(self._nvml, self._nvml.nvmlShutdown)
 
-    def _read(self, reading: Reading, report: Report) -> Iterable[Scalar]:
+    def _read(self, name: str, report: Report) -> Iterable[Scalar]:
         try:
-            return list(reading.read(self._nvml, self._handle))
-        except self._nvml.NVMLError as error:
-            self._log_once(reading.name, error)
-            if error.value in {getattr(self._nvml, f"NVML_ERROR_{name}") for name in _FINAL}:
-                self._readings.remove(reading)
-        except AttributeError as error:  # an older nvidia-ml-py does not have the function
-            self._log_once(reading.name, error)
-            self._readings.remove(reading)
+            return list(self._readings[name](self._nvml, self._handle))
+        except (self._nvml.NVMLError, AttributeError) as error:
+            self._log_once(name, error)
+            # An older nvidia-ml-py does not have the function, and raises AttributeError.
+            if getattr(error, "value", None) in {None, *(getattr(self._nvml, f"NVML_ERROR_{it}") for it in _FINAL)}:
+                del self._readings[name]
         except Exception as error:  # noqa: BLE001 - the other metrics are read after an error of one
-            report(f"reading {reading.name} of the GPU", error)
+            report(f"reading {name} of the GPU", error)
         return ()
 
     def _log_once(self, metric: str, error: Exception) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import importlib
 import resource
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,49 +24,30 @@ from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.record import Scalar, StepRecord
 
 _PROC: Final = Path("/proc")
-_KIB: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostState:
-    """State of the process and the machine at one time.
+State = Mapping[str, float]
+"""State of the process and the machine at one time: the known values by the name of their metric.
 
-    A field that is published has the name of its metric. None is an unknown value.
-    """
+In addition, it has the sums of the busy seconds, and of the busy and idle seconds, of all CPUs. They are not published,
+but used to compute the CPU utilization.
+"""
 
-    process_cpu_seconds_total: float | None = None
-    process_threads: float | None = None
-    process_major_faults_total: float | None = None
-    process_involuntary_switches_total: float | None = None
-    process_read_bytes_total: float | None = None
-    process_written_bytes_total: float | None = None
-    host_memory_available_bytes: float | None = None
-    host_memory_total_bytes: float | None = None
-    host_swap_used_bytes: float | None = None
-    busy_seconds: float = 0.0
-    """Sum of the busy seconds of all CPUs. It is not published, but used to compute the CPU utilization."""
-    all_seconds: float = 0.0
-    """Sum of the busy and idle seconds of all CPUs. It is not published, but used to compute the CPU utilization."""
+_BUSY: Final = "busy_seconds"
+_ALL: Final = "all_seconds"
 
 
-_UNITS: Final = {"bytes": "bytes", "seconds": "seconds"}
-_NOT_SHOWN: Final = frozenset({"busy_seconds", "all_seconds"})
-
-
-def host_scalars(before: HostState, now: HostState) -> Iterator[Scalar]:
-    """Yield a metric for each known value of the state `now`, and one for the CPU utilization of the machine.
+def host_scalars(before: State, now: State) -> Iterator[Scalar]:
+    """Yield a metric for each value of the state `now`, and one for the CPU utilization of the machine.
 
     The utilization is that of the time between the earlier state `before` and the state `now`.
     """
-    for item in fields(HostState):
-        value = getattr(now, item.name)
-        if value is not None and item.name not in _NOT_SHOWN:
-            unit = next((unit for part, unit in _UNITS.items() if part in item.name), None)
-            yield Scalar(item.name, value, unit)
-    passed = now.all_seconds - before.all_seconds
-    if passed > 0 and before.all_seconds > 0:  # 0 if the values could not be read
-        busy = min(1.0, max(0.0, (now.busy_seconds - before.busy_seconds) / passed))
-        yield Scalar("host_cpu_utilization", busy, "ratio")
+    for name in now:
+        if name not in (_BUSY, _ALL):
+            yield Scalar(name, now[name], next((unit for unit in ("bytes", "seconds") if unit in name), None))
+    passed = now[_ALL] - before[_ALL] if _ALL in now and _ALL in before else 0.0
+    if passed > 0:
+        yield Scalar("host_cpu_utilization", min(1.0, max(0.0, (now[_BUSY] - before[_BUSY]) / passed)), "ratio")
 
 
 class Host:
@@ -82,7 +62,7 @@ class Host:
         self._psutil = psutil if psutil is not None else _installed()
         self._process = None if self._psutil is None else self._call("Process", self._psutil.Process)
 
-    def state(self) -> HostState:
+    def state(self) -> State:
         return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._call)
 
     def _call(self, name: str, function: Callable[[], Any]) -> Any:
@@ -102,68 +82,61 @@ def _installed() -> Any:
         return None
 
 
-def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any]], Any]) -> HostState:
+def _of_process() -> dict[str, float]:
+    """Return the values that every operating system has for a process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "process_cpu_seconds_total": usage.ru_utime + usage.ru_stime,
+        "process_major_faults_total": float(usage.ru_majflt),
+        "process_involuntary_switches_total": float(usage.ru_nivcsw),
+    }
+
+
+def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any]], Any]) -> State:
     """Return the state of the process and the machine from psutil. Some operating systems lack some of the values.
 
     The function `call` calls its second argument, a function of psutil, and returns the result, or None after an error.
     Its first argument is the name of this function for the report of the error.
     """
-    usage = resource.getrusage(resource.RUSAGE_SELF)  # for page faults, which psutil has only on Windows
-    spent, threads = call("cpu_times", process.cpu_times), call("num_threads", process.num_threads)
-    switches = call("num_ctx_switches", process.num_ctx_switches)
-    io = call("io_counters", process.io_counters) if hasattr(process, "io_counters") else None
-    memory, swap = call("virtual_memory", psutil.virtual_memory), call("swap_memory", psutil.swap_memory)
-    machine = call("cpu_times of the machine", psutil.cpu_times)
-    idle = everything = 0.0
-    if machine is not None:
-        idle = machine.idle + getattr(machine, "iowait", 0.0)
+    found = _of_process()
+    if (threads := call("num_threads", process.num_threads)) is not None:
+        found["process_threads"] = threads
+    if hasattr(process, "io_counters") and (io := call("io_counters", process.io_counters)) is not None:
+        found |= {"process_read_bytes_total": io.read_bytes, "process_written_bytes_total": io.write_bytes}
+    if (memory := call("virtual_memory", psutil.virtual_memory)) is not None:
+        found |= {"host_memory_available_bytes": memory.available, "host_memory_total_bytes": memory.total}
+    if (swap := call("swap_memory", psutil.swap_memory)) is not None:
+        found["host_swap_used_bytes"] = swap.used
+    if (machine := call("cpu_times of the machine", psutil.cpu_times)) is not None:
         # The time of guests is already part of the user time.
-        everything = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
-    return HostState(
-        process_cpu_seconds_total=None if spent is None else spent.user + spent.system,
-        process_threads=None if threads is None else float(threads),
-        process_major_faults_total=float(usage.ru_majflt),
-        process_involuntary_switches_total=None if switches is None else float(switches.involuntary),
-        process_read_bytes_total=None if io is None else float(io.read_bytes),
-        process_written_bytes_total=None if io is None else float(io.write_bytes),
-        host_memory_available_bytes=None if memory is None else float(memory.available),
-        host_memory_total_bytes=None if memory is None else float(memory.total),
-        host_swap_used_bytes=None if swap is None else float(swap.used),
-        busy_seconds=everything - idle,
-        all_seconds=everything,
-    )
+        all_seconds = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
+        found |= {_ALL: all_seconds, _BUSY: all_seconds - machine.idle - getattr(machine, "iowait", 0.0)}
+    return {name: float(value) for name, value in found.items()}
 
 
-def from_proc() -> HostState:
+def from_proc() -> State:
     """Return the state of the process and the machine from the files of /proc.
 
-    On systems without /proc, such as macOS, few values except the CPU time are known.
+    On systems without /proc, such as macOS, only the CPU time, page faults and context switches are known.
     """
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
-    used = [memory[name] for name in ("SwapTotal", "SwapFree") if name in memory]
+    swap = [memory[name] for name in ("SwapTotal", "SwapFree") if name in memory]
     ticks = _processor_ticks()
-    return HostState(
-        process_cpu_seconds_total=usage.ru_utime + usage.ru_stime,
-        process_threads=status.get("Threads"),
-        process_major_faults_total=float(usage.ru_majflt),
-        process_involuntary_switches_total=float(usage.ru_nivcsw),
-        process_read_bytes_total=io.get("read_bytes"),
-        process_written_bytes_total=io.get("write_bytes"),
-        host_memory_available_bytes=_bytes(memory.get("MemAvailable")),
-        host_memory_total_bytes=_bytes(memory.get("MemTotal")),
-        host_swap_used_bytes=_bytes(used[0] - used[1]) if len(used) == 2 else None,
-        busy_seconds=sum(ticks) - sum(ticks[3:5]),
-        all_seconds=sum(ticks),
-    )
-
-
-def _bytes(kibibytes: float | None) -> float | None:
-    return None if kibibytes is None else kibibytes * _KIB
+    found = {
+        "process_threads": status.get("Threads"),
+        "process_read_bytes_total": io.get("read_bytes"),
+        "process_written_bytes_total": io.get("write_bytes"),
+        "host_memory_available_bytes": memory.get("MemAvailable"),
+        "host_memory_total_bytes": memory.get("MemTotal"),
+        "host_swap_used_bytes": swap[0] - swap[1] if len(swap) == 2 else None,
+        _BUSY: sum(ticks) - sum(ticks[3:5]) if ticks else None,
+        _ALL: sum(ticks) if ticks else None,
+    }
+    return _of_process() | {name: value for name, value in found.items() if value is not None}
 
 
 def _table(name: str) -> dict[str, float]:
-    """Return the numbers of a file in /proc with lines `name: number …`, by name.
+    """Return the numbers of a file in /proc with lines `name: number` or `name: number kB`, in bytes, by name.
 
     The result is empty if the file cannot be read.
     """
@@ -171,8 +144,12 @@ def _table(name: str) -> dict[str, float]:
         lines = (_PROC / name).read_text().splitlines()
     except OSError:
         return {}
-    pairs = (line.partition(":") for line in lines)
-    return {key: float(words[0]) for key, _, rest in pairs if (words := rest.split()) and words[0].isdigit()}
+    pairs = ((line.partition(":")[0], line.partition(":")[2].split()) for line in lines)
+    return {
+        key: float(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+        for key, words in pairs
+        if words and words[0].isdigit()
+    }
 
 
 def _processor_ticks() -> list[float]:
