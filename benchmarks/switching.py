@@ -18,7 +18,7 @@ from _rows import Row, print_rows
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 
 LAYERS = (1, 24)
 BLOCK_STEPS = 50

@@ -14,8 +14,7 @@ from torch import nn
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
 from rankscope_exporter.monitors.resources import ResourceObserver
-from rankscope_exporter.monitors.throughput import Throughput, ThroughputConfig
-from rankscope_exporter.monitors.throughput.costs import ALONE, six_n
+from rankscope_exporter.monitors.throughput import ALONE, Throughput, ThroughputConfig, six_n
 from rankscope_exporter.records.record import Pending, StepRecord, timing
 
 REPEATS = 2000

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rankscope_exporter.config.monitor_config import MonitorConfig
     from rankscope_exporter.config.sections import CaptureConfig
     from rankscope_exporter.control.anomaly_reactions import Anomaly
-    from rankscope_exporter.monitors.throughput.flop_counter import count_flops
+    from rankscope_exporter.monitors.flop_counter import count_flops
     from rankscope_exporter.process.errors import ConfigError, CountError, RankscopeError
     from rankscope_exporter.publish.serving_config import ServeConfig
 
@@ -29,7 +29,7 @@ _MODULES: Final = {
     "MonitorConfig": "config.monitor_config",
     "RankscopeError": "process.errors",
     "ServeConfig": "publish.serving_config",
-    "count_flops": "monitors.throughput.flop_counter",
+    "count_flops": "monitors.flop_counter",
 }
 
 _OF_EXTENSION: Final = "TrainerMon"

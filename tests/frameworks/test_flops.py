@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope_exporter import count_flops
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.monitors.throughput.costs import ALONE, NoFormulaError, six_n
+from rankscope_exporter.monitors.throughput import ALONE, NoFormulaError, six_n
 
 transformers = pytest.importorskip("transformers", reason="pip install -e '.[trainers]'")
 BATCH, SEQUENCE, VOCABULARY = 2, 32, 200

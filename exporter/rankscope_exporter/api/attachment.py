@@ -44,7 +44,7 @@ from rankscope_exporter.api.session import PUBLISH_SECONDS, Session
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.control.anomaly_reactions import OnAnomaly
 from rankscope_exporter.measure.kernels.compiled import backend_name
-from rankscope_exporter.monitors.throughput.costs import ALONE, parallel_of
+from rankscope_exporter.monitors.throughput import ALONE, parallel_of
 from rankscope_exporter.process import lifecycle, stop_signals
 from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.process.errors import ErrorBoundary

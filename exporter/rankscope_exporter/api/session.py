@@ -26,8 +26,7 @@ from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.monitors.hardware.poller import HardwarePoller
 from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
-from rankscope_exporter.monitors.throughput.costs import ALONE, Parallel
-from rankscope_exporter.monitors.throughput.meter import Throughput
+from rankscope_exporter.monitors.throughput import ALONE, Parallel, Throughput
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity

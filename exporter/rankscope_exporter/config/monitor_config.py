@@ -48,7 +48,7 @@ from rankscope_exporter.config.sections import (
 from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
-from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
 from rankscope_exporter.process.extension import extension
 from rankscope_exporter.process.identity import script_commit

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Final
 
 from rankscope_exporter.measure.quantities import select_quantities
-from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import Checked, at_least, check_keys, number, table, validate
 from rankscope_exporter.publish.serving_config import ServeConfig

@@ -177,35 +177,18 @@ _STRUCTURE: Final = frozenset(
 _COMING: Final = frozenset({"forward_begins", "evaluation_begins", "backward_begins", "update_begins", "closes"})
 """Kinds of marks that determine the phase of an interval before the mark."""
 
-_BEGINS: Final[Mapping[str, frozenset[str]]] = {
-    "forward_begins": frozenset({"forward"}),
-    "evaluation_begins": frozenset({"evaluation"}),
-    "backward_begins": frozenset({"backward"}),
-    "backward_ends": frozenset({"reduction"}),
-    "update_begins": frozenset({"update"}),
-    "reading_begins": frozenset({"reading"}),
-}
-"""Activities that begin at a mark, by its kind."""
+_ACTIVITIES: Final[tuple[tuple[Phase, Kind, Kind], ...]] = (
+    (Phase.MONITOR, "reading_begins", "reading_ended"),
+    (Phase.EVALUATION, "evaluation_begins", "evaluation_ended"),
+    (Phase.FORWARD, "forward_begins", "forward_ended"),
+    (Phase.COLLECTIVE, "backward_ends", "backward_ended"),
+    (Phase.BACKWARD, "backward_begins", "backward_ended"),
+    (Phase.OPTIMIZER, "update_begins", "updated"),
+)
+"""The phase of each activity, and the kinds of the marks at which the activity begins and ends.
 
-_ENDS: Final[Mapping[str, frozenset[str]]] = {
-    "forward_ended": frozenset({"forward"}),
-    "evaluation_ended": frozenset({"evaluation"}),
-    "backward_ended": frozenset({"backward", "reduction"}),
-    "updated": frozenset({"update"}),
-    "reading_ended": frozenset({"reading"}),
-}
-"""Activities that end at a mark, by its kind."""
-
-_NOTHING: Final[frozenset[str]] = frozenset()
-
-_PHASE_OF_ACTIVITY: Final = {
-    "evaluation": Phase.EVALUATION,
-    "forward": Phase.FORWARD,
-    "reduction": Phase.COLLECTIVE,
-    "backward": Phase.BACKWARD,
-    "update": Phase.OPTIMIZER,
-}
-"""If several activities are in progress, the first of them determines the phase."""
+If several activities are in progress, the first of them determines the phase. Reading comes before announced phases.
+"""
 
 IntervalPhase = tuple[str, bool]
 """The phase of the interval between two marks, and whether the script has announced it."""
@@ -286,7 +269,7 @@ def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
     """Return the phase of the interval from each of `marks` to the next one."""
     found: list[IntervalPhase] = []
     announced: list[str] = []
-    in_progress: set[str] = set()
+    in_progress: set[Phase] = set()
     since, has_given_up = "opens", False
     for (kind, _, name), (coming, cause) in zip(marks[:-1], _coming(marks)[1:], strict=True):
         if kind == "phase_begins":
@@ -295,21 +278,25 @@ def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
             announced = announced[:-1]
         elif kind == "gives_up":
             has_given_up = True
-        in_progress |= _BEGINS.get(kind, _NOTHING)
-        in_progress -= _ENDS.get(kind, _NOTHING)
+        for activity, begin, end in _ACTIVITIES:
+            if kind == begin:
+                in_progress.add(activity)
+            elif kind == end:
+                in_progress.discard(activity)
         if kind in _STRUCTURE:
             since = kind
         is_announced, phase = False, ""
         if has_given_up:
             phase = Phase.OTHER
-        elif "reading" in in_progress:
+        elif Phase.MONITOR in in_progress:
             phase = Phase.MONITOR
         elif announced:
             is_announced, phase = True, announced[-1]
         else:
-            for activity, of_activity in _PHASE_OF_ACTIVITY.items():
+            for activity, _, _ in _ACTIVITIES:
                 if activity in in_progress:
-                    phase = Phase.BACKWARD if activity == "reduction" and not traits.shows_reductions else of_activity
+                    is_backward = activity == Phase.COLLECTIVE and not traits.shows_reductions
+                    phase = Phase.BACKWARD if is_backward else activity
                     break
         found.append((phase or _gap(since, coming, cause, traits), is_announced))
     return found

@@ -34,8 +34,8 @@ from rankscope_exporter.api.attachment import EndedRun
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
 from rankscope_exporter.config.sections import HardwareConfig
 from rankscope_exporter.measure.quantities import quantity_classes
-from rankscope_exporter.monitors.throughput.costs import ThroughputConfig
-from rankscope_exporter.monitors.throughput.flop_counter import FlopCount
+from rankscope_exporter.monitors.flop_counter import FlopCount
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import CountError
 from rankscope_exporter.publish.serving_config import Address

@@ -28,7 +28,7 @@ from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity, TensorHooks
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.monitors.flight_recorder.entry import script_frames
+from rankscope_exporter.monitors.flight_recorder.poller import script_frames
 from rankscope_exporter.process.validation import at_least, some_text
 from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
 from rankscope_exporter.records.record import Row

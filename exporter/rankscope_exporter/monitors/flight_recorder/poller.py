@@ -13,6 +13,9 @@ read.
 
 An entry belongs to the last step that began before the entry was created. It becomes a row of the dataset `collectives`
 when its step has ended and its collective is finished on this rank, or when torch has overwritten the entry.
+
+For a hang, the record is read without the GIL and summarized: a device that hangs may not respond, and other threads
+must not be blocked.
 """
 
 from __future__ import annotations
@@ -20,18 +23,27 @@ from __future__ import annotations
 import bisect
 import functools
 import math
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePath
+from types import FrameType
+from typing import Any, Final, NamedTuple
 
+import torch
+
+from rankscope_contract.model.collective_format import dtype_text, message_bytes, spans
 from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, Collective, FlightRecord, GroupProgress
 from rankscope_exporter.adapters.process_group import has_groups
-from rankscope_exporter.monitors.flight_recorder.entry import Entry, is_over
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
     Raw,
+    Report,
     prepare_stacks,
     ranks_by_group,
     read_with_stacks,
@@ -41,37 +53,217 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.record import StepObserver, StepRecord, now_microseconds
 
+ENTERED: Final = "entered"
+LEFT: Final = "left"
+
+OUR_CODE: Final = f"{Path(__file__).parents[2]}{os.sep}"
+TORCH_CODE: Final = f"{Path(torch.__file__).parent}{os.sep}"  # with a separator: torchvision is not code of torch
+NOT_SCRIPT_CODE: Final = (OUR_CODE, TORCH_CODE, "<frozen ")
+"""Prefixes of the file names of stack frames that do not belong to the training script."""
+
+_DONE: Final = "completed"
+_MOST_FILES: Final = 1024
+
+
+def script_frames(frame: FrameType | None, most: int) -> list[FrameType]:
+    """Return at most `most` frames of the script, from `frame` to the outermost frame."""
+    frames: list[FrameType] = []
+    while frame is not None and len(frames) < most:
+        if not frame.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
+            frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def row_of(raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the row of the dataset `collectives` for an entry of torch's flight record, without its step.
+
+    `ranks` contains the ranks of each process group by group id.
+    """
+    call = _call_fields(raw)
+    group_ranks = ranks.get(call["group_id"], ())
+    return {
+        "step": None,
+        "call_seq": None,
+        "op": call["op"].partition(" ")[0],  # without the peers, as in `send 0->1`
+        "group": call["group"],
+        "group_size": len(group_ranks) or None,
+        "bytes": call["bytes"],
+        "dtype": dtype_text([*raw.get("input_dtypes", ()), *raw.get("output_dtypes", ())]),
+        "call_site": call_site(raw.get("frames", ())),
+        "t_start": _created_ns(raw) // 1000,
+        "collective_seq": call["seq"],
+        "group_id": call["group_id"],
+        "group_ranks": _spans(group_ranks) or None,
+        "backend": call["backend"],
+        "is_p2p": call["is_p2p"],
+        **progress_of(raw),
+    }
+
+
+def progress_of(raw: Raw) -> dict[str, Any]:
+    """Return the fields of the row that change until the collective is finished."""
+    duration = raw.get("duration_ms")
+    return {
+        "duration": None if duration is None else float(duration) / 1000,
+        "state": LEFT if is_over(raw) else ENTERED,
+    }
+
+
+def is_over(raw: Raw) -> bool:
+    """Return whether the collective is finished here. Entries of Gloo have no states, only the flag `retired`."""
+    return bool(raw.get("retired", False)) or raw.get("state") == _DONE
+
+
+def _call_fields(raw: Raw) -> dict[str, Any]:
+    """Return the fields of a flight record entry that describe its collective.
+
+    They are the same in a row of `collectives` and in the summary for a hang.
+    """
+    backend, _, op = str(raw["profiling_name"]).rpartition(":")
+    group_id, description = (str(part) for part in raw["process_group"])
+    is_p2p = bool(raw.get("is_p2p"))
+    sides = ("input_sizes", "input_dtypes", "output_sizes", "output_dtypes")
+    return {
+        "op": op,
+        "backend": backend,
+        "group": group_id if description in ("", "undefined") else description,
+        "group_id": group_id,
+        "seq": int(raw["p2p_seq_id" if is_p2p else "collective_seq_id"]),
+        "is_p2p": is_p2p,
+        "bytes": message_bytes(*(raw.get(side, ()) for side in sides)),
+    }
+
+
+def _created_ns(raw: Raw) -> int:
+    return int(raw["time_created_ns"])
+
+
+def call_site(frames: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the innermost frame of the script, as `model/loss.py[23]`; None without one, as on threads of torch."""
+    for frame in frames:
+        file = str(frame["filename"])
+        if not file.startswith(NOT_SCRIPT_CODE):
+            return f"{short_file(file)}[{frame['line']}]"
+    return None
+
+
+@lru_cache(maxsize=_MOST_FILES)
+def short_file(file: str) -> str:
+    """Return the path `file` without the folders above its package: equal on all machines."""
+    modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
+    package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
+    return short_path(file, package)
+
+
+def short_path(file: str, package: str) -> str:
+    """Return the file name of `file` after a folder for each element of the dotted name `package`."""
+    levels = package.count(".") + 1 if package else 0
+    return "/".join(PurePath(file).parts[-levels - 1 :])
+
+
+_spans: Callable[[Sequence[int]], str] = lru_cache(maxsize=256)(spans)
+
+
+KEPT: Final = 32
+"""Maximum number of entries in the event of a hang: the oldest unfinished ones, then the latest finished ones."""
+
+MOST_GROUPS: Final = 64
+"""Maximum number of process groups in the event of a hang. The most recently used ones are kept."""
+
+
+def take_flight_record(reason: str, report: Report) -> FlightRecord | None:
+    """Return the latest collectives of this process, if any. Recorders that cannot be read are reported and skipped."""
+    if not has_groups():
+        return None
+    entries = [entry for recorded in read_without_stacks(report, is_urgent=True).values() for entry in recorded]
+    return read_flight_record(entries, reason, time.time(), ranks_by_group(report)) if entries else None
+
+
+def read_flight_record(
+    entries: Sequence[Mapping[str, Any]], reason: str, now: float, ranks: Mapping[str, tuple[int, ...]] | None = None
+) -> FlightRecord:
+    """Return a summary of `entries`, which torch's flight recorder returned, of at most MAX_DETAILS_BYTES.
+
+    `now` is the current time in seconds since the epoch. `ranks` contains the ranks of each process group by group id.
+    """
+    collectives = tuple(
+        Collective(
+            **_call_fields(entry),
+            is_pending=not is_over(entry),
+            age_seconds=round(now - _created_ns(entry) / 1e9, 3),
+            sizes=tuple(tuple(size) for size in entry.get("input_sizes", ())),
+            dtypes=tuple(entry.get("input_dtypes", ())),
+        )
+        for entry in _selected(entries)
+    )
+    record = FlightRecord(
+        reason=reason, collectives=collectives, recorded=len(entries), groups=_groups(entries, ranks or {})
+    )
+    while len(record.to_json().encode()) > MAX_DETAILS_BYTES and len(record.collectives) > 1:
+        half = record.collectives[len(record.collectives) // 2 :]
+        pending = record.pending
+        kept = half if pending is None or pending in half else (pending, *half[1:])
+        record = FlightRecord(reason=reason, collectives=kept, recorded=len(entries), groups=record.groups)
+    return record
+
+
+def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupProgress, ...]:
+    """Return the sequence number of this rank's latest collective in each process group of a flight record.
+
+    `entries` are all entries of the flight record. `ranks` contains the ranks of each process group by group id.
+    """
+    latest: dict[str, int] = {}
+    for entry in sorted(entries, key=_created_ns):
+        if not entry.get("is_p2p"):
+            name = str(entry["process_group"][0])
+            # The most recently used group is last.
+            latest[name] = max(latest.pop(name, -1), int(entry["collective_seq_id"]))
+    return tuple(
+        GroupProgress(id=name, ranks=spans(ranks.get(name, ())), latest_seq=seq)
+        for name, seq in list(latest.items())[-MOST_GROUPS:]
+    )
+
+
+def _selected(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return at most KEPT entries of the flight record for the summary of a hang, oldest first."""
+    # Converting thousands of entries would hold the GIL for too long.
+    entries = sorted(entries, key=_created_ns)
+    pending = [entry for entry in entries if not is_over(entry)][:KEPT]
+    others = [entry for entry in entries[-KEPT:] if is_over(entry)]
+    return sorted((*pending, *others[max(0, len(others) + len(pending) - KEPT) :]), key=_created_ns)
+
+
 MOST_STEPS: Final = 16_384
 """Number of recent steps with a stored start time. torch has overwritten the entries of older steps."""
 
 _AT_THE_END: Final = 1 << 62
 
 
-@dataclass(slots=True)
-class AssignedEntries:
+class AssignedEntries(NamedTuple):
     """Result of one reading of the flight record.
 
     It has complete rows of the dataset `collectives`, and the number of entries that torch overwrote before they were
     read.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    overwritten: int = 0
+    rows: list[dict[str, Any]]
+    overwritten: int
 
 
 @dataclass(slots=True)
 class _Held:
-    """An entry of the flight record that is not a row of the dataset `collectives` yet.
+    """A row of the dataset `collectives` for an entry of the flight record that is not complete yet."""
 
-    `call_seq` is the position of the entry among all collectives of its step.
-    """
-
-    entry: Entry
+    row: dict[str, Any]
+    record_id: int
     has_step: bool = False
-    step: int | None = None
-    call_seq: int | None = None
     is_kept: bool = True  # torch has not overwritten it
     is_behind_gap: bool = False  # the entries just before it were overwritten
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.row["t_start"], self.record_id
 
 
 class StepAssignment:
@@ -107,28 +299,27 @@ class StepAssignment:
 
         The entries in `readings` are sorted by `record_id`.
         """
-        taken = AssignedEntries()
-        for recorder, raws in readings.items():
-            taken.overwritten += self._read(recorder, raws, ranks)
+        overwritten = sum(self._read(recorder, raws, ranks) for recorder, raws in readings.items())
         until = _AT_THE_END if is_last else self._ended_us
         begins = list(self._begins)
-        found = [held for held in self._held.values() if held.entry.created_us < until and not held.has_step]
-        for held in sorted(found, key=_order):
-            self._assign(held, begins)
-        done = [
-            (key, held)
+        for held in sorted(self._held.values(), key=lambda held: held.order):
+            if held.row["t_start"] < until and not held.has_step:
+                self._assign(held, begins)
+        done = {
+            key: held
             for key, held in self._held.items()
-            if held.has_step and (held.entry.is_over or not held.is_kept or is_last)
-        ]
-        for key, _ in done:
+            if held.has_step and (held.row["state"] == LEFT or not held.is_kept or is_last)
+        }
+        for key, held in done.items():
             del self._held[key]
-        rows = sorted((held for _, held in done), key=_order)
-        taken.rows = [held.entry.row(held.step, held.call_seq, is_kept=held.is_kept) for held in rows]
+            if not held.is_kept and held.row["state"] == ENTERED:  # torch has overwritten the entry
+                held.row["state"] = None
+        rows = [held.row for held in sorted(done.values(), key=lambda held: held.order)]
         # Counts of the last step are kept, because it may have calls after its end.
         last = self._begins[-1][1] if self._begins else None
         self._counts = {step: count for step, count in self._counts.items() if step == last}
         self._incomplete &= {last}
-        return taken
+        return AssignedEntries(rows, overwritten)
 
     def _read(self, recorder: str, raws: Sequence[Raw], ranks: Mapping[str, tuple[int, ...]]) -> int:
         """Store the new entries in `raws`, and update the stored entries that are not rows yet.
@@ -145,11 +336,11 @@ class StepAssignment:
         for raw in raws:
             number = int(raw["record_id"])
             if number > last:
-                self._held[recorder, number] = _Held(Entry.of(raw, ranks), is_behind_gap=number > last + 1)
+                self._held[recorder, number] = _Held(row_of(raw, ranks), number, is_behind_gap=number > last + 1)
                 missed += number - last - 1
                 last = number
             elif (known := self._held.get((recorder, number))) is not None:
-                known.entry, known.is_kept = known.entry.updated(raw), True
+                known.row, known.is_kept = known.row | progress_of(raw), True
         self.last_id[recorder] = last
         return missed
 
@@ -159,18 +350,14 @@ class StepAssignment:
             self._held[recorder, -1 - key[1]] = self._held.pop(key)
 
     def _assign(self, held: _Held, begins: Sequence[tuple[int, int | None]]) -> None:
-        position = bisect.bisect_right(begins, held.entry.created_us, key=lambda begin: begin[0]) - 1
-        step = held.step = None if position < 0 else begins[position][1]
+        position = bisect.bisect_right(begins, held.row["t_start"], key=lambda begin: begin[0]) - 1
+        step = held.row["step"] = None if position < 0 else begins[position][1]
         held.has_step = True
         if held.is_behind_gap:
             self._incomplete.add(step)
         if step not in self._incomplete:
-            held.call_seq = self._counts.get(step, 0)
-            self._counts[step] = held.call_seq + 1
-
-
-def _order(held: _Held) -> tuple[int, int]:
-    return held.entry.created_us, held.entry.record_id
+            held.row["call_seq"] = self._counts.get(step, 0)
+            self._counts[step] = self._counts.get(step, 0) + 1
 
 
 MOST_STEPS_BETWEEN: Final = 8192
@@ -220,22 +407,19 @@ class CollectiveCounters:
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
-        self._lock = threading.Lock()
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add the calls and bytes of `rows`, which are rows of the dataset `collectives`."""
-        with self._lock:
-            for row in rows:
-                op = row["op"]
-                if op not in self._counts and len(self._counts) >= MOST_OPS:
-                    op = OTHER
-                calls, total = self._counts.get(op, (0, 0))
-                self._counts[op] = calls + 1, total + (row["bytes"] or 0)
+        for row in rows:
+            op = row["op"]
+            if op not in self._counts and len(self._counts) >= MOST_OPS:
+                op = OTHER
+            calls, total = self._counts.get(op, (0, 0))
+            self._counts[op] = calls + 1, total + (row["bytes"] or 0)
 
     def by_op(self) -> Mapping[str, tuple[int, int]]:
         """Return the number of calls and of bytes of each collective operation, by its name."""
-        with self._lock:
-            return dict(self._counts)
+        return dict(self._counts)
 
 
 MOST_WITH_STACKS: Final = 4096

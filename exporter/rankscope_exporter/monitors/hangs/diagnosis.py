@@ -43,7 +43,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_contract.model.rank_groups import Standing
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, FlightRecord, Frame, StackDump, ThreadStack
-from rankscope_exporter.monitors.flight_recorder.entry import OUR_CODE, take_flight_record
+from rankscope_exporter.monitors.flight_recorder.poller import OUR_CODE, take_flight_record
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable
 from rankscope_exporter.process.lifecycle import exit_event
 from rankscope_exporter.process.threads import OwnThread
@@ -211,9 +211,7 @@ def _name(loaded: Sequence[dis.Instruction], global_names: Mapping[str, Any]) ->
         return None
     if loaded[0].opname.startswith(_BASES):
         function = _resolved([str(one.argval) for one in loaded], global_names)
-        if isinstance(function, (BuiltinFunctionType, FunctionType)) and isinstance(function.__module__, str):
-            return f"{function.__module__}.{function.__name__}"
-        if isinstance(function, type):
+        if isinstance(function, (BuiltinFunctionType, FunctionType, type)) and isinstance(function.__module__, str):
             return f"{function.__module__}.{function.__name__}"
     return f".{loaded[-1].argval}" if loaded[-1].opname.startswith(_ATTRIBUTES) else None
 

@@ -9,12 +9,13 @@ clock: the time is an argument.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.rank_groups import Standing
@@ -39,55 +40,38 @@ class HangLimits:
         """Return whether the detection of hangs is enabled."""
         return self.training > 0
 
+    def at(self, step: int | None, phase: str | None, *, is_done: bool) -> float:
+        """Return the limit after the completed step `step` in the announced phase `phase`.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingState:
-    """Data about the training at the time of one check for a hang."""
-
-    active_at: float  # monotonic seconds of the last activity
-    has_stepped: bool  # whether the first step has ended; before it, compilers and file systems may need long
-    is_done: bool  # whether all planned steps have ended
-    phase: str | None  # the announced phase, such as an evaluation
-
-
-@dataclass(frozen=True, slots=True)
-class Hang:
-    """Result of a check: the training has had no activity for `seconds`, which is a hang."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Result of a check: the training has continued after a hang with `seconds` without activity."""
-
-    seconds: float
+        It is infinite if hangs are not detected, or if all planned steps have ended.
+        """
+        if is_done or not self.is_on:
+            return math.inf
+        # Before the end of the first step, compilers and file systems may need long.
+        return self.training if step is not None and phase is None else max(self.training, self.in_phase)
 
 
 class HangDetector:
     """Detects hangs from the time of the last activity. It reports the start and the end of each hang once."""
 
-    def __init__(self, limits: HangLimits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._hung_since: float | None = None  # last activity before the reported hang
 
-    def check(self, state: TrainingState, now: float) -> Hang | Resumed | None:
-        """Return a `Hang` or `Resumed` if a hang has begun or ended since the last check; otherwise None.
+    def check(self, active_at: float, now: float, limit: float) -> tuple[Literal["began", "ended"], float] | None:
+        """Return the state of a hang that has begun or ended since the last check, and its seconds; otherwise None.
 
-        `now` is in monotonic seconds.
+        `active_at` is the time of the last activity and `now` the current time, in monotonic seconds. A hang begins
+        after `limit` seconds without activity.
         """
         if self._hung_since is not None:
-            if state.active_at <= self._hung_since:
+            if active_at <= self._hung_since:
                 return None
             since, self._hung_since = self._hung_since, None
-            return Resumed(state.active_at - since)
-        limits = self._limits
-        is_stepping = state.has_stepped and state.phase is None
-        limit = limits.training if is_stepping else max(limits.training, limits.in_phase)
-        if not limits.is_on or state.is_done or now - state.active_at < limit:
+            return "ended", active_at - since
+        if now - active_at < limit:
             return None
-        self._hung_since = state.active_at
-        return Hang(now - state.active_at)
+        self._hung_since = active_at
+        return "began", now - active_at
 
 
 _MOST_SECONDS: Final = 1.0
@@ -127,7 +111,7 @@ class Watchdog:
         if hasattr(sys, "ps1"):  # at an interactive prompt, minutes without a step are normal
             self.limits = HangLimits(training=0, in_phase=0)
         self._signal: StackSignal | None = None
-        self._detector = HangDetector(self.limits)
+        self._detector = HangDetector()
         self._stopped = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=self.boundary.report)
 
@@ -183,14 +167,11 @@ class Watchdog:
             self.boundary.call("stacks_signal", self._publish_written, self._signal)
         step, phase = self.progress()
         is_done = self.planned_steps is not None and step is not None and step >= self.planned_steps
-        state = TrainingState(active_at=self.active_at, has_stepped=step is not None, is_done=is_done, phase=phase)
-        match self._detector.check(state, now):
-            case Hang(seconds):
+        match self._detector.check(self.active_at, now, self.limits.at(step, phase, is_done=is_done)):
+            case "began", seconds:
                 self._report_hang(seconds, late, step, phase)
-            case Resumed(seconds):
+            case "ended", seconds:
                 self._report_end(seconds)
-            case None:
-                pass
 
     def _publish_written(self, signal: StackSignal) -> None:
         text = signal.written()

@@ -163,7 +163,7 @@ run_ranks(work)
 STANDING = (
     RANKS
     + """
-from rankscope_exporter.monitors.flight_recorder.entry import take_flight_record
+from rankscope_exporter.monitors.flight_recorder.poller import take_flight_record
 
 def unexpected(where, error):
     raise error

@@ -15,11 +15,11 @@ from tests.programs import run_program
 from rankscope_contract.model.stacks import MAX_DETAILS_BYTES
 from rankscope_exporter.adapters import torch_private, tracing
 from rankscope_exporter.monitors.flight_recorder import torch_api
-from rankscope_exporter.monitors.flight_recorder.entry import (
+from rankscope_exporter.monitors.flight_recorder.poller import (
     KEPT,
-    Entry,
     call_site,
     read_flight_record,
+    row_of,
     take_flight_record,
 )
 from rankscope_exporter.monitors.flight_recorder.torch_api import (
@@ -335,12 +335,12 @@ NCCL_ENTRY = {
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    return Entry.of({**NCCL_ENTRY, **changes}, {"17": (0, 1, 4)}).row(7, 2)
+    return row_of({**NCCL_ENTRY, **changes}, {"17": (0, 1, 4)})
 
 
 def test_nccl_entry_has_its_duration_on_the_device():
     assert {
-        "step": 7, "call_seq": 2, "op": "_all_gather_base", "group": "mesh_dp", "group_size": 3, "bytes": 80,
+        "step": None, "call_seq": None, "op": "_all_gather_base", "group": "mesh_dp", "group_size": 3, "bytes": 80,
         "dtype": "bfloat16", "call_site": None, "t_start": 1_700_000_000_123_456, "duration": 0.00125,
         "collective_seq": 41, "group_id": "17", "group_ranks": "0-1,4", "state": "left", "backend": "nccl",
         "is_p2p": False,

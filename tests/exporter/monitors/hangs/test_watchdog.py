@@ -1,6 +1,7 @@
 """The watchdog reports a hanging training once, reports no busy one, and does not change the training result."""
 
 import json
+import math
 import threading
 from typing import Any
 
@@ -10,41 +11,35 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.monitors.hangs.watchdog import Hang, HangDetector, HangLimits, Resumed, TrainingState
+from rankscope_exporter.monitors.hangs.watchdog import HangDetector, HangLimits
 
 LIMITS = HangLimits(training=10, in_phase=60)
 
 
-def sign(active_at: float, **changes: Any) -> TrainingState:
-    return TrainingState(**{"active_at": active_at, "has_stepped": True, "is_done": False, "phase": None, **changes})
-
-
 def test_hang_and_its_end_are_reported_once():
-    watch = HangDetector(LIMITS)
-    looks = [watch.check(sign(100), now) for now in (100, 109.9, 110, 111, 500)]
+    watch = HangDetector()
+    looks = [watch.check(100, now, 10) for now in (100, 109.9, 110, 111, 500)]
 
-    assert [None, None, Hang(10), None, None] == looks
-    assert Resumed(405) == watch.check(sign(505), 506)
-    assert None is watch.check(sign(505), 514)
-    assert Hang(10) == watch.check(sign(505), 515)
+    assert [None, None, ("began", 10), None, None] == looks
+    assert ("ended", 405) == watch.check(505, 506, 10)
+    assert None is watch.check(505, 514, 10)
+    assert ("began", 10) == watch.check(505, 515, 10)
 
 
 @pytest.mark.parametrize(
-    ("limits", "state", "hangs_after"),
+    ("limits", "state", "seconds"),
     [
+        (LIMITS, {}, 10),
         (LIMITS, {"phase": "evaluation"}, 60),
-        (LIMITS, {"has_stepped": False}, 60),
+        (LIMITS, {"step": None}, 60),
         (HangLimits(training=10, in_phase=1), {"phase": "evaluation"}, 10),  # never below that of the training
-        (LIMITS, {"is_done": True}, None),
-        (HangLimits(training=0, in_phase=60), {}, None),
-        (HangLimits(training=0, in_phase=60), {"phase": "evaluation"}, None),
+        (LIMITS, {"is_done": True}, math.inf),
+        (HangLimits(training=0, in_phase=60), {}, math.inf),
+        (HangLimits(training=0, in_phase=60), {"phase": "evaluation"}, math.inf),
     ],
 )
-def test_limit_depends_on_the_state_of_the_training(limits, state, hangs_after):
-    watch = HangDetector(limits)
-
-    assert None is watch.check(sign(0, **state), (hangs_after or 1e9) - 1)
-    assert (None if hangs_after is None else Hang(hangs_after)) == watch.check(sign(0, **state), hangs_after or 1e9)
+def test_limit_depends_on_the_state_of_the_training(limits, state, seconds):
+    assert seconds == limits.at(**{"step": 3, "phase": None, "is_done": False, **state})
 
 
 def train(monitor: Monitor, steps: int, *, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

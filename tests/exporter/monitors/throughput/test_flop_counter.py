@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import rankscope
 from rankscope_exporter import CountError, Monitor, MonitorConfig, count_flops
-from rankscope_exporter.monitors.throughput import FlopCount
+from rankscope_exporter.monitors.flop_counter import FlopCount
 
 BATCH = 5
 FIRST, SECOND = 8 * 16, 16 * 4
@@ -297,14 +297,15 @@ def test_buffers_gradients_and_modes_are_restored_also_after_an_error(fails):
 
 def test_random_states_of_all_devices_in_use_are_restored(monkeypatch):
     """No accelerator is needed: its generators are a double."""
-    states, put = [torch.ones(1), torch.zeros(1)], []
+    put = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", put.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: f"state of {device}")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *args: put.append(args))
 
     count_flops(Mlp(), rows())
 
-    assert [states] == put
+    assert [("state of 0", 0), ("state of 1", 1)] == put
 
 
 def test_arguments_and_their_graph_are_unchanged():

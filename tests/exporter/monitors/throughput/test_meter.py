@@ -15,8 +15,14 @@ from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig, count_flops
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.monitors.throughput import ThroughputConfig, meter
-from rankscope_exporter.monitors.throughput.costs import TABLE, compute_dtype, multiplies_in_tf32, peak_tflops
+from rankscope_exporter.monitors.throughput import (
+    TABLE,
+    Throughput,
+    ThroughputConfig,
+    compute_dtype,
+    multiplies_in_tf32,
+    peak_tflops,
+)
 
 BATCH = 32
 IDS = torch.zeros(2, 10, dtype=torch.long)
@@ -245,7 +251,7 @@ def test_mfu_uses_the_peak_of_the_device_name(monkeypatch, run):
     """No accelerator is needed: the device name is that of a double."""
     found = {}
     for name in ("NVIDIA H100 80GB HBM3", "Abacus 3000"):
-        monkeypatch.setattr(meter, "device_name", lambda _device, name=name: name)
+        monkeypatch.setattr(f"{Throughput.__module__}.device_name", lambda _device, name=name: name)
         found[name] = run(Tokens(), IDS, logged=TWENTY)
     known, unknown = found.values()
 

@@ -37,7 +37,7 @@ from rankscope_exporter.adapters.torch_private import coalescing_groups
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.quantities.base import SamplingGate
 from rankscope_exporter.measure.table import Slots
-from rankscope_exporter.monitors.flight_recorder.entry import (
+from rankscope_exporter.monitors.flight_recorder.poller import (
     NOT_SCRIPT_CODE,
     OUR_CODE,
     TORCH_CODE,

@@ -37,8 +37,7 @@ from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions
 from rankscope_exporter.measure.quantities.collectives import interception
 from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes, in_backward
 from rankscope_exporter.measure.table import Slots, Table
-from rankscope_exporter.monitors.flight_recorder.entry import Entry
-from rankscope_exporter.monitors.flight_recorder.poller import read_before
+from rankscope_exporter.monitors.flight_recorder.poller import read_before, row_of
 from rankscope_exporter.monitors.flight_recorder.torch_api import Raw, Report, ranks_by_group, read_with_stacks
 from rankscope_exporter.process.validation import Checked, at_least, list_of
 
@@ -130,14 +129,14 @@ class InternalCalls:
             self._after[recorder] = max(last, *(int(raw["record_id"]) for raw in raws))
 
     def _note(self, log: CallLog, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> None:
-        entry = Entry.of(raw, ranks)
-        site = self._sites.of_record(raw.get("frames", ()), entry.call_site or NO_PLACE)
-        name = f"{entry.op}@{site.label}"
-        if not (site.is_chosen and self._targets.selects(name, entry.op)):
+        row = row_of(raw, ranks)
+        site = self._sites.of_record(raw.get("frames", ()), row["call_site"] or NO_PLACE)
+        name = f"{row['op']}@{site.label}"
+        if not (site.is_chosen and self._targets.selects(name, row["op"])):
             return
         forms = f"{_call_forms(raw, 'input')} -> {_call_forms(raw, 'output')}"
-        size = f" of {len(entry.ranks)} ranks" if entry.ranks else ""
-        log.note_text(name, f"{forms}, group {entry.group}{size}", site)
+        size = f" of {row['group_size']} ranks" if row["group_size"] else ""
+        log.note_text(name, f"{forms}, group {row['group']}{size}", site)
 
 
 def _is_intercepted(raw: Raw) -> bool:

@@ -1,15 +1,21 @@
-"""Settings of TFLOP/s and MFU, the FLOPs of a token by 6 N, and the peak of each device by torch's device name.
+"""Computes TFLOP/s of this rank's device, and the share of the device's peak (MFU), for steps with a known duration.
 
-The module runs no code of the user. Parameters are read from the dictionary `_parameters` of each module, because a
-parametrized weight is a property, which would run such code.
+The publisher thread computes both values.
+
+The FLOPs of a step are those that the script logs, or those of a token or sample times the number that the script logs.
+Without a setting, the FLOPs of a token are 6 N. No code of the user runs to count them. Parameters are therefore read
+from the dictionary `_parameters` of each module, because a parametrized weight is a property. Recomputed activations do
+not count: the result is the model FLOPs utilization (MFU), not the hardware FLOPs utilization. What is unknown is not
+published.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Final, Literal
 
 import torch
@@ -23,6 +29,7 @@ from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import at_least, number, validate
+from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,7 @@ def six_n(framework: Framework, parallel: Parallel) -> float:
     if misfit is not None:
         raise NoFormulaError(misfit)
     parameters = [*_of_flat_parameters(framework.model)] or _multiplied(module)
-    flops = sum((4 if is_frozen else 6) * elements for _, elements, is_frozen in parameters)
+    flops = sum((6 if is_trained else 4) * elements for elements, is_trained in parameters)
     return flops / (1 if framework.traits.parameters_are_local_parts else parallel.tensor)
 
 
@@ -103,38 +110,32 @@ def _misfit(module: nn.Module) -> str | None:
     return None
 
 
-def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield each parameter in FSDP1's flat parameters, except embedding tables that no other module shares.
+def _of_flat_parameters(model: nn.Module) -> Iterator[tuple[int, bool]]:
+    """Yield the elements of each unsharded parameter in FSDP1's flat parameters, and whether it is trained.
 
-    A yielded tuple contains the parameter's name, the number of elements of the unsharded parameter, and whether the
-    parameter is frozen.
+    Embedding tables that no other module shares are left out.
     """
     for unit in units(model):
         flat = torch_private.flat_parameter(unit)
         tied = {(id(shared.prim_module), shared.prim_param_name) for shared in torch_private.shared_infos(flat)}
         for info, shape in zip(torch_private.flat_infos(flat), torch_private.flat_shapes(flat), strict=True):
             if not isinstance(info.module, nn.Embedding) or (id(info.module), info.param_name) in tied:
-                yield f"{info.module_name}.{info.param_name}", shape.numel(), not flat.requires_grad
+                yield shape.numel(), flat.requires_grad
 
 
-def _multiplied(module: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """Yield each parameter of `module`, except embedding tables that no other module shares.
+def _multiplied(module: nn.Module) -> Iterator[tuple[int, bool]]:
+    """Yield the elements of each unsharded parameter of `module`, and whether it is trained.
 
-    A yielded tuple contains the parameter's name, the number of elements of the unsharded parameter, and whether the
-    parameter is frozen.
+    Embedding tables that no other module shares are left out.
     """
-    # The values keep the parameters alive: FSDP2 replaces parameters, and a new one could get the id of a freed one.
-    tables = {
-        id(parameter): parameter
-        for child in module.modules()
-        if isinstance(child, nn.Embedding)
-        for parameter in child.parameters()
-    }
+    # The list keeps the parameters alive: FSDP2 replaces parameters, and a new one could get the id of a freed one.
+    tables = [p for child in module.modules() if isinstance(child, nn.Embedding) for p in child.parameters()]
+    ids = set(map(id, tables))
     for named in named_parameters(module):
         # A table that is tied to the output layer has a second name and is multiplied there.
         parameter = named.parameter
-        if parameter is not None and (id(parameter) not in tables or named.aliases):
-            yield named.name, whole_shape(parameter).numel(), not parameter.requires_grad
+        if parameter is not None and (id(parameter) not in ids or named.aliases):
+            yield whole_shape(parameter).numel(), parameter.requires_grad
 
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
@@ -229,9 +230,8 @@ _SLICES: Final = 7
 TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
     (r"\bGB200\b", Peaks(2500, 1250, 80)),  # NVIDIA GB200 NVL72 data sheet, a 72nd part
     (r"\bB200\b", Peaks(2250, 1125, 75)),  # NVIDIA HGX B200 data sheet, an eighth
-    (r"\bGH200\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA GH200 data sheet: an H100 or H200 with HBM
     (r"\bH200 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H200 data sheet, column NVL
-    (r"\bH200\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA H200 data sheet, column SXM
+    (r"\bG?H200\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA data sheets: H200, column SXM; GH200, H100 or H200 with HBM
     (r"\bH100 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H100 data sheet, column NVL
     (r"\bH100 PCIe\b", Peaks(756.5, 378, 51.2)),  # NVIDIA H100 data sheet of 2022, column PCIe
     (r"\bH[18]00\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA H100 Tensor Core GPU Architecture, SXM5
@@ -275,3 +275,130 @@ def _of_dtype(peaks: Peaks, dtype: torch.dtype, *, tf32: bool) -> float | None:
     if dtype is torch.float32:
         return peaks.tf32 if tf32 and peaks.tf32 is not None else peaks.float32
     return None
+
+
+GIVEN: Final = "given"
+
+SIX_N: Final = "6n"
+
+_AMOUNTS: Final = ("flops", "tokens", "samples")
+"""Names of logged numbers from which the FLOPs of a step follow."""
+
+
+@dataclass(eq=False)
+class Throughput(StepObserver):
+    """Computes TFLOP/s and MFU from the duration and the amount of work of each step."""
+
+    framework: Framework
+    config: ThroughputConfig
+    parallel: Parallel
+    _: KW_ONLY
+    device: torch.device
+    report: Callable[[str], None]
+    """Function that publishes its text as an event and as a console line."""
+    is_first: bool = True
+    """True on rank 0."""
+
+    def __post_init__(self) -> None:
+        self.parallel = replace(self.parallel, ranks=self.config.model_parallel or self.parallel.ranks)
+        # Without a pipeline, all ranks have the same reason.
+        self._reports_absence = self.is_first or self.parallel.pipeline > 1
+        self._absence = "the steps log no tokens; call monitor.log(tokens=…)"
+        self._has_reported = False
+        self._autocast: torch.dtype | None = None
+
+    # On the training thread.
+
+    def on_forward_begin(self) -> None:
+        if self._autocast is None and torch.is_autocast_enabled(self.device.type):
+            self._autocast = torch.get_autocast_dtype(self.device.type)
+
+    def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:
+        if self.config.method != "off" and cause != "end":
+            record.later.append(functools.partial(self._scalars, logged, record.pending))
+
+    # On the publisher's thread.
+
+    def _scalars(self, logged: Sequence[Pending], timed: Sequence[Pending]) -> list[Scalar]:
+        """Return TFLOP/s and MFU of a step. Waits for copies of logged tensors to the host."""
+        seconds: float | Transfer = 0.0
+        for item in timed:
+            if item.name == "step_seconds":
+                seconds = item.value
+                break
+        if not isinstance(seconds, float) or seconds <= 0 or (found := self._flops(logged)) is None:
+            return []
+        flops, method = found
+        if not 0 < flops < math.inf:  # for example 0 tokens or NaN was logged
+            return []
+        tflops = flops / seconds / 1e12
+        scalars = [Scalar("tflops_per_gpu", tflops, "TFLOP/s", {"method": method})]
+        if self._peak is not None:
+            scalars.append(Scalar("mfu", tflops / self._peak, "ratio", {"method": method}))
+        return scalars
+
+    def _flops(self, logged: Sequence[Pending]) -> tuple[float, str] | None:
+        """Return the FLOPs of the step on this rank's device, and the method that computed this number.
+
+        Return None if the FLOPs are unknown.
+        """
+        config, ranks = self.config, self.parallel.ranks
+        amounts: dict[str, float] = {}
+        for item in logged:
+            if item.name in _AMOUNTS:
+                amounts[item.name] = amounts.get(item.name, 0.0) + item.scalar().value
+        tokens, samples = amounts.get("tokens"), amounts.get("samples")
+        if "flops" in amounts:
+            return amounts["flops"], GIVEN
+        if config.flops_per_token is not None and tokens is not None:
+            return config.flops_per_token * tokens / ranks, GIVEN
+        if config.flops_per_sample is not None and samples is not None:
+            return config.flops_per_sample * samples / ranks, GIVEN
+        if config.method == GIVEN:
+            return None
+        try:
+            per_token = None if tokens is None else self._flops_per_token
+        except ReferenceError:  # the script has deleted its model
+            return None
+        if tokens is None or per_token is None:
+            self._report_absence(is_expected=tokens is not None)
+            return None
+        return per_token * tokens, SIX_N
+
+    @functools.cached_property
+    def _flops_per_token(self) -> float | None:
+        try:
+            return six_n(self.framework, self.parallel)
+        except NoFormulaError as error:
+            self._absence = f"{error}; use rankscope.count_flops()"
+            return None
+
+    def _report_absence(self, *, is_expected: bool) -> None:
+        """Report once why TFLOP/s and MFU are not published, if the user probably expects them.
+
+        This is so if the script logs tokens, or if a throughput setting is not the default.
+        """
+        if self._has_reported or not self._reports_absence:
+            return
+        self._has_reported = True
+        if is_expected or self.config != ThroughputConfig():
+            self.report(f"TFLOP/s and MFU are absent: {self._absence}")
+
+    @functools.cached_property
+    def _peak(self) -> float | None:
+        name = device_name(self.device)
+        if self.config.peak_tflops is not None or name is None:
+            return self.config.peak_tflops
+        dtype = compute_dtype(self.framework, self._autocast)
+        peak = peak_tflops(name, dtype, tf32=multiplies_in_tf32())
+        if peak is None:
+            self.report(f"the peak FLOP/s of {name!r} in {dtype} is unknown: set throughput.peak_tflops for MFU")
+        return peak
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return torch's name of an accelerator; None for a CPU, or if torch has no names for this type of device."""
+    if device.type == "cpu":
+        return None
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return None if name is None else str(name(device))

@@ -7,13 +7,12 @@ user.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self
 
@@ -26,8 +25,6 @@ from rankscope_exporter.adapters import framework_of, torch_private
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.parameter_names import plain_name
 from rankscope_exporter.process.errors import CountError
-
-Undo = Callable[[], object]
 
 
 @contextlib.contextmanager
@@ -44,8 +41,11 @@ def restored(model: nn.Module) -> Iterator[None]:
     contents = [(table, dict(table)) for table in tables if isinstance(table, dict)]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
     with contextlib.ExitStack() as undo:
-        for step in _random_states(model):
-            undo.callback(step)
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the state that models draw from
+        for kind in _devices(model):
+            devices = () if kind == "cpu" else range(torch.get_device_module(kind).device_count())
+            undo.enter_context(torch.random.fork_rng(devices, device_type=kind))
         undo.callback(torch.clear_autocast_cache)  # it contains casts of weights with a freed graph
         for parameter, _ in gradients:
             parameter.grad = None
@@ -64,24 +64,12 @@ def restored(model: nn.Module) -> Iterator[None]:
                 _restore(buffer, value)
 
 
-def _random_states(model: nn.Module) -> Iterator[Undo]:
-    """Yield functions that restore the default random generators of Python, numpy and torch (CPU and used devices)."""
-    yield functools.partial(random.setstate, random.getstate())
-    yield functools.partial(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the state that models draw from
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+def _devices(model: nn.Module) -> set[str]:
+    """Return the types of devices of which the default random generators may be used."""
     kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # untyped in torch
         kinds.add("cuda")
-    for kind in kinds - {"cpu", "meta"}:
-        yield _of_device(torch.get_device_module(kind))
-
-
-def _of_device(module: object) -> Undo:
-    for get, put in (("get_rng_state_all", "set_rng_state_all"), ("get_rng_state", "set_rng_state")):
-        if hasattr(module, get):
-            state = getattr(module, get)()
-            return lambda: getattr(module, put)(state)
-    return lambda: None
+    return (kinds | {"cpu"}) - {"meta"}
 
 
 @torch.no_grad()
@@ -180,7 +168,7 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     """
     _check(model)
     # Imported only here: torch's formulas take 0.2 s to import, and most programs do not count.
-    operations = importlib.import_module("rankscope_exporter.monitors.throughput.operations")
+    operations = importlib.import_module("rankscope_exporter.monitors.flop_operations")
     dist = torch.distributed
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     counter = operations.Counter()
