@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -413,27 +413,30 @@ class _Announced:
     within: float = 0.0  # seconds of nested phases
 
 
+@dataclass(eq=False)
 class StepTimingObserver(StepObserver):
     """Measures the phases of steps.
 
     The training thread stores the time of each event, as clock time or as a queued device event.
     """
 
-    def __init__(
-        self,
-        clock: HostClock,
-        traits: LoopTraits,
-        hand_over: Callable[[StepRecord], None],
-        *,
-        report: Callable[[str, BaseException], None],
-        times_steps: bool = True,
-    ) -> None:
-        self._clock = clock
-        self._report = report
-        self._now = clock.now if times_steps else time.monotonic
-        self._traits = traits
-        self._hand_over = hand_over
-        self._times_steps = self._is_noting = times_steps
+    clock: HostClock
+    traits: LoopTraits
+    hand_over: Callable[[StepRecord], None]
+    _: KW_ONLY
+    report: Callable[[str, BaseException], None]
+    times_steps: bool = True
+    step_seconds: dict[str, float] = field(default_factory=dict, init=False)
+    """Seconds of all published steps after the first, by phase. The publisher thread writes them."""
+    left_out: int = field(default=0, init=False)
+    """Number of steps for which no phases are published.
+
+    In these steps, the device did not reach an event within the time limit.
+    """
+
+    def __post_init__(self) -> None:
+        self._now = self.clock.now if self.times_steps else time.monotonic
+        self._is_noting = self.times_steps
         self._counters = PhaseCounters()
         self._counter_readers: dict[str, Callable[[], list[Scalar]]] = {}
         self._announced: list[_Announced] = []
@@ -442,13 +445,6 @@ class StepTimingObserver(StepObserver):
         self._has_step = False
         self._is_last = False
         self._published: Mapping[str, float] = {}  # phases of the last step; used only by the publisher thread
-        self.step_seconds: dict[str, float] = {}
-        """Seconds of all published steps after the first, by phase. The publisher thread writes them."""
-        self.left_out = 0
-        """Number of steps for which no phases are published.
-
-        In these steps, the device did not reach an event within the time limit.
-        """
         self._marks: list[Mark] = [("opens", self._now(), "")]
 
     def note(self, *kinds: Kind, name: str = "") -> None:
@@ -464,12 +460,12 @@ class StepTimingObserver(StepObserver):
         if not self._is_noting or not kinds:
             return
         if kinds[0] == "evaluation_begins" and marks[-1][0] == "evaluation_ended":
-            self._clock.release(marks.pop()[1])
+            self.clock.release(marks.pop()[1])
             return
         try:
             now = self._now()
         except Exception as error:  # noqa: BLE001 - the step itself goes on
-            self._report("timing a step", error)
+            self.report("timing a step", error)
             return
         for kind in kinds:
             marks.append((kind, now, name))
@@ -503,19 +499,19 @@ class StepTimingObserver(StepObserver):
     # End of a step.
 
     def on_step_timed(self, record: StepRecord, cause: Cause, logged: Sequence[Pending]) -> None:  # noqa: ARG002
-        if self._times_steps:
+        if self.times_steps:
             self._close(record, cause)
             self._is_first = False
 
     def on_training_end(self) -> None:
         self._is_last = True  # time after the last step belongs to no step
-        if self._times_steps and not self._has_step:
+        if self.times_steps and not self._has_step:
             record = StepRecord.now()
             self._close(record, "end")
-            self._hand_over(record)
+            self.hand_over(record)
 
     def _close(self, record: StepRecord, cause: Cause) -> None:
-        now = self._now() if record.ended_at is None else self._clock.at(record.ended_at)
+        now = self._now() if record.ended_at is None else self.clock.at(record.ended_at)
         marks, self._marks = self._marks, [("opens", now, "")]
         marks.append(("closes", now, cause))
         for phase in self._announced:  # they continue
@@ -528,11 +524,11 @@ class StepTimingObserver(StepObserver):
         """Return the seconds by phase of one step as scalars. Runs on the publisher thread."""
         marks = corrected(raw)
         _, times, _ = zip(*marks, strict=True)
-        seconds = self._clock.seconds_between(times)
+        seconds = self.clock.seconds_between(times)
         if seconds is None:
             self.left_out += 1
             return []
-        found = sum_by_phase(phases_of(marks, self._traits), seconds, is_first=is_first)
+        found = sum_by_phase(phases_of(marks, self.traits), seconds, is_first=is_first)
         self._counters.add(found.inferred, found.pre_collective)
         counters = self._counters.due(is_last=self._is_last)
         if not of_step:

@@ -57,7 +57,7 @@ class WorkerServer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._address: str | None = None  # None until the server is started
-        self._unanswered: _Connection | None = None
+        self._unanswered: http.client.HTTPConnection | None = None
 
     def ask(self, handler: str, seconds: float, body: str = "") -> bytes:
         """Return the answer of the handler with the name `handler`.
@@ -78,7 +78,10 @@ class WorkerServer:
             if (earlier := self._unanswered) is not None:
                 self._wait(earlier, deadline, seconds)
                 earlier.close()
-            connection = _Connection(self._address, seconds)
+            connection = http.client.HTTPConnection("localhost")
+            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.sock.settimeout(seconds)
+            connection.sock.connect(self._address)
             connection.request("POST", f"/handler/{handler}", body, {"Connection": "close"})
             self._wait(connection, deadline, seconds)
             response = connection.getresponse()
@@ -89,7 +92,7 @@ class WorkerServer:
             raise RuntimeError(content.decode(errors="replace"))
         return content
 
-    def _wait(self, connection: _Connection, deadline: float, seconds: float) -> None:
+    def _wait(self, connection: http.client.HTTPConnection, deadline: float, seconds: float) -> None:
         self._unanswered = connection
         poll = select.poll()  # select.select() does not support descriptors above 1023
         poll.register(connection.sock, select.POLLIN)
@@ -115,17 +118,6 @@ def register_handler(name: str, function: Callable[[Any, Any], None]) -> None:
     if name not in torch_private.handler_names():
         _keep_for_ever(function)
         torch_private.add_handler(name, function)
-
-
-class _Connection(http.client.HTTPConnection):
-    def __init__(self, address: str, seconds: float) -> None:
-        super().__init__("localhost", timeout=seconds)
-        self._address = address
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._address)
 
 
 def _start() -> str:

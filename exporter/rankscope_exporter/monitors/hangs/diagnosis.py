@@ -35,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
@@ -351,26 +351,21 @@ class CapturedStacks:
         return {"rank": rank, "ts": self.ts, "step": self.step, "stacks": self.stacks.document(), "flight": flight}
 
 
+@dataclass(eq=False)
 class Diagnosis:
     """Reads and publishes stacks and flight records. Any thread may call the methods; one call runs at a time.
 
     The thread that creates the object counts as the training thread.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        publish: Callable[[StepRecord], object],
-        last_step: Callable[[], int | None],
-        boundary: ErrorBoundary,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.rank = rank
-        self._publish = publish
-        self._last_step = last_step
-        self._boundary = boundary
-        self._clock = clock
+    rank: int
+    hand_over: Callable[[StepRecord], object]
+    """Function that publishes a record from the calling thread."""
+    last_step: Callable[[], int | None]
+    boundary: ErrorBoundary
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._training_thread = threading.get_ident()
         self._lock = threading.Lock()
         self._taking: int | None = None  # id of the thread that takes stacks now
@@ -390,7 +385,7 @@ class Diagnosis:
         # A signal handler runs on the thread that it interrupts: if that thread holds the lock, waiting would deadlock.
         if self._taking == threading.get_ident() or not self._lock.acquire(timeout=LOCK_SECONDS):
             stacks = self._stacks(reason)
-            return CapturedStacks(ts=now_microseconds(), step=self._last_step(), stacks=stacks, flight=None)
+            return CapturedStacks(ts=now_microseconds(), step=self.last_step(), stacks=stacks, flight=None)
         try:
             self._taking = threading.get_ident()
             return self._take(reason, severity, first)
@@ -417,28 +412,28 @@ class Diagnosis:
 
     def publish_exit(self, name: str) -> None:
         """Publish the exit event while the training thread is stuck; never waits for a thread or the device."""
-        self._publish_event(exit_event(ExitReason.SIGNAL, name, self._last_step()))
+        self._publish_event(exit_event(ExitReason.SIGNAL, name, self.last_step()))
 
     def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:
         if first is not None:
-            self._boundary.call(f"recording an event ({first.type})", self._publish_event, first)
-        elif self._latest is not None and self._clock() - self._taken_at < MIN_SECONDS:
+            self.boundary.call(f"recording an event ({first.type})", self._publish_event, first)
+        elif self._latest is not None and self.clock() - self._taken_at < MIN_SECONDS:
             return self._latest
-        ts, step = now_microseconds(), self._last_step()
+        ts, step = now_microseconds(), self.last_step()
         stacks = self._stacks(reason)
         # Stacks are published before the flight record is read: the reading may take seconds or not return.
         if stacks.threads:
-            self._boundary.call("recording stacks", self._publish_stacks, stacks, severity)
-        flight: FlightRecord | None = self._boundary.call("the flight record", self._flight, reason)
+            self.boundary.call("recording stacks", self._publish_stacks, stacks, severity)
+        flight: FlightRecord | None = self.boundary.call("the flight record", self._flight, reason)
         if flight is not None:
-            self._boundary.call("recording the flight record", self._publish_flight, flight, severity)
-        self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), self._clock()
+            self.boundary.call("recording the flight record", self._publish_flight, flight, severity)
+        self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), self.clock()
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:
         """Return the stacks of all threads."""
         # If they cannot be read, the result has no threads: the flight record is useful without stacks.
-        stacks: StackDump | None = self._boundary.call("taking stacks", take_stacks, reason, self._training_thread)
+        stacks: StackDump | None = self.boundary.call("taking stacks", take_stacks, reason, self._training_thread)
         return StackDump(reason=reason, threads=()) if stacks is None else stacks
 
     def _flight(self, reason: str) -> FlightRecord | None:
@@ -456,7 +451,7 @@ class Diagnosis:
             is_read.set()
             # Reported after `is_read`: a report takes locks that a hanging training thread may hold.
             for failure in failures:
-                self._boundary.report(*failure)
+                self.boundary.report(*failure)
 
         self._reader = OwnThread(target=read, name="rankscope-flight-record", ends=False)
         self._reader.start()
@@ -476,7 +471,7 @@ class Diagnosis:
         self._publish_event(_event(EventType.FLIGHT_RECORD, severity, message, flight.to_json()))
 
     def _publish_event(self, event: Event) -> None:
-        self._publish(StepRecord.now(self._last_step(), events=[event]))
+        self.hand_over(StepRecord.now(self.last_step(), events=[event]))
 
 
 def _event(kind: EventType, severity: Severity, message: str, details: str) -> Event:

@@ -13,6 +13,7 @@ import importlib
 import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -165,25 +166,19 @@ _STOP_SECONDS: Final = 2.0
 """Maximum seconds that the end of training waits for a reading of the hardware metrics that is in progress."""
 
 
+@dataclass(eq=False)
 class HardwarePoller:
     """Reads and publishes hardware metrics on one daemon thread, which runs from `start` to `stop`."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        every_seconds: float,
-        hand_over: Callable[[StepRecord], None],
-        boundary: ErrorBoundary,
-        *,
-        nvml: Callable[[], Any] = load_nvml,
-    ) -> None:
-        self._device = device
-        self._every_seconds = every_seconds
-        self._hand_over = hand_over
-        self._boundary = boundary
-        self._load_nvml = nvml
+    device: torch.device
+    every_seconds: float
+    hand_over: Callable[[StepRecord], None]
+    boundary: ErrorBoundary
+    nvml: Callable[[], Any] = field(default=load_nvml, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._stopped = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-hardware", on_fault=boundary.report)
+        self._thread = OwnThread(target=self._run, name="rankscope-hardware", on_fault=self.boundary.report)
 
     @property
     def cpu_seconds(self) -> float:
@@ -191,7 +186,7 @@ class HardwarePoller:
 
     def start(self) -> None:
         """Start the hardware thread. Does nothing if the interval between readings is 0."""
-        if self._every_seconds > 0:
+        if self.every_seconds > 0:
             self._thread.start()
 
     def stop(self) -> None:
@@ -201,17 +196,17 @@ class HardwarePoller:
             self._thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
-        gpu = self._boundary.call("opening the GPU", self._open)
-        host = Host(self._boundary.report)
-        before = self._boundary.call("reading the machine", host.state)
-        while not self._stopped.wait(self._every_seconds):
-            before = self._boundary.call("publishing the hardware", self._publish, gpu, host, before) or before
+        gpu = self.boundary.call("opening the GPU", self._open)
+        host = Host(self.boundary.report)
+        before = self.boundary.call("reading the machine", host.state)
+        while not self._stopped.wait(self.every_seconds):
+            before = self.boundary.call("publishing the hardware", self._publish, gpu, host, before) or before
         if gpu is not None:
-            self._boundary.call("closing the GPU", gpu.close)
+            self.boundary.call("closing the GPU", gpu.close)
 
     def _open(self) -> Gpu | None:
-        uuid = uuid_of(self._device)
-        nvml = None if uuid is None else self._load_nvml()
+        uuid = uuid_of(self.device)
+        nvml = None if uuid is None else self.nvml()
         return None if uuid is None or nvml is None else Gpu.open(nvml, uuid)
 
     def _publish(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
@@ -221,12 +216,12 @@ class HardwarePoller:
 
         GPU and machine are read independently: an error of one does not affect the other.
         """
-        call, report = self._boundary.call, self._boundary.report
+        call, report = self.boundary.call, self.boundary.report
         events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []
         of_gpu = [] if gpu is None else call("reading the GPU", gpu.read, report) or []
         state = call("reading the machine", host.state)
         of_host = [] if before is None or state is None else list(host_scalars(before, state))
         scalars = [*of_host, *of_gpu]
         if scalars or events:
-            self._hand_over(StepRecord.now(events=events, later=[lambda: scalars]))
+            self.hand_over(StepRecord.now(events=events, later=[lambda: scalars]))
         return state

@@ -182,7 +182,7 @@ def test_psutil_and_proc_agree(tmp_path):
         assert by_kernel[name] == pytest.approx(by_psutil[name], rel=0.02, abs=1e6)
     spent, switches = psutil.Process().cpu_times(), psutil.Process().num_ctx_switches()
     assert by_kernel["process_cpu_seconds_total"] == pytest.approx(spent.user + spent.system, abs=0.3)
-    assert by_kernel["process_involuntary_switches_total"] == pytest.approx(switches.involuntary, abs=100)
+    assert by_kernel["process_involuntary_switches_total"] >= switches.involuntary - 100  # psutil: of the main thread
     ticks = 100
     assert by_kernel["all_seconds"] / ticks == pytest.approx(by_psutil["all_seconds"], rel=0.01)
     assert by_kernel["busy_seconds"] / ticks == pytest.approx(by_psutil["busy_seconds"], rel=0.01)
