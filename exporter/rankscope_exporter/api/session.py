@@ -30,6 +30,7 @@ from rankscope_exporter.monitors.throughput import ALONE, Parallel, Throughput
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
+from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, SilentKinds
 from rankscope_exporter.publish.console import Console
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
@@ -191,16 +192,16 @@ class Session:
         """Build the objects that change which quantities are measured, and how often, during training."""
         config, identity, boundary = self.config, self.identity, self._boundary
         self.change_queue = ChangeQueue(
-            self.active_quantities,
-            SamplingConfig(on=config.switch_file is None, config=config),
-            first_step,
+            active_quantities=self.active_quantities,
+            sampling=SamplingConfig(on=config.switch_file is None, config=config),
+            first_step=first_step,
             boundary=boundary,
             changed=self._sampling_changed,
             record=self.current_step.add_event,
         )
         self.change_sources = ChangeSources(
-            config,
-            self.change_queue,
+            base=config,
+            change_queue=self.change_queue,
             parts=lambda changed: selected_parts(self.monitored, changed, identity.rank, ignore_start=True),
             boundary=boundary,
             tell=self.notices.tell,
@@ -210,17 +211,17 @@ class Session:
         self.batches = SampleIds(are_read=config.capture is not None or on_anomaly() is not None)
         self.callbacks = AnomalyCallback(on_anomaly, identity, self.batches, boundary)
         self.overhead_controller = OverheadController(
-            config.max_overhead,
-            self.change_sources,
-            identity,
+            max_overhead=config.max_overhead,
+            sources=self.change_sources,
+            identity=identity,
             cost=lambda: sum(cost for part, cost in self.overhead().items() if part not in ONE_TIME_COSTS),
             say=self.notices.say,
         )
         self.captures = CaptureController(
-            config.capture,
-            self.change_sources,
-            self.batches,
-            boundary,
+            config=config.capture,
+            sources=self.change_sources,
+            batches=self.batches,
+            worker=BackgroundWorker("capture", boundary),
             rank=identity.rank,
             record=self.current_step.publish_event,
             take_flight_record=self.diagnosis.take_flight,

@@ -290,6 +290,7 @@ class Reason:
         return Event(type=EventType.CAPTURE, message=message, details=json.dumps(details), **self.firing)
 
 
+@dataclass(eq=False, kw_only=True)
 class CaptureController(StepObserver):
     """Starts and ends the captures of one rank.
 
@@ -301,33 +302,23 @@ class CaptureController(StepObserver):
     set of tensor kinds that are measured.
     """
 
-    def __init__(
-        self,
-        config: CaptureConfig | None,
-        sources: ChangeSources,
-        batches: SampleIds,
-        boundary: ErrorBoundary,
-        *,
-        rank: int,
-        record: Callable[[Event], None],
-        take_flight_record: Callable[[str], object],
-        changed: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._active_quantities = sources.change_queue.active_quantities
-        self._sources = sources
-        self._batches = batches
-        self.worker = BackgroundWorker("capture", boundary)
-        self._rank = rank
-        self._record = record
-        self._take_flight_record = take_flight_record
-        self._changed = changed
+    config: CaptureConfig | None
+    sources: ChangeSources
+    batches: SampleIds
+    worker: BackgroundWorker
+    rank: int
+    record: Callable[[Event], None]
+    take_flight_record: Callable[[str], object]
+    changed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._active_quantities = self.sources.change_queue.active_quantities
         self._quiet_until = -1  # firings up to this step do not start a capture
         self._count = 0
         self._requested: list[Reason] = []  # by this rank, for captures that have not begun
         self._reason: Reason | None = None  # of the present capture
         self._first = self._left = self._steps = 0
-        sources.reactions[CAPTURE] = self._make
+        self.sources.reactions[CAPTURE] = self._make
 
     # Firings of this rank, on the publisher thread.
 
@@ -338,7 +329,7 @@ class CaptureController(StepObserver):
         during the cooldown after the last firing for which a capture was requested, or if the number of captures has
         reached the limit.
         """
-        config = self._config
+        config = self.config
         if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
             return
         ordered = in_causal_order(step, anomalies)
@@ -346,13 +337,13 @@ class CaptureController(StepObserver):
         if chosen is None:
             return
         firing = {name: getattr(chosen, name) for name in _OF_FIRING}
-        reason = Reason(rank=self._rank, step=step, message=chosen.message, firing=firing)
+        reason = Reason(rank=self.rank, step=step, message=chosen.message, firing=firing)
         until = step + config.cooldown_steps
         self._quiet_until = until
         self._requested.append(reason)
         try:
-            self._sources.request_reaction(asdict(reason), CAPTURE, stamp=step, until=until)
-            self._publish("asked", reason, f"capture requested: {reason.message}", self._batches.of(step))
+            self.sources.request_reaction(asdict(reason), CAPTURE, stamp=step, until=until)
+            self._publish("asked", reason, f"capture requested: {reason.message}", self.batches.of(step))
         finally:
             self._flight_record()
 
@@ -360,17 +351,17 @@ class CaptureController(StepObserver):
 
     def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
         """Return the capture for the firing in the JSON object `document`, which has the fields of `Reason`."""
-        reason, config = Reason(**document), self._config
+        reason, config = Reason(**document), self.config
         if config is not None:
             self._quiet_until = max(self._quiet_until, reason.step + config.cooldown_steps)
-            if reason.rank != self._rank:
+            if reason.rank != self.rank:
                 self._flight_record()
         description = {"capture": [] if config is None else list(config.quantities), "reason": reason.message}
         return PlannedChange(step=step, description=description, apply=partial(self._begin, reason))
 
     def _begin(self, reason: Reason, change: PlannedChange, step: int) -> list[Event]:
         """Start the capture at step number `step`, on the training thread, and return the event about it."""
-        config = self._config
+        config = self.config
         if config is None:
             return []
         if self._count >= config.max_captures:
@@ -384,7 +375,7 @@ class CaptureController(StepObserver):
         last = step + self._left - 1
         self._quiet_until = max(self._quiet_until, last)
         self._active_quantities.capture()
-        self._changed()
+        self.changed()
         cause = f"{reason.message}, on rank {reason.rank} at step {reason.step}"
         text = f"capture of {', '.join(config.quantities)} in steps {step} to {last}: {cause}"
         steps = {"first_step": step, "last_step": last, "agreed_step": change.step}
@@ -398,7 +389,7 @@ class CaptureController(StepObserver):
             if self._left <= 0:
                 try:
                     self._active_quantities.release()
-                    self._changed()
+                    self.changed()
                 finally:
                     self._end(f"capture ended before step {step}", cut_short=False)
 
@@ -412,7 +403,7 @@ class CaptureController(StepObserver):
 
         `catch_up` waits for the publisher for a number of seconds.
         """
-        if self._config is None:
+        if self.config is None:
             return
         catch_up(FINISH_SECONDS)
         if self._reason is not None:
@@ -423,7 +414,7 @@ class CaptureController(StepObserver):
 
     def state(self) -> dict[str, Any]:
         """Return the number of captures and the reason of the present capture, for the HTTP path /config."""
-        if self._config is None:
+        if self.config is None:
             return {}
         return {"captures": self._count, "capturing": None if self._reason is None else self._reason.message}
 
@@ -431,7 +422,7 @@ class CaptureController(StepObserver):
         reason, self._reason = self._reason, None
         if reason is not None:
             steps = self._steps - max(0, self._left)
-            batches = self._batches.of_last(steps)
+            batches = self.batches.of_last(steps)
             self._publish("ended", reason, text, batches, first_step=self._first, steps=steps, cut_short=cut_short)
 
     def _take_requested(self, up_to_step: int | None) -> list[Reason]:
@@ -453,10 +444,10 @@ class CaptureController(StepObserver):
 
         def publish() -> None:
             samples, left_out = read(batches)
-            self._record(reason.event(state, text, **more, samples=samples, samples_left_out=left_out))
+            self.record(reason.event(state, text, **more, samples=samples, samples_left_out=left_out))
 
         self.worker.put(publish)
 
     def _flight_record(self) -> None:
-        if self._config is not None and self._config.flight_record:
-            self.worker.put(partial(self._take_flight_record, CAPTURE))
+        if self.config is not None and self.config.flight_record:
+            self.worker.put(partial(self.take_flight_record, CAPTURE))

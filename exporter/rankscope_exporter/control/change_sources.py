@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -128,6 +129,7 @@ The arguments are the JSON document of the change, and the step from which it is
 """
 
 
+@dataclass(eq=False, kw_only=True)
 class ChangeSources:
     """The sources of sampling changes on one rank.
 
@@ -138,34 +140,25 @@ class ChangeSources:
     Only the background thread accesses the key-value store, after `start`.
     """
 
-    def __init__(
-        self,
-        base: MonitorConfig,
-        change_queue: ChangeQueue,
-        *,
-        parts: Callable[[MonitorConfig], list[Part]],
-        boundary: ErrorBoundary,
-        tell: Callable[[str], None],
-        change_log: ChangeLog | None,
-        first_step: int,
-    ) -> None:
+    base: MonitorConfig
+    change_queue: ChangeQueue
+    parts: Callable[[MonitorConfig], list[Part]]
+    boundary: ErrorBoundary
+    tell: Callable[[str], None]
+    change_log: ChangeLog | None
+    first_step: int
+
+    def __post_init__(self) -> None:
         self.reactions: dict[str, MakeChange] = {}
         """By source, the functions for changes that are not made by a user, such as captures."""
-        self._base = base
-        self.change_queue = change_queue
-        self._parts = parts
-        self._boundary = boundary
-        self._tell = tell
-        self._log = change_log
         self._is_alone = False  # the key-value store has failed
-        self._first_step = first_step
-        self._file = None if base.switch_file is None else SwitchFile(base.switch_file)
+        self._file = None if self.base.switch_file is None else SwitchFile(self.base.switch_file)
         self._file_error: str | None = None  # that was reported last
         self._tasks: deque[Callable[[], None]] = deque()
         self._calls = itertools.count(1)
         self._stopped = threading.Event()
         self._wake = threading.Event()
-        self.thread = OwnThread(target=self._run, name="rankscope-switch", on_fault=boundary.report)
+        self.thread = OwnThread(target=self._run, name="rankscope-switch", on_fault=self.boundary.report)
         self._is_end_handled = False
         self._requested_on = False  # whether the last request switches sampling on
 
@@ -174,15 +167,15 @@ class ChangeSources:
 
         The thread is started only if there is a switch file, or if other ranks may request changes.
         """
-        self._boundary.call("switching", self._begin)
-        base = self._base
+        self.boundary.call("switching", self._begin)
+        base = self.base
         has_requests = base.max_overhead is not None or base.capture is not None or base.serve.secret is not None
-        if self._file is not None or (self._log is not None and has_requests):
+        if self._file is not None or (self.change_log is not None and has_requests):
             self.thread.start()
 
     def _begin(self) -> None:
         text = None if self._file is None else self._edit_of(self._file, is_first=True)
-        step = self._first_step + 1  # the first step is never measured in dynamic mode
+        step = self.first_step + 1  # the first step is never measured in dynamic mode
         stamp = 0 if self._file is None or text is None else self._file.stamp
         mine = Change(document=text or _OFF, source=FILE, step=step, stamp=stamp)
         first = self._ask(lambda log: log.begin(mine), mine)
@@ -200,7 +193,7 @@ class ChangeSources:
         if self.thread.ident is not None:
             self.thread.join(1.0)
         if self.change_queue.is_over() and self._file is not None:
-            self._boundary.call("the switch file", self._switch_off, self._file)
+            self.boundary.call("the switch file", self._switch_off, self._file)
 
     # Requests, from any thread.
 
@@ -210,7 +203,7 @@ class ChangeSources:
         Raises ConfigError if `document` is invalid. Does not wait: if the change cannot be stored, a notice reports it.
         """
         self._submit(Change(document=document_text(document), source=CALL, stamp=next(self._calls)))
-        if self._log is not None and self.thread.ident is None:
+        if self.change_log is not None and self.thread.ident is None:
             self.thread.start()
 
     def request(self, document: Mapping[str, Any]) -> None:
@@ -249,8 +242,8 @@ class ChangeSources:
 
     def _do(self, task: Callable[[], None]) -> None:
         """Call `task` on the background thread if there are other ranks, after all tasks before it; otherwise now."""
-        if self._log is None and not self._tasks:
-            self._boundary.call("switching", task)
+        if self.change_log is None and not self._tasks:
+            self.boundary.call("switching", task)
         else:
             self._tasks.append(task)
             self._wake.set()
@@ -259,7 +252,7 @@ class ChangeSources:
         """Add `change` to the log of changes. Without one, apply it to this rank."""
         if not self._ask(lambda log: log.write(change, until), alone=False):
             if self._is_alone:
-                self._tell(_alone_text(change.source))
+                self.tell(_alone_text(change.source))
             self._put(change)
 
     def _ask(self, question: Callable[[ChangeLog], _T], alone: _T) -> _T:
@@ -268,18 +261,18 @@ class ChangeSources:
         Return `alone` if there is no log. If the process with the key-value store has exited, or if the process group
         was destroyed, changes apply to this rank only from now on.
         """
-        log_of_ranks = self._log
+        log_of_ranks = self.change_log
         if log_of_ranks is None:
             return alone
         try:
             return question(log_of_ranks)
         except (RuntimeError, ValueError) as error:
-            self._log, self._is_alone = None, True
+            self.change_log, self._is_alone = None, True
             log.info("the key-value store is not available, changes of sampling now apply to this rank only: %s", error)
             return alone
         finally:
             while log_of_ranks.unread:
-                self._boundary.call("switching", self._put, log_of_ranks.unread.popleft())
+                self.boundary.call("switching", self._put, log_of_ranks.unread.popleft())
 
     def _put(self, change: Change) -> None:
         document = json.loads(change.document)
@@ -289,25 +282,25 @@ class ChangeSources:
             return
         sampling = self._sampling(change.document, change.source)
         self._requested_on, self._is_end_handled = sampling.on, False
-        parts = self._parts(sampling.config) if sampling.on else []
+        parts = self.parts(sampling.config) if sampling.on else []
         self.change_queue.put_sampling(change.step, change.source, sampling, parts)
 
     def _sampling(self, text: str, source: str) -> SamplingConfig:
-        return sampling_config_from(json.loads(text), self._base, on=source != FILE)
+        return sampling_config_from(json.loads(text), self.base, on=source != FILE)
 
     # The thread.
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            self._wake.wait(self._base.switch_poll_seconds)
+            self._wake.wait(self.base.switch_poll_seconds)
             self._wake.clear()
             if not self._stopped.is_set():
                 if self._file is not None:
-                    self._boundary.call("the switch file", self._poll_file, self._file)
+                    self.boundary.call("the switch file", self._poll_file, self._file)
                 while self._tasks:
-                    self._boundary.call("switching", self._tasks[0])
+                    self.boundary.call("switching", self._tasks[0])
                     self._tasks.popleft()  # not earlier: see `_do`
-                self._boundary.call("reading the changes of other ranks", self._ask, ChangeLog.poll, None)
+                self.boundary.call("reading the changes of other ranks", self._ask, ChangeLog.poll, None)
 
     def _poll_file(self, file: SwitchFile) -> None:
         ended = f"ended/{file.stamp}"  # counts the ranks that have switched this content off
@@ -334,7 +327,7 @@ class ChangeSources:
             message = f"the switch file cannot be used, sampling does not change: {error}"
             if message != self._file_error:
                 self._file_error = message
-                self._tell(message)
+                self.tell(message)
             return None
         return text
 
@@ -342,7 +335,7 @@ class ChangeSources:
         try:
             file.switch_off()
         except (ConfigError, OSError) as error:
-            self._tell(f"sampling has ended, but dynamic_on cannot be set to false in the switch file: {error}")
+            self.tell(f"sampling has ended, but dynamic_on cannot be set to false in the switch file: {error}")
 
 
 def _alone_text(source: str) -> str:

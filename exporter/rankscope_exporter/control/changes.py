@@ -62,6 +62,7 @@ class Change:
     """
 
 
+@dataclass(eq=False)
 class ChangeLog:
     """The log of changes, as one rank reads and writes it. Only one thread uses it at a time.
 
@@ -70,15 +71,14 @@ class ChangeLog:
     `LEAST_STEPS` steps.
     """
 
-    def __init__(
-        self, store: Any, name: str, pace: Callable[[], tuple[int, float | None]], *, margin_seconds: float
-    ) -> None:
+    store: Any
+    name: str
+    pace: Callable[[], tuple[int, float | None]]
+    margin_seconds: float
+
+    def __post_init__(self) -> None:
         self.unread: deque[Change] = deque()
         """The changes in the order of the log that were read from the store, and that the caller has not removed."""
-        self._store = store
-        self._name = name
-        self._pace = pace
-        self._margin_seconds = margin_seconds
         self._length = 0
         self._step = 0  # of the last change
         self._stamps: dict[str, int] = {}  # by source, the highest stamp in the log
@@ -104,21 +104,21 @@ class ChangeLog:
 
     def poll(self) -> None:
         """Read the changes that other ranks have added."""
-        while self._store.check([self._key]):
-            self._append(self._store.get(self._key))
+        while self.store.check([self._key]):
+            self._append(self.store.get(self._key))
 
     def count(self, name: str, amount: int) -> int:
         """Add `amount` to the counter `name`, which all ranks share, and return its new value."""
-        return int(self._store.add(f"{self._name}/count/{name}", amount))
+        return int(self.store.add(f"{self.name}/count/{name}", amount))
 
     @property
     def _key(self) -> str:
-        return f"{self._name}/{self._length}"
+        return f"{self.name}/{self._length}"
 
     def _add(self, change: Change) -> Change:
         """Add `change` if no rank has added one with the next number; return the change that has this number."""
         text = json.dumps(asdict(change), sort_keys=True)
-        return self._append(self._store.compare_set(self._key, "", text))  # "": the key does not exist yet
+        return self._append(self.store.compare_set(self._key, "", text))  # "": the key does not exist yet
 
     def _append(self, text: bytes) -> Change:
         change = Change(**json.loads(text))
@@ -131,8 +131,8 @@ class ChangeLog:
 
     def _next_step(self) -> int:
         """Return a step that no rank should have reached when it reads a change that is written now."""
-        step, seconds = self._pace()
-        steps = 0 if seconds is None else min(MOST_STEPS, math.ceil(self._margin_seconds / max(seconds, 1e-6)))
+        step, seconds = self.pace()
+        steps = 0 if seconds is None else min(MOST_STEPS, math.ceil(self.margin_seconds / max(seconds, 1e-6)))
         return step + max(LEAST_STEPS, steps)
 
 
@@ -187,6 +187,7 @@ class PlannedChange:
         return f"; this rank is late by {steps}: the change is valid from step {self.step}" if self.late_steps else ""
 
 
+@dataclass(eq=False, kw_only=True)
 class ChangeQueue(StepObserver):
     """Applies changes of the sampling between two steps, and adds events about them to the record of the next step.
 
@@ -196,23 +197,20 @@ class ChangeQueue(StepObserver):
     source of the change and its step. The function `record` adds an event to the record of the step that begins.
     """
 
-    def __init__(
-        self,
-        active_quantities: ActiveQuantities,
-        sampling: SamplingConfig,
-        first_step: int,
-        *,
-        boundary: ErrorBoundary,
-        changed: Callable[[str, int], None],
-        record: Callable[[Event], None],
-    ) -> None:
-        self.pace: tuple[int, float | None] = (first_step - 1, None)
+    active_quantities: ActiveQuantities
+    sampling: SamplingConfig
+    """The sampling configuration that is in effect."""
+    first_step: int
+    boundary: ErrorBoundary
+    changed: Callable[[str, int], None]
+    record: Callable[[Event], None]
+
+    def __post_init__(self) -> None:
+        self.pace: tuple[int, float | None] = (self.first_step - 1, None)
         """The number of the step that began last, and the average seconds per step, None before the second step.
 
         Any thread may read it.
         """
-        self.sampling = sampling
-        """The sampling configuration that is in effect."""
         self.ended = threading.Event()
         """A `threading.Event` that is set when each quantity was sampled as often as its setting `times` requires."""
         self.changes = 0
@@ -220,11 +218,7 @@ class ChangeQueue(StepObserver):
 
         At the same step it is equal on all ranks that are not late.
         """
-        self.active_quantities = active_quantities
         self._began_at: float | None = None  # the last step
-        self._boundary = boundary
-        self._changed = changed
-        self._record = record
         self._waiting: list[PlannedChange] = []
         self._lock = threading.Lock()
         self._since: int | None = None
@@ -279,9 +273,9 @@ class ChangeQueue(StepObserver):
             self.changes += 1
             if change.step is not None and change.step <= previous:
                 change.late_steps = step - change.step
-            events = self._boundary.call("switching", change.apply, change, step) or []
+            events = self.boundary.call("switching", change.apply, change, step) or []
             for event in events:
-                self._record(event)
+                self.record(event)
             is_changed |= bool(events)
         if not is_changed and self._since is not None and self.sampling.on and self.active_quantities.is_over:
             self._end(step)
@@ -296,18 +290,18 @@ class ChangeQueue(StepObserver):
         with self._lock:
             is_last = not any(later.parts is not None and later.is_due(step) for later in self._waiting)
         if is_last:
-            self._boundary.call("switching", self.active_quantities.replace, change.parts)
+            self.boundary.call("switching", self.active_quantities.replace, change.parts)
         self.ended.clear()
         self._since, self._source = step, source
-        self._boundary.call("switching", self._changed, source, step)
+        self.boundary.call("switching", self.changed, source, step)
         return [_event(before, sampling, source, step, change)]
 
     def _end(self, step: int) -> None:
         self.active_quantities.replace([])
         before, self.sampling = self.sampling, SamplingConfig(on=False, config=self.sampling.config)
         self.ended.set()
-        self._record(_event(before, self.sampling, TIMES, step))
-        self._boundary.call("switching", self._changed, TIMES, step)
+        self.record(_event(before, self.sampling, TIMES, step))
+        self.boundary.call("switching", self.changed, TIMES, step)
 
 
 def _event(

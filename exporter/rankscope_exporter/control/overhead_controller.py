@@ -136,6 +136,7 @@ def _reason(request: DecimationRequest, before: int) -> str:
     return f"{interval}: {cost}, max_overhead is {_percent(request.max_overhead)}"
 
 
+@dataclass(eq=False, kw_only=True)
 class OverheadController(StepObserver):
     """Keeps the overhead of this rank below `max_overhead` by changing the sampling interval.
 
@@ -147,67 +148,66 @@ class OverheadController(StepObserver):
     `ChangeSources` calls, too.
     """
 
-    def __init__(
-        self,
-        max_overhead: float | str | None,
-        sources: ChangeSources,
-        identity: Identity,
-        *,
-        cost: Callable[[], float],
-        say: Callable[[str], None],
-    ) -> None:
-        self._window = OverheadWindow(share_of(max_overhead) or 1.0)
-        self._is_limited = max_overhead is not None
-        self._sources = sources
-        self._change_queue = sources.change_queue
-        self._active_quantities = sources.change_queue.active_quantities
-        self._rank, self._world_size = identity.rank, identity.world_size
-        self._cost = cost
-        self._say = say
-        self._clock = time.monotonic
+    max_overhead: float | str | None
+    sources: ChangeSources
+    identity: Identity
+    cost: Callable[[], float]
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.window = OverheadWindow(share_of(self.max_overhead) or 1.0)
+        self._change_queue = self.sources.change_queue
+        self._active_quantities = self._change_queue.active_quantities
         self._requested_at = -1  # the number of changes at the last request of this rank
         self._counted_at = -1  # and when this rank incremented the counter of ranks with low overhead
         self._is_floor_reported = False
-        sources.reactions[BUDGET] = self._make
+        self.sources.reactions[BUDGET] = self._make
 
     @property
     def stretch(self) -> int:
         """Factor by which the configured sampling interval is multiplied."""
-        return self._window.stretch
+        return self.window.stretch
 
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - only the number of steps matters
-        window = self._window
+        window = self.window
         if window.may_end(self._active_quantities.period):
-            required = window.evaluate(self._clock(), self._cost)
+            required = window.evaluate(self.clock(), self.cost)
             if required is not None:
                 self._act(required)
 
     def sampling_changed(self) -> None:
         """Reset the factor of the sampling interval to 1, because the cost of the new configuration is unknown."""
-        self._window.restart(1)
+        self.window.restart(1)
 
     def pause(self) -> None:
         """Discard the present overhead window and start a new one, so that the cost of a capture is not evaluated."""
-        self._window.restart()
+        self.window.restart()
 
     def state(self) -> dict[str, Any]:
         """Return the state for the HTTP path /config: the factor of the sampling interval.
 
         With a limit, also the limit `max_overhead` and the overhead in the last window.
         """
-        window = self._window
-        limits = {"max_overhead": window.max_overhead, "overhead": window.share} if self._is_limited else {}
+        window = self.window
+        limits = (
+            {"max_overhead": window.max_overhead, "overhead": window.share} if self.max_overhead is not None else {}
+        )
         return {"stretch": self.stretch, **limits}
 
     def _act(self, required: int) -> None:
-        changes, share = self._change_queue.changes, self._window.share or 0.0
+        changes, share = self._change_queue.changes, self.window.share or 0.0
         request = DecimationRequest(
-            stretch=required, share=share, max_overhead=self._window.max_overhead, rank=self._rank, changes=changes
+            stretch=required,
+            share=share,
+            max_overhead=self.window.max_overhead,
+            rank=self.identity.rank,
+            changes=changes,
         )
         is_low = required < self.stretch
         if self._counted_at == changes and not is_low:
             self._counted_at = -1
-            self._sources.count(f"room/{changes}", -1, lambda _: None)
+            self.sources.count(f"room/{changes}", -1, lambda _: None)
         if required > self.stretch and self._requested_at != changes:
             self._requested_at = changes
             self._request(request)
@@ -215,22 +215,22 @@ class OverheadController(StepObserver):
             self._counted_at = changes
 
             def counted(ranks: int | None) -> None:
-                if ranks is None or ranks >= self._world_size:  # the overhead of all ranks is low
+                if ranks is None or ranks >= self.identity.world_size:  # the overhead of all ranks is low
                     self._request(request)
 
-            self._sources.count(f"room/{changes}", 1, counted)
-        elif share > self._window.max_overhead and self.stretch == MOST_STRETCH:
+            self.sources.count(f"room/{changes}", 1, counted)
+        elif share > self.window.max_overhead and self.stretch == MOST_STRETCH:
             self._report_floor(share)
 
     def _request(self, request: DecimationRequest) -> None:
-        self._sources.request_reaction(asdict(request), BUDGET)
+        self.sources.request_reaction(asdict(request), BUDGET)
 
     def _report_floor(self, share: float) -> None:
         if not self._is_floor_reported:
             self._is_floor_reported = True
-            self._say(
+            self.say(
                 f"the monitor costs {_percent(share)} of the time of training, above max_overhead = "
-                f"{_percent(self._window.max_overhead)}, although only one in {MOST_STRETCH} of the configured steps "
+                f"{_percent(self.window.max_overhead)}, although only one in {MOST_STRETCH} of the configured steps "
                 "is sampled: sampling is not the cause"
             )
 
@@ -248,11 +248,11 @@ class OverheadController(StepObserver):
         if request.changes != self._change_queue.changes - 1:  # the change itself is already counted
             return []
         before = self.stretch
-        self._window.restart(request.stretch)
+        self.window.restart(request.stretch)
         if request.stretch == before:
             return []
-        if request.rank == self._rank:
-            self._say(_reason(request, before))
+        if request.rank == self.identity.rank:
+            self.say(_reason(request, before))
         self._active_quantities.set_stretch(request.stretch)
         return [_event(request, before, step, change.step)]
 

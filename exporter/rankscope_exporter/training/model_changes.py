@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def _tree(root: nn.Module) -> list[_Branch]:
 Optimizer = torch.optim.Optimizer
 
 
+@dataclass(eq=False)
 class NewOptimizers:
     """Detects further optimizers of the model's parameters, by torch's global hooks on the steps of all optimizers.
 
@@ -113,19 +115,13 @@ class NewOptimizers:
     other is ignored, because both step together.
     """
 
-    def __init__(
-        self,
-        followed: list[Optimizer] | Borrowed[Optimizer],
-        follow: Callable[..., None],
-        in_model: Callable[[], set[int]] = set,
-        *,
-        ignored: Callable[[], bool] = bool,
-    ) -> None:
-        self._followed = followed
-        self._follow = follow
-        self._in_model = in_model
-        self._ignored = ignored
-        self._known = {id(optimizer): _Known(optimizer) for optimizer in followed}
+    followed: list[Optimizer] | Borrowed[Optimizer]
+    follow: Callable[..., None]
+    in_model: Callable[[], set[int]]
+    ignored: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._known = {id(optimizer): _Known(optimizer) for optimizer in self.followed}
         self._left: dict[int, _Known] = {}  # optimizers that were replaced
         self.stepping: set[int] = set()
         """The id() of each observed optimizer that is in its step. The caller removes it at the end of the step."""
@@ -162,31 +158,31 @@ class NewOptimizers:
         left = self._left.pop(id(optimizer), None)
         if left is not None and left.optimizer() is not None:
             self._known[id(optimizer)] = left
-            self._followed[:] = [*self._followed, optimizer]
+            self.followed[:] = [*self.followed, optimizer]
         known = self._known.get(id(optimizer))
         if known is not None and len(known.latest) != sum(map(len, map(PARAMETERS, optimizer.param_groups))):
             known.latest = identities(optimizer)
 
     def _begins(self, optimizer: Optimizer) -> None:
-        if not any(id(known) in self.stepping for known in self._followed) and not self._ignored():
+        if not any(id(known) in self.stepping for known in self.followed) and not self.ignored():
             self._before[id(optimizer)] = self._steps
 
     def _ended(self, optimizer: Optimizer) -> None:
         if self._before.pop(id(optimizer), -1) != self._steps:
             return
-        own, in_model = set(identities(optimizer)), self._in_model()
+        own, in_model = set(identities(optimizer)), self.in_model()
         gone = {key: known for key, known in self._known.items() if own & known.parameters}
         if own & in_model:
             gone |= {key: known for key, known in self._known.items() if not in_model & known.parameters}
         elif not gone:
             return
         replaced = [known.optimizer() for known in gone.values()]
-        kept = [item for item in self._followed if not any(item is other for other in replaced)]
-        self._followed[:] = [*kept, optimizer]
+        kept = [item for item in self.followed if not any(item is other for other in replaced)]
+        self.followed[:] = [*kept, optimizer]
         self._known = {key: known for key, known in self._known.items() if key not in gone}
         self._known[id(optimizer)] = _Known(optimizer)
         self._left = {key: known for key, known in (self._left | gone).items() if known.optimizer() is not None}
-        self._follow(optimizer, replaces=bool(gone))
+        self.follow(optimizer, replaces=bool(gone))
 
 
 class _Known:

@@ -298,7 +298,7 @@ def test_fault_in_the_log_of_changes_keeps_the_switch_thread_running(monkeypatch
     looked: list[str] = []
     failing = SimpleNamespace(unread=[])
     monkeypatch.setattr(ChangeLog, "poll", _noting(looked, "looked", broken))
-    monkeypatch.setattr(training.session.change_sources, "_log", failing)
+    monkeypatch.setattr(training.session.change_sources, "change_log", failing)
     wait_until(lambda: len(looked) > 3)
     monkeypatch.undo()
     training.finish()

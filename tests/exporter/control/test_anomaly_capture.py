@@ -280,7 +280,7 @@ def test_failed_capture_request_keeps_the_flight_record_and_the_callback(monkeyp
     with Training(on_anomaly=lambda anomaly: seen.append((anomaly.step, anomaly.samples))) as training:
         session = training.session
         monkeypatch.setattr(session.change_sources, "request_reaction", failing)
-        monkeypatch.setattr(session.captures, "_take_flight_record", lambda _: taken.append("taken"))
+        monkeypatch.setattr(session.captures, "take_flight_record", lambda _: taken.append("taken"))
         monkeypatch.setattr(session.callbacks, "_samples", failing)
         training.train(2)
         training.fire()
@@ -398,7 +398,7 @@ def stretches():
     monitor = Monitor({**QUIET, "max_overhead": 0.2}).attach(net, optimizer)
     session = monitor._session
     controller, ring = session.overhead_controller, session.channel.ring
-    controller._clock, controller._cost = lambda: now, lambda: cost
+    controller.clock, controller.cost = lambda: now, lambda: cost
     was_high = done = False
     for step in range(1, LIMIT):
         net(torch.ones(2, 3)).sum().backward()

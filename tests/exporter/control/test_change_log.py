@@ -113,7 +113,7 @@ def test_all_ranks_change_at_the_step_after_the_margin(is_of_torch):
 
 def test_ranks_that_write_together_add_both_changes_and_read_the_same():
     one, other, third = ranks(3)
-    shelf: Any = one.log._store
+    shelf: Any = one.log.store
 
     def other_writes() -> None:
         shelf.between = lambda: None

@@ -327,7 +327,9 @@ class UnresponsiveStore(torch.distributed.HashStore):
 
 def test_training_does_not_wait_for_an_unresponsive_store(path):
     training, store = Training(path), UnresponsiveStore()
-    training.session.change_sources._log = ChangeLog(store, "log", lambda: (3, None), margin_seconds=1)  # 4 steps later
+    training.session.change_sources.change_log = ChangeLog(
+        store, "log", lambda: (3, None), margin_seconds=1
+    )  # 4 steps later
     training.monitor.switch(on=False)
     training.train(4)
     store.responds.set()

@@ -272,10 +272,10 @@ class CostlyTraining(parts.Training):
         base = {"quantities": ["test_costly"], "max_overhead": "50 %", "hang_after_seconds": 0}
         super().__init__(**base | settings)
         self.controller = self.session.overhead_controller
-        self.window = self.controller._window
+        self.window = self.controller.window
         if not real:
             times = Costly.times
-            self.controller._clock, self.controller._cost = lambda: times.clock, lambda: times.cost
+            self.controller.clock, self.controller.cost = lambda: times.clock, lambda: times.cost
         else:
             self.window._least_seconds = 0.2
 
@@ -377,7 +377,7 @@ def test_every_times_and_start_step_keep_their_meaning_when_stretched():
     training = CostlyTraining(options={"test_costly": {"start_step": 5, "every": 3, "times": 4}})
     for step in training.each_step(40):
         if step == 1:
-            training.controller._sources.request_reaction(
+            training.controller.sources.request_reaction(
                 {"stretch": 2, "share": 0.9, "max_overhead": 0.5, "rank": 0, "changes": 0}, "budget"
             )
     training.monitor.detach()
