@@ -279,8 +279,10 @@ def timing(seconds: float, logged: Iterable[Pending], cause: Cause) -> list[Pend
     for item in logged if seconds > 0 else ():
         if item.name in AMOUNTS and isinstance(item.value, float):
             amounts[item.name] = amounts.get(item.name, 0.0) + item.value
-    rates = (Pending(f"{name}_per_second", amount / seconds) for name, amount in amounts.items())
-    return [Pending("step_seconds", seconds), *rates]
+    found = [Pending("step_seconds", seconds)]
+    for name, amount in amounts.items():
+        found.append(Pending(f"{name}_per_second", amount / seconds))
+    return found
 
 
 class StepObserver:

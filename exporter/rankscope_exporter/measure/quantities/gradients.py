@@ -409,7 +409,8 @@ class Gradients(Quantity):
         gradients, slots = self.monitored.gradients(), table.slots
         own = self._own(gradients) if self._elsewhere else gradients
         read, owners = self.monitored.update.positions, self.monitored.owners
-        self._frozen.stepped |= {i for i, owner in enumerate(owners) if read is None or owner in read}
+        stepped = range(len(owners)) if read is None else [i for i, owner in enumerate(owners) if owner in read]
+        self._frozen.stepped.update(stepped)
         if self._reduced_by_loop:
             table.measure(own, slots[Kind.GRAD_REDUCED])
         elif self._has_reduced:
