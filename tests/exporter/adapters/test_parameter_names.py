@@ -18,7 +18,7 @@ from rankscope_exporter.adapters.parameter_names import (
     unmatched,
 )
 from rankscope_exporter.adapters.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, received, returned
-from rankscope_exporter.measure.quantities.activations.quantity import Calls, ModuleCall
+from rankscope_exporter.measure.quantities.activations import Calls, ModuleCall
 from rankscope_exporter.measure.quantities.module_quantity import weight_of
 
 

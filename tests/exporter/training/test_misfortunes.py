@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
-from rankscope_exporter.measure.quantities.activations.quantity import Activations
+from rankscope_exporter.measure.quantities.activations import Activations
 from rankscope_exporter.measure.quantities.gradients import Gradients
 from rankscope_exporter.measure.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.measure.quantities.parameters import Parameters

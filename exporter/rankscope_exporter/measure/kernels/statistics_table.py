@@ -254,10 +254,6 @@ class HostCopy:
             self._event = queued_event(table.device)
         table.clear()  # behind the copy on the same stream
 
-    def ready(self) -> bool:
-        """Return whether the copy has arrived on the host. Never waits."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
     def finish(self, ops: Sequence[str] = VALUE_OPS) -> Finished:
         """Wait for the copy, return its statistics, and free the host buffer. Called once, on the publisher thread."""
         if self._event is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.process.errors import ConfigError
@@ -25,8 +25,10 @@ def quantity_classes() -> dict[str, type[Quantity]]:
     """
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
+    classes: list[type[Quantity]] = [Quantity]
     found: dict[str, type[Quantity]] = {}
-    for cls in _subclasses(Quantity):
+    for cls in classes:
+        classes += cls.__subclasses__()  # which the loop reaches later
         if not hasattr(cls, "name") or not cls.__module__.startswith(f"{__name__}."):
             continue
         if "name" not in vars(cls) or cls.name in found:
@@ -46,9 +48,3 @@ def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:
         if name not in classes:
             raise ConfigError(f"quantities: {name!r} is unknown; the quantities are {listed(classes, name)}")
     return [classes[name] for name in names]
-
-
-def _subclasses(cls: type[Quantity]) -> Iterator[type[Quantity]]:
-    for subclass in cls.__subclasses__():
-        yield subclass
-        yield from _subclasses(subclass)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -90,19 +90,13 @@ class Router(ModuleQuantity):
         parents = (item for item in candidates if any(child is module for child in item.children()))
         parent = next(map(weakref.ref, parents), None)
         if self.options.logits == "computed":
-            self.before(named, functools.partial(self._read_arguments, parent))
+            self.before(named, lambda call, *given: self._read(parent, call, _computed(call.module, received(*given))))
         else:
-            self.after(named, functools.partial(self._read_output, parent))
+            self.after(named, lambda call, output: self._read(parent, call, self._logits(output)))
 
     def on_step_begin(self, table: Table) -> None:
         super().on_step_begin(table)
         self._compared.clear()
-
-    def _read_arguments(self, parent: _Parent, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._read(parent, call, _computed(call.module, received(args, kwargs)))
-
-    def _read_output(self, parent: _Parent, call: Running, output: Any) -> None:
-        self._read(parent, call, self._logits(output))
 
     def _read(self, parent: _Parent, call: Running, logits: torch.Tensor | str) -> None:
         named = call.named

@@ -133,18 +133,6 @@ def shape_and_type(tensor: torch.Tensor) -> tuple[tuple[int, ...], str]:
     return shape, dtype_name(local.dtype)
 
 
-def structure_text(modules: Iterable[ModuleRecord]) -> str:
-    """Return the structure of a model as text, with one line per module."""
-    return "\n".join(module.line() for module in modules)
-
-
-def structure_document(modules: Iterable[ModuleRecord]) -> dict[str, Any]:
-    """Return the content of `module_struct.json`: called modules by chunk number and name."""
-    return {
-        f"{module.vpp_stage or 0}:{module.name}": module.document() for module in modules if module.inputs is not None
-    }
-
-
 def _json(tensors: Sequence[Described] | None) -> str | None:
     return None if tensors is None else json.dumps([item.row() for item in tensors], ensure_ascii=False)
 
@@ -280,16 +268,18 @@ class Structure(ModuleQuantity):
 
         Runs on the publisher thread.
         """
-        self.text = structure_text(records)
+        self.text = "\n".join(record.line() for record in records)
         if self.options.print_struct:
             rank = rank_here(os.environ)
             if rank == 0 and sys.stderr is not None:  # None: the process was started with standard error closed
                 with contextlib.suppress(OSError, ValueError):  # a closed stream
                     sys.stderr.write(f"{self.text}\n")
-            self._write(structure_document(records), rank)
+            called = (record for record in records if record.inputs is not None)
+            self._write({f"{record.vpp_stage or 0}:{record.name}": record.document() for record in called}, rank)
         return [item.row() for item in records]
 
     def _write(self, document: Mapping[str, Any], rank: int) -> None:
+        """Write `module_struct.json`: the called modules by chunk number and name."""
         folder = self.options.output_dir or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER
         path = Path(folder, "module_struct", f"rank{rank}", STRUCTURE_FILE)
         try:

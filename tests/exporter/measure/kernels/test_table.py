@@ -31,7 +31,6 @@ def test_pending_and_finished_copies_are_not_changed_by_later_steps(compiled):
     for step in range(3):
         group.measure([torch.full((step + 1,), float(step))], table)
         copies.append(HostCopy(table))
-        assert copies[-1].ready()
     results = []
     for step in (2, 0, 1):
         group.measure([torch.full((5,), 99.0)], table)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope_exporter import Monitor
 from rankscope_exporter.adapters.pytree import Found, received, returned
-from rankscope_exporter.measure.quantities.activations import quantity
+from rankscope_exporter.measure.quantities import activations
 
 STEPS = 3
 IN, OUT, GRAD_IN, GRAD_OUT = (("act_in", None), ("act_out", None), ("act_grad_in", None), ("act_grad_out", None))
@@ -446,7 +446,7 @@ def test_failing_hook_or_module_loses_only_its_own_rows(monkeypatch):
                 model(batch(step), fails=True)
         return plain_loss(model, step)
 
-    monkeypatch.setattr(quantity, "returned", failing)
+    monkeypatch.setattr(activations, "returned", failing)
     twins = [Composed(forward, linear=nn.Linear(6, 6), wrap=nn.Identity()) for _ in range(2)]
     bare, run = train(twins[0], loss, 3, None), train(twins[1], loss, 3)
 
