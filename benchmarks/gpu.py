@@ -34,7 +34,7 @@ from rankscope_exporter.measure.kernels.compiled import backend_name, kernel_of
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 from rankscope_exporter.measure.quantities import quantity_classes
-from rankscope_exporter.monitors.hardware.gpu import READINGS, Gpu, load_nvml, uuid_of
+from rankscope_exporter.monitors.hardware import READINGS, Gpu, load_nvml, uuid_of
 
 STAND_IN: Final = os.environ.get("RANKSCOPE_GPU_STAND_IN")
 DEVICE: Final = torch.device(STAND_IN or "cuda")

@@ -12,7 +12,7 @@ from monitor_overhead import Model
 from torch import nn
 
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.monitors.hardware.poller import from_proc, from_psutil
+from rankscope_exporter.monitors.hardware import from_proc, from_psutil
 from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.monitors.throughput import ALONE, Throughput, ThroughputConfig, six_n
 from rankscope_exporter.records.record import Pending, StepRecord, timing

@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 
-from rankscope_exporter.monitors.hardware import poller
-from rankscope_exporter.monitors.hardware.poller import HardwarePoller
+from rankscope_exporter.monitors import hardware
+from rankscope_exporter.monitors.hardware import HardwarePoller
 from rankscope_exporter.monitors.resources import ResourceObserver, allocator_scalars
 
 UUID = "bbbbbbbb-0000-1111-2222-333333333333"
@@ -29,6 +29,6 @@ def simulate() -> None:
         stats = {f"{name}_bytes.all.{when}": GIB * size for name, size in SIZES.items() for when in ("current", "peak")}
         return list(allocator_scalars(stats | {"num_alloc_retries": next(calls) // READINGS_PER_ERROR, "num_ooms": 0}))
 
-    poller.uuid_of = lambda _device: UUID
+    hardware.uuid_of = lambda _device: UUID
     HardwarePoller.__init__.__kwdefaults__ = {"nvml": lambda: nvml}
     ResourceObserver.of_allocator = of_allocator  # type: ignore[method-assign]

@@ -230,9 +230,8 @@ _SLICES: Final = 7
 TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
     (r"\bGB200\b", Peaks(2500, 1250, 80)),  # NVIDIA GB200 NVL72 data sheet, a 72nd part
     (r"\bB200\b", Peaks(2250, 1125, 75)),  # NVIDIA HGX B200 data sheet, an eighth
-    (r"\bH200 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H200 data sheet, column NVL
+    (r"\bH[12]00 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H100 and H200 data sheets, column NVL
     (r"\bG?H200\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA data sheets: H200, column SXM; GH200, H100 or H200 with HBM
-    (r"\bH100 NVL\b", Peaks(835.5, 417.5, 60)),  # NVIDIA H100 data sheet, column NVL
     (r"\bH100 PCIe\b", Peaks(756.5, 378, 51.2)),  # NVIDIA H100 data sheet of 2022, column PCIe
     (r"\bH[18]00\b", Peaks(989.4, 494.7, 66.9)),  # NVIDIA H100 Tensor Core GPU Architecture, SXM5
     (r"\bH20\b", Peaks(148, 74, 44)),  # NVIDIA H20 data sheet
@@ -253,8 +252,7 @@ TABLE: Final[tuple[tuple[str, Peaks], ...]] = (
     (r"\bRTX 5090\b", Peaks(209.5, 104.8, 104.8)),  # NVIDIA RTX Blackwell GPU Architecture, float32 accumulation
     (r"\bRTX 4090\b", Peaks(165.2, 82.6, 82.6)),  # NVIDIA Ada GPU Architecture, float32 accumulation
     (r"\bRTX 3090\b(?! Ti)", Peaks(71, 35.6, 35.6)),  # NVIDIA GA102 GPU Architecture, float32 accumulation
-    (r"\bMI300X\b", Peaks(1307.4, 653.7, 163.4)),  # AMD Instinct MI300X data sheet
-    (r"\bMI325X\b", Peaks(1307.4, 653.7, 163.4)),  # AMD Instinct MI325X data sheet
+    (r"\bMI3(00|25)X\b", Peaks(1307.4, 653.7, 163.4)),  # AMD Instinct MI300X and MI325X data sheets
     (r"\bMI250X\b", Peaks(191.5, None, 47.9)),  # AMD Instinct MI250X data sheet, one die of two
     (r"\bMI250\b", Peaks(181.05, None, 45.3)),  # AMD Instinct MI250 data sheet, one die of two
     (r"\bMI210\b", Peaks(181, None, 45.3)),  # AMD Instinct MI210 data sheet

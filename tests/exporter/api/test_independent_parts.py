@@ -22,7 +22,7 @@ from rankscope_exporter.control.changes import ChangeLog
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
-from rankscope_exporter.monitors.hardware.poller import HardwarePoller
+from rankscope_exporter.monitors.hardware import HardwarePoller
 from rankscope_exporter.publish.console import Console
 from rankscope_exporter.publish.publisher import Publisher
 from rankscope_exporter.publish.rank_server import RankServer

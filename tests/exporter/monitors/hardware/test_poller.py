@@ -21,16 +21,18 @@ from torch import nn
 
 from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC
 from rankscope_exporter import Monitor
-from rankscope_exporter.monitors.hardware import gpu as gpu_module
-from rankscope_exporter.monitors.hardware import poller
-from rankscope_exporter.monitors.hardware import poller as watch_module
-from rankscope_exporter.monitors.hardware.gpu import _MEMBERS, READINGS, THROTTLE_REASONS, Gpu, uuid_of
-from rankscope_exporter.monitors.hardware.poller import (
+from rankscope_exporter.monitors import hardware
+from rankscope_exporter.monitors.hardware import (
+    _MEMBERS,
+    READINGS,
+    THROTTLE_REASONS,
+    Gpu,
     HardwarePoller,
     Host,
     from_proc,
     from_psutil,
     host_scalars,
+    uuid_of,
 )
 from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.process.errors import ErrorBoundary
@@ -44,15 +46,15 @@ OFTEN = {"every_seconds": 0.01}
 def nvml(monkeypatch) -> RecordedNvml:
     """Simulate a machine on which torch trains on the busy GPU of the recording."""
     double = RecordedNvml()
-    monkeypatch.setattr(watch_module, "uuid_of", lambda _device: BUSY.removeprefix("GPU-"))
+    monkeypatch.setattr(hardware, "uuid_of", lambda _device: BUSY.removeprefix("GPU-"))
     monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})
     return double
 
 
-def attached(hardware):
+def attached(settings):
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "hardware": hardware}
+    config = {"console": False, "exit_wait_seconds": 0, "statistics": "torch", "hardware": settings}
     return Monitor(config).attach(model, optimizer), model, optimizer
 
 
@@ -202,13 +204,13 @@ def test_proc_is_read_without_psutil(error, monkeypatch):
     def missing(_name):
         raise error
 
-    monkeypatch.setattr(poller.importlib, "import_module", missing)
+    monkeypatch.setattr(hardware.importlib, "import_module", missing)
 
     assert Host(unexpected).state()["process_threads"] > 0
 
 
 def test_values_without_proc_are_absent(monkeypatch, tmp_path):
-    monkeypatch.setattr(poller, "_PROC", tmp_path)
+    monkeypatch.setattr(hardware, "_PROC", tmp_path)
     names = {scalar.name for scalar in host_scalars({}, from_proc())}
     of_the_system = {"cpu_seconds_total", "major_faults_total", "involuntary_switches_total"}
 
@@ -417,11 +419,11 @@ def test_unknown_and_closed_gpus_release_nvml():
 
 
 def test_real_module_without_driver_is_not_an_error(monkeypatch):
-    assert pynvml is gpu_module.load_nvml()
+    assert pynvml is hardware.load_nvml()
     if not ctypes.util.find_library("nvidia-ml"):
         assert Gpu.open(pynvml, BUSY) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert None is gpu_module.load_nvml()
+    assert None is hardware.load_nvml()
 
 
 def test_real_module_has_all_called_functions():
