@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, Final, TypeVar
 
@@ -309,14 +309,8 @@ class Exposition:
         self._planned_steps = planned_steps
         limits = {rule.name: rule.limit() for rule in rules}
         self._thresholds = {name: math.nan if limit is None else limit for name, limit in limits.items()}
-        self._info = (
-            identity.host,
-            str(identity.local_rank),
-            str(identity.world_size),
-            identity.incarnation,
-            identity.launch_id,
-            device,
-        )
+        facts = {**asdict(identity), "device": device}
+        self._info = tuple(str(facts[label]) for label in catalogue.RUN_INFO.labels)
         names = dict(zip(catalogue.TENSOR_VALUE.all_labels, self._labels, strict=False))
         self._renderer = TensorRenderer(names, rules, series_budget, all_ops=all_ops)
         self._rendering = threading.Lock()
@@ -365,10 +359,8 @@ class Exposition:
         yield catalogue.RUN_INFO, [(self._info, 1.0)]
         yield catalogue.STEP, _one(snapshot.step)
         yield catalogue.STEPS_PLANNED, _one(self._planned_steps)
-        yield (
-            catalogue.KIND_STEP,
-            _by_name({kind: step for kind, (step, _) in snapshot.statistics.items() if step is not None}),
-        )
+        steps = {kind: sampled.step for sampled in snapshot.tensors for kind in sorted(sampled.kinds)}
+        yield catalogue.KIND_STEP, _by_name({kind: step for kind, step in steps.items() if step is not None})
         yield catalogue.FEATURE_VALUE, snapshot.features.items()
         yield catalogue.SKIPPED_STEPS, _one(snapshot.skipped_steps)
         yield catalogue.RULE_THRESHOLD, _by_name(self._thresholds)
@@ -378,8 +370,8 @@ class Exposition:
         yield catalogue.TENSOR_ANOMALY_EVENTS, snapshot.anomaly_series.items()
         hashes = snapshot.replica_hashes
         yield catalogue.REPLICA_HASH, _by_name({replicas: value for replicas, (_, value) in hashes.items()})
-        steps = {replicas: step for replicas, (step, _) in hashes.items() if step is not None}
-        yield catalogue.REPLICA_HASH_STEP, _by_name(steps)
+        hash_steps = {replicas: step for replicas, (step, _) in hashes.items() if step is not None}
+        yield catalogue.REPLICA_HASH_STEP, _by_name(hash_steps)
         yield from _scalar_samples(snapshot.scalars)
         yield catalogue.OVERHEAD_SECONDS, _by_name(stats.overhead_seconds)
         yield catalogue.SAMPLING_STRETCH, _one(stats.sampling_stretch)

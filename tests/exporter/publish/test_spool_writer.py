@@ -496,9 +496,9 @@ def test_disk_error_of_an_orphaned_spool_is_answered_with_500(heir, plant):
     ("part", "method", "other"), [(OrphanRecovery, "stop", OWN), (spool.SpoolWriter, "close", "dead")]
 )
 def test_error_while_closing_leaves_no_other_spool_open(part, method, other, heir, tmp_path, plant, monkeypatch):
+    plant(part, method, OSError("the disk is gone"))
     rank = heir()
     rank.fill(1)
-    plant(part, method, OSError("the disk is gone"))
     with pytest.raises(OSError, match="the disk is gone"):
         rank.channel.close()
     monkeypatch.undo()
