@@ -28,22 +28,15 @@ from typing import Any, Final
 from rankscope_contract.wire.tls import MakeContext, explain_to_server
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter, OwnThread
-from rankscope_exporter.publish.serving_config import (
-    REQUEST_BODY_READ,
-    TEXT,
-    Address,
-    ServeConfig,
-    drain_and_close,
-    hang_up,
-    refuse,
-    resolve,
-    send_raw,
-    server_tls,
-)
+from rankscope_exporter.publish.serving_config import Address, ServeConfig, server_tls
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 32
+_REQUEST_BODY_READ: Final = 65_536  # bytes of a body that are read; with unread bytes, close() would reset the answer
+_DRAIN_SECONDS: Final = 0.5
+_DRAIN_READS: Final = 16
+TEXT: Final = "text/plain; charset=utf-8"
 HEAD_SECONDS: Final = 10.0
 """Time limit in seconds from the first byte of a request to the end of its head."""
 CLIENT_SECONDS: Final = 30.0
@@ -133,7 +126,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
         self._deadlines: dict[socket.socket, float] = {}  # monotonic time at which a connection is closed
         self._thread: threading.Thread | None = None
-        self.address_family, sockaddr = resolve(address)
+        self.address_family, sockaddr = _resolve(address)
         try:
             super().__init__(sockaddr, _Handler)
         except OSError as error:
@@ -186,14 +179,14 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def stop(self) -> None:
         """Close the listening socket and all connections, and end the accepting thread."""
         if self._thread is not None:
-            hang_up(self.socket)  # wakes the accepting thread, which would wait until the end of its poll interval
+            _hang_up(self.socket)  # wakes the accepting thread, which would wait until the end of its poll interval
             self.shutdown()
             self._thread.join(timeout=2.0)
         self.server_close()
         with self._lock:
             connections = list(self._deadlines)
         for connection in connections:
-            hang_up(connection)
+            _hang_up(connection)
 
     def abandon(self) -> None:
         """Close the inherited descriptors in a forked child, without sending anything to the clients. Takes no lock."""
@@ -218,7 +211,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         with self._lock:
             overdue = [connection for connection, deadline in self._deadlines.items() if deadline < now]
         for connection in overdue:
-            hang_up(connection)
+            _hang_up(connection)
         self.meter.lap("http")
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class' signature
@@ -227,7 +220,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             if len(self._deadlines) < self._max_connections:
                 self._deadlines[request] = time.monotonic() + self.client_seconds
                 return True
-        refuse(request)
+        _refuse(request)
         return False
 
     def shutdown_request(self, request: Any) -> None:
@@ -246,7 +239,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
             return
         self._on_fault("http", error)
         # After the first byte of an answer only writes can fail, with an OSError. So nothing was sent before this.
-        send_raw(request, "500 Internal Server Error", "internal error; see the log of the rank")
+        _send_raw(request, "500 Internal Server Error", "internal error; see the log of the rank")
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -266,10 +259,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except OSError as error:
             reason = explain_to_server(error)
             if getattr(error, "reason", None) == "HTTP_REQUEST":
-                send_raw(connection, "400 Bad Request", "this port speaks TLS: write https://", is_clear=True)
+                _send_raw(connection, "400 Bad Request", "this port speaks TLS: write https://", is_clear=True)
             if reason is not None:
                 self.server.warn_once(self.client_address[0], reason)
-                drain_and_close(connection)
+                _drain_and_close(connection)
             raise
 
     def handle_one_request(self) -> None:
@@ -318,13 +311,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         In all cases, the connection is closed after the answer.
         """
         length, body = self.headers.get("Content-Length", "0"), b""
-        size = int(length[:20]) if length.isdecimal() else REQUEST_BODY_READ + 1
-        wanted = min(size, REQUEST_BODY_READ) if length.isdecimal() else 0
+        size = int(length[:20]) if length.isdecimal() else _REQUEST_BODY_READ + 1
+        wanted = min(size, _REQUEST_BODY_READ) if length.isdecimal() else 0
         while len(body) < wanted and (part := self.rfile.read1(wanted - len(body))):
             body += part
             self.server.touch(self.connection)
         self.close_connection = True  # otherwise the unread rest would be read as the next request
-        return body if size <= REQUEST_BODY_READ and "Transfer-Encoding" not in self.headers else None
+        return body if size <= _REQUEST_BODY_READ and "Transfer-Encoding" not in self.headers else None
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - the base class' signature
         self.close_connection = True
@@ -363,6 +356,65 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         log.debug("%s: %s", self.client_address[0], format % args)
 
 
+def _resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
+    """Return the address family and the socket address for listening on `address`. Raises ServeError."""
+    host = "127.0.0.1" if address.host == "localhost" else address.host
+    try:
+        family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        reason = f"{error.strerror or error}; use an address of this machine"
+        raise ServeError(f"cannot listen on {address}: {reason}") from error
+    return family, sockaddr
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Answer an accepted connection with status 429 (too many connections); does not block, sends nothing on TLS."""
+    connection.settimeout(0)  # the accepting thread must not wait for a client
+    if isinstance(connection, ssl.SSLSocket):
+        return  # the answer would need a TLS handshake
+    _send_raw(connection, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
+
+
+def _send_raw(connection: socket.socket, status: str, text: str, headers: str = "", *, is_clear: bool = False) -> None:
+    """Send an answer without a request handler; the caller closes the connection.
+
+    With `is_clear`, the answer is sent unencrypted, for a TLS socket after a failed handshake.
+    """
+    kind = socket.socket if is_clear else type(connection)
+    head = f"HTTP/1.1 {status}\r\n{headers}Content-Type: {TEXT}\r\nContent-Length: {len(text) + 1}\r\n"
+    try:
+        kind.send(connection, f"{head}Connection: close\r\n\r\n{text}\n".encode())
+        connection.settimeout(0)
+        kind.recv(connection, _REQUEST_BODY_READ)  # with an unread request, close() would reset the connection
+    except OSError:
+        log.debug("client disconnected before it received the answer")
+
+
+def _drain_and_close(connection: socket.socket) -> None:
+    """Read and discard the remaining bytes of a client, so that the client receives the TLS alert.
+
+    Each read waits at most 0.5 s. Closing a socket with unread bytes would reset the connection, and the alert of a
+    failed handshake would be lost.
+    """
+    try:
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        connection.settimeout(_DRAIN_SECONDS)
+        for _ in range(_DRAIN_READS):
+            if not socket.socket.recv(connection, _REQUEST_BODY_READ):
+                return
+    except OSError:
+        log.debug("client disconnected during the handshake")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Shut down both directions of a connection immediately. Threads that wait for data on this connection wake up."""
+    try:
+        # Not SSLSocket.shutdown(): after it, a thread that is writing would continue unencrypted.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    except OSError:
+        log.debug("connection was already closed")
+
+
 def open_server(
     config: ServeConfig, application: Application, *, on_fault: Callable[[str, BaseException], None], meter: CpuMeter
 ) -> HttpServer:
@@ -372,9 +424,9 @@ def open_server(
     """
     tls = None if config.web_config is None else server_tls(Path(config.web_config))
     addresses = config.address
-    for address in addresses.each():
+    for port in addresses.ports:
         try:
-            return HttpServer(address, application, on_fault=on_fault, meter=meter, tls=tls)
+            return HttpServer(Address(addresses.host, port), application, on_fault=on_fault, meter=meter, tls=tls)
         except ServeError as error:
             if addresses.last_port is None or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
                 raise

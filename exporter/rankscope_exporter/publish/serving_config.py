@@ -4,7 +4,7 @@ The module also creates the TLS contexts.
 
 `ServeConfig` contains values only and checks them when it is created.
 
-Addresses in settings (host, port or range of ports, IPv6 in brackets), and operations on the sockets of a server.
+Addresses in settings: host, port or range of ports, IPv6 in brackets.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import ipaddress
-import logging
 import re
-import socket
 import ssl
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -68,9 +66,6 @@ class Address:
     def ports(self) -> range:
         return range(self.port, (self.port if self.last_port is None else self.last_port) + 1)
 
-    def each(self) -> Iterator[Address]:
-        return (Address(self.host, port) for port in self.ports)
-
     @property
     def is_loopback(self) -> bool:
         """Return whether `host` is a loopback address, which only processes on this machine can reach."""
@@ -116,73 +111,6 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     except ValueError:
         return None
     return getattr(ip, "ipv4_mapped", None) or ip
-
-
-log = logging.getLogger(__name__)
-
-REQUEST_BODY_READ: Final = 65_536  # bytes of a body that are read; with unread bytes, close() would reset the answer
-_DRAIN_SECONDS: Final = 0.5
-_DRAIN_READS: Final = 16
-TEXT: Final = "text/plain; charset=utf-8"
-
-
-def resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
-    """Return the address family and the socket address for listening on `address`. Raises ServeError."""
-    host = "127.0.0.1" if address.host == "localhost" else address.host
-    try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        reason = f"{error.strerror or error}; use an address of this machine"
-        raise ServeError(f"cannot listen on {address}: {reason}") from error
-    return family, sockaddr
-
-
-def refuse(connection: socket.socket) -> None:
-    """Answer an accepted connection with status 429 (too many connections); does not block, sends nothing on TLS."""
-    connection.settimeout(0)  # the accepting thread must not wait for a client
-    if isinstance(connection, ssl.SSLSocket):
-        return  # the answer would need a TLS handshake
-    send_raw(connection, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
-
-
-def send_raw(connection: socket.socket, status: str, text: str, headers: str = "", *, is_clear: bool = False) -> None:
-    """Send an answer without a request handler; the caller closes the connection.
-
-    With `is_clear`, the answer is sent unencrypted, for a TLS socket after a failed handshake.
-    """
-    kind = socket.socket if is_clear else type(connection)
-    head = f"HTTP/1.1 {status}\r\n{headers}Content-Type: {TEXT}\r\nContent-Length: {len(text) + 1}\r\n"
-    try:
-        kind.send(connection, f"{head}Connection: close\r\n\r\n{text}\n".encode())
-        connection.settimeout(0)
-        kind.recv(connection, REQUEST_BODY_READ)  # with an unread request, close() would reset the connection
-    except OSError:
-        log.debug("client disconnected before it received the answer")
-
-
-def drain_and_close(connection: socket.socket) -> None:
-    """Read and discard the remaining bytes of a client, so that the client receives the TLS alert.
-
-    Each read waits at most 0.5 s. Closing a socket with unread bytes would reset the connection, and the alert of a
-    failed handshake would be lost.
-    """
-    try:
-        socket.socket.shutdown(connection, socket.SHUT_WR)
-        connection.settimeout(_DRAIN_SECONDS)
-        for _ in range(_DRAIN_READS):
-            if not socket.socket.recv(connection, REQUEST_BODY_READ):
-                return
-    except OSError:
-        log.debug("client disconnected during the handshake")
-
-
-def hang_up(connection: socket.socket) -> None:
-    """Shut down both directions of a connection immediately. Threads that wait for data on this connection wake up."""
-    try:
-        # Not SSLSocket.shutdown(): after it, a thread that is writing would continue unencrypted.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-    except OSError:
-        log.debug("connection was already closed")
 
 
 T = TypeVar("T")
