@@ -64,9 +64,7 @@ def _total(name: str) -> Iterator[Field]:
 
 _NONFINITE: Final = (
     Field("nonfinite_rows", "int64", "Number of rows with a non-finite statistic or non-finite elements."),
-    Field(
-        "first_nonfinite_step", "int64", "Lowest step of the rows with a non-finite statistic or non-finite elements."
-    ),
+    Field("first_nonfinite_step", "int64", "Lowest step of rows with a non-finite statistic or non-finite elements."),
 )
 
 TENSOR_ROLLUP_FIELDS: Final = (
@@ -142,9 +140,7 @@ HASH_FIELDS: Final = (
     required("kind", "string", "Quantity and stage of the step: see Kind."),
     required("tensor", "string", "Name of the parameter, state or buffer."),
     Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one."),
-    Field(
-        "replicas", "string", "Ranks that must hold the same elements, such as 0-7 or 1,5; null if no other rank must."
-    ),
+    Field("replicas", "string", "Ranks that must hold the same elements, such as 0-7 or 1,5; null if no other must."),
     Field("dtype", "string"),
     Field("hash", "int64", "Hash of the exact bits of this rank's elements (docs/desync.md); equal on all replicas."),
     Field("norm", "float32", "Norm of the finite elements; null without a finite element."),
@@ -152,37 +148,21 @@ HASH_FIELDS: Final = (
 )
 
 COLLECTIVE_FIELDS: Final = (
-    Field(
-        "call_seq",
-        "int64",
-        "Position among all collectives of the step on this rank; null if Rankscope missed some of them.",
-    ),
+    Field("call_seq", "int64", "Position among the rank's collectives of the step; null if Rankscope missed some."),
     required("op", "string", "Name of the collective in the backend."),
-    Field(
-        "group", "string", "Description of the process group, else its name. Several groups may share a description."
-    ),
+    Field("group", "string", "Description of the process group, else its name. Groups may share a description."),
     Field("group_size", "int32", unit="ranks"),
     Field("bytes", "int64", "Size of the message: the larger of this rank's input and output.", unit="bytes"),
     Field("dtype", "string"),
-    Field(
-        "call_site", "string", "Place of the call in the innermost frame outside of torch, such as model/loss.py[23]."
-    ),
+    Field("call_site", "string", "Place of the call in the innermost frame outside torch, such as model/loss.py[23]."),
     Field("t_start", "timestamp", "Time of the call, by the rank's clock."),
     Field("duration", "float64", "Duration on the device; null if the backend does not report it.", unit="seconds"),
     Field("collective_seq", "int64", "Sequence number of the call in its group; equal on all ranks of the group."),
     Field("group_id", "string", "Torch's name of the group, unique within the job."),
     Field("group_ranks", "string", "Ranks of the group, such as 0-2,5."),
-    Field(
-        "state",
-        "string",
-        "Progress in the call: left, or entered if the process ended in it; null if torch overwrote the call's data.",
-    ),
+    Field("state", "string", "Progress: left, or entered if the process ended in it; null if torch overwrote it."),
     Field("backend", "string", "gloo, nccl, …"),
-    Field(
-        "is_p2p",
-        "bool",
-        "True for a message between two ranks. collective_seq of such a row counts such messages only.",
-    ),
+    Field("is_p2p", "bool", "True for a message between two ranks: collective_seq counts such messages only."),
 )
 
 MODULE_FIELDS: Final = (
@@ -215,9 +195,7 @@ SAMPLE_FIELDS: Final = (
     required("target", "string"),
     required("metric", "string"),
     Field("labels", "string", "Labels of the sample as canonical JSON object."),
-    Field(
-        "value", "float64", "Value of the sample; null at a staleness marker, which shows that the series has ended."
-    ),
+    Field("value", "float64", "Value of the sample; null at a staleness marker, the mark that the series has ended."),
 )
 
 RUN_FIELDS: Final = (
@@ -233,16 +211,8 @@ RUN_FIELDS: Final = (
 )
 
 LABEL_FIELDS: Final = (
-    Field(
-        "tags",
-        "string",
-        "Tags that users set, as JSON object; null in versions of the row that do not change the tags.",
-    ),
-    Field(
-        "note",
-        "string",
-        "Text about the run, written by users; null in versions of the row that do not change the note.",
-    ),
+    Field("tags", "string", "Tags that users set, as JSON object; null in row versions that do not change them."),
+    Field("note", "string", "Text about the run, written by users; null in row versions that do not change it."),
 )
 
 ATTEMPT_FIELDS: Final = (
@@ -320,16 +290,8 @@ WIRE_FIELDS: Final = (
     Field("micro_step", "int32"),
     required("ts", "timestamp"),
     Field("plan", "string", "Hash of the plan of the statistics; null without statistics."),
-    Field(
-        "values",
-        ListOf("float32"),
-        "Float statistics: the first one of the plan for all tensors, then the second one, …; null: no value.",
-    ),
-    Field(
-        "counts",
-        ListOf("int64"),
-        "Counts: the first one of the plan for all tensors, and so on. Null counts: no row in tensor_stats.",
-    ),
+    Field("values", ListOf("float32"), "Statistics: the plan's first for all tensors, the second, …; null: no value."),
+    Field("counts", ListOf("int64"), "Counts: the plan's first for all tensors, …; null: no row in tensor_stats."),
     Field("clock_offset", "int64", "Sum of the jumps of the rank's clock since the process began, in µs; null: none."),
     *(Field(name, ListOf(StructOf(fields))) for name, fields in NESTED.items()),
 )

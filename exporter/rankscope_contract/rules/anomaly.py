@@ -111,9 +111,7 @@ class AnomalyTurbulence(AnomalyRule):
             raise ValueError(f"{self.name}: ops must be some of {', '.join(JUDGED_OPS)}, not {', '.join(unknown)}")
         if isinstance(self.after_values, bool) or not isinstance(self.after_values, int) or self.after_values < 0:
             raise ValueError(f"{self.name}: after_values must be an integer of at least 0, not {self.after_values!r}")
-        if isinstance(self.scalars, str) or not all(isinstance(name, str) for name in self.scalars):
-            raise ValueError(f'{self.name}: scalars must be a list of names such as ["loss"], not {self.scalars!r}')
-        object.__setattr__(self, "scalars", tuple(self.scalars))
+        self.check_names("scalars")
         object.__setattr__(self, "ops", tuple(self.ops))
 
     def judges(self, kind: str | None, op: str) -> bool:

@@ -62,5 +62,13 @@ class AnomalyRule:
             shown = repr(threshold) if len(repr(threshold)) < 40 else f"{repr(threshold)[:30]}…"
             raise ValueError(f"{self.name}: threshold must be a number, not {shown}")
 
+    def check_names(self, *fields: str) -> None:
+        """Store tuples in the given fields. Raise ValueError unless they contain lists of names."""
+        for field in fields:
+            given: object = getattr(self, field)
+            if isinstance(given, str) or not all(isinstance(one, str) for one in getattr(self, field)):
+                raise ValueError(f'{self.name}: {field} must be a list of names such as ["loss"], not {given!r}')
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+
     def covers(self, kind: str | None) -> bool:
         return self.kinds is None or kind in self.kinds

@@ -72,11 +72,7 @@ class CurveRule(AnomalyRule):
     def __post_init__(self) -> None:
         AnomalyRule.__post_init__(self)
         self.check_threshold(self.ratio)
-        for name in ("names", "rates"):
-            given: object = getattr(self, name)
-            if isinstance(given, str) or not all(isinstance(one, str) for one in getattr(self, name)):
-                raise ValueError(f'{self.name}: {name} must be a list of names such as ["loss"], not {given!r}')
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self.check_names("names", "rates")
 
     @property
     def holds(self) -> bool:

@@ -10,7 +10,7 @@ import functools
 import logging
 import ssl
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -48,29 +48,24 @@ def client_context(ca_file: Path | None, cert_file: Path | None, key_file: Path 
     The context trusts only the CA in `ca_file`, or the CAs of the system if `ca_file` is None. Raises WebConfigError if
     a file cannot be used.
     """
-    if ca_file is None and cert_file is None:
-        return _system_context()
-    context = _new_client_context()
+    return _system_context() if ca_file is None and cert_file is None else _loaded(ca_file, cert_file, key_file)
+
+
+@functools.cache
+def _system_context() -> ssl.SSLContext:
+    """Return one context for the process: reading the CAs of the system takes tens of milliseconds."""
+    return _loaded(None, None, None)
+
+
+def _loaded(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca_file is None:
         context.load_default_certs()
     else:
         load_trusted(context, ca_file, "ca_file")
     if cert_file is not None:
         load_own(context, cert_file, key_file or cert_file)
-    return context
-
-
-@functools.cache
-def _system_context() -> ssl.SSLContext:
-    """Return one context for the process: reading the CAs of the system takes tens of milliseconds."""
-    context = _new_client_context()
-    context.load_default_certs()
-    return context
-
-
-def _new_client_context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
@@ -128,9 +123,8 @@ class Reloading:
         with self._lock:
             stamps = tuple(map(_stamp, self._files))
             if stamps != self._stamps:
-                self._stamps = (
-                    stamps  # also if the files are unusable: they are reported once, and read again after a change
-                )
+                # Also if the files are unusable: they are reported once, and read again after a change.
+                self._stamps = stamps
                 self._reload()
             return self._context
 
@@ -183,27 +177,22 @@ _OF_CLIENTS: Final = {  # OpenSSL's reason on the server -> explanation about th
 
 def explain_to_client(error: BaseException) -> str | None:
     """Return why the TLS connection to a server failed and how to fix it; None if the error is not a TLS error."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _certificate_error(error, "its certificate", "set ca_file to the CA of the server")
     if isinstance(error, ssl.SSLEOFError):
         return HUNG_UP
-    if isinstance(error, ssl.SSLError):
-        return _OF_SERVERS.get(error.reason or "", f"TLS failed: {error.reason or error}")
-    return None
+    return _explained(error, _OF_SERVERS, "its certificate", "set ca_file to the CA of the server")
 
 
 def explain_to_server(error: BaseException) -> str | None:
     """Return why the TLS handshake with a client failed and how to fix it; None if the error is not a TLS error."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return _certificate_error(
-            error, "its client certificate", "check client_ca_file in the web_config of the server"
-        )
-    if isinstance(error, ssl.SSLError):
-        return _OF_CLIENTS.get(error.reason or "", f"TLS failed: {error.reason or error}")
-    return None
+    fix = "check client_ca_file in the web_config of the server"
+    return _explained(error, _OF_CLIENTS, "its client certificate", fix)
 
 
-def _certificate_error(error: ssl.SSLCertVerificationError, certificate: str, fix: str) -> str:
+def _explained(error: BaseException, known: Mapping[str, str], certificate: str, fix: str) -> str | None:
+    if not isinstance(error, ssl.SSLError):
+        return None
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return known.get(error.reason or "", f"TLS failed: {error.reason or error}")
     reason = error.verify_message
     if "expired" in reason:
         return f"{certificate} has expired: renew it"

@@ -6,6 +6,7 @@ the lock of the spool reads all records and then removes the spool.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -14,17 +15,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from rankscope_contract.wire.channel import NOTHING, Registration
-from rankscope_contract.wire.spool.reader import (
-    IDENTITY_NAME,
-    LOCK_NAME,
-    NeededPlans,
-    SpoolError,
-    SpoolReader,
-    SpoolRecords,
-    is_ours,
-    read_identity,
-    segments,
-)
+from rankscope_contract.wire.spool import reader as files
+from rankscope_contract.wire.spool.reader import NeededPlans, SpoolError, SpoolReader, SpoolRecords
 
 _HELD: Final = (errno.EWOULDBLOCK, errno.EACCES)
 
@@ -45,7 +37,7 @@ class FolderLock:
 
         Raises OSError if the lock file cannot be created, or SpoolError if it cannot be locked.
         """
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(folder / files.LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not _lock(descriptor, folder):
             os.close(descriptor)
             raise SpoolError(f"{folder}: the new lock file is already locked: another process uses this folder")
@@ -58,23 +50,15 @@ class FolderLock:
         Return None if another process holds the lock or removed the folder. Raises OSError or SpoolError if the lock
         file cannot be opened or locked.
         """
-        path = folder / LOCK_NAME
-        try:
+        path = folder / files.LOCK_NAME
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as undo:
             descriptor = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            return None
-        try:
+            undo.callback(os.close, descriptor)
             # Another process may have removed the folder between the open and the lock.
-            held = _lock(descriptor, folder) and os.path.samestat(os.fstat(descriptor), path.stat())
-        except FileNotFoundError:
-            held = False
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if not held:
-            os.close(descriptor)
-            return None
-        return cls(descriptor)
+            if _lock(descriptor, folder) and os.path.samestat(os.fstat(descriptor), path.stat()):
+                undo.pop_all()
+                return cls(descriptor)
+        return None
 
     def release(self) -> None:
         """Release the lock of the spool folder. A second call has no effect."""
@@ -93,18 +77,15 @@ def _lock(descriptor: int, folder: Path) -> bool:
     try:
         import fcntl  # noqa: PLC0415 - absent on Windows, where all except the spool works
     except ImportError as error:
-        raise SpoolError(
-            "a spool needs flock, which this system does not have: remove spool_dir from the configuration"
-        ) from error
+        remedy = "remove spool_dir from the configuration"
+        raise SpoolError(f"a spool needs flock, which this system does not have: {remedy}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _HELD:
             return False
-        raise SpoolError(
-            f"{folder}: the file system does not support flock ({error.strerror}): choose a folder on a local disk, "
-            "or mount with locks (for Lustre: -o flock)"
-        ) from error
+        remedy = "choose a folder on a local disk, or mount with locks (for Lustre: -o flock)"
+        raise SpoolError(f"{folder}: the file system does not support flock ({error.strerror}): {remedy}") from error
     return True
 
 
@@ -135,15 +116,14 @@ class Orphan:
         lock = FolderLock.take(folder)
         if lock is None:
             return None
-        try:
-            if not (folder / IDENTITY_NAME).exists() and not segments(folder):
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock.release)
+            if not (folder / files.IDENTITY_NAME).exists() and not files.segments(folder):
                 remove_folder(folder)  # its reader was killed while it removed the folder
-                lock.release()
                 return None
-            return cls(SpoolReader(folder, needed_plans), lock, read_identity(folder))
-        except BaseException:
-            lock.release()
-            raise
+            orphan = cls(SpoolReader(folder, needed_plans), lock, files.read_identity(folder))
+            undo.pop_all()
+        return orphan
 
     @property
     def folder(self) -> Path:
@@ -170,8 +150,7 @@ class Orphan:
         if seq <= self.committed:
             return
         self.committed = seq
-        files = segments(self.folder)
-        for (_, path), (next_first, _) in pairwise(files):
+        for (_, path), (next_first, _) in pairwise(files.segments(self.folder)):
             if next_first <= seq + 1:
                 path.unlink(missing_ok=True)
 
@@ -192,8 +171,8 @@ def remove_folder(folder: Path) -> None:
 
     If this process is killed meanwhile, the remaining records are still readable. Raises OSError.
     """
-    last = {IDENTITY_NAME: 1, LOCK_NAME: 2}
-    ours = [path for path in folder.iterdir() if is_ours(path.name)]
+    last = {files.IDENTITY_NAME: 1, files.LOCK_NAME: 2}
+    ours = [path for path in folder.iterdir() if files.is_ours(path.name)]
     for path in sorted(ours, key=lambda path: (last.get(path.name, 0), not path.name.endswith(".arrows"), path.name)):
         path.unlink(missing_ok=True)
     if any(folder.iterdir()):

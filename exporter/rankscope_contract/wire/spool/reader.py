@@ -86,12 +86,7 @@ def _began(folder: Path) -> float:
 
 def is_spool(path: Path) -> bool:
     """Return whether `path` is a spool folder, complete or damaged, or a folder that this user may not read."""
-    if path.name.startswith(UNFINISHED_PREFIX):
-        return False
-    try:
-        return (path / LOCK_NAME).is_file()
-    except OSError:
-        return True  # not readable: the caller that opens the spool reports the error
+    return not path.name.startswith(UNFINISHED_PREFIX) and _may_exist(path / LOCK_NAME)
 
 
 def spool_folders(path: Path) -> list[Path]:
@@ -105,12 +100,12 @@ def spool_folders(path: Path) -> list[Path]:
         found = [path] if is_spool(path) else folders(path)
     except OSError:
         return []
-    return [folder for folder in found if _may_have_identity(folder)]
+    return [folder for folder in found if _may_exist(folder / IDENTITY_NAME)]
 
 
-def _may_have_identity(folder: Path) -> bool:
+def _may_exist(file: Path) -> bool:
     try:
-        return (folder / IDENTITY_NAME).exists()
+        return file.is_file()
     except OSError:
         return True  # not readable: the caller that opens the spool reports the error
 
