@@ -34,7 +34,8 @@ class CopiesDoNothing:
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = self._unattached()
-        return {name: _inert(value) for name, value in vars(self).items() if name not in left_out}
+        kept = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {name: copy.copy(v) if isinstance(v, CopiesDoNothing) else v for name, v in kept.items()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update({**state, **self._unattached(), "is_copy": True})
@@ -45,10 +46,6 @@ class CopiesDoNothing:
             kind = type(self).__name__
             log.warning("%s on a copy of a %s has no effect: create a %s in the process that trains", what, kind, kind)
         return self.is_copy
-
-
-def _inert(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, CopiesDoNothing) else value
 
 
 class NotCopied:

@@ -103,12 +103,8 @@ def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -
     Launches with the same values of these variables, such as master address and port, have the same launch id.
     """
     variables = (
-        "SLURM_JOB_ID",
-        "SLURM_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "MASTER_ADDR",
-        "MASTER_PORT",
+        *("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+        *("MASTER_ADDR", "MASTER_PORT"),
     )
     text = "|".join(environment.get(name, "") for name in variables)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -129,23 +129,17 @@ class OwnThread(threading.Thread):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             for _ in range(_MOST_STARTS):
-                if self._attempt():
+                try:
+                    self._work()
                     break
+                except Exception as error:
+                    if self._on_fault is None:
+                        raise
+                    self._on_fault(f"the thread {self.name}", error)
                 time.sleep(RESTART_SECONDS)
         finally:
             self._spent = time.thread_time()
             del self._work  # it can refer to the thread
-
-    def _attempt(self) -> bool:
-        """Call the target; return False if its error was reported."""
-        try:
-            self._work()
-        except Exception as error:
-            if self._on_fault is None:
-                raise
-            self._on_fault(f"the thread {self.name}", error)
-            return False
-        return True
 
     @property
     def cpu_seconds(self) -> float:

@@ -329,18 +329,12 @@ class RankServer:
         return self._describe()
 
     def _describe(self) -> Registration:
-        identity, state = self._identity, self.state
+        state = self.state
         torch = getattr(sys.modules.get("torch"), "__version__", "")
         versions = {"rankscope": __version__, "python": sys.version.split()[0], "pyarrow": pa.__version__}
         return Registration(
-            run=identity.run,
-            rank=identity.rank,
-            world_size=identity.world_size,
-            local_rank=identity.local_rank,
-            host=identity.host,
+            **dataclasses.asdict(self._identity),
             pid=os.getpid(),
-            incarnation=identity.incarnation,
-            launch_id=identity.launch_id,
             url=self.url or "",
             started_at=self._started_at,
             state=state.name,
