@@ -100,7 +100,6 @@ test-prometheus-3: $(VENV)/.installed-dev ## remote write 2.0 of a real Promethe
 test-readers: $(VENV)/.installed-dev ## read a store with other readers and their oldest versions; writes the table of docs/readers.md
 	UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" PYTHONPATH="$(CURDIR)" OMP_NUM_THREADS=1 \
 		$(BIN)/python tests/readers/make_matrix.py
-	RANKSCOPE_BIN="$(abspath $(BIN))" $(BIN)/python tests/data/field_operations/duckdb_1_4_reads_the_store.py || test $$? -eq 77
 
 test-grafana: $(VENV)/.installed-dev ## deploy to the Grafana server at RANKSCOPE_GRAFANA_URL, and delete all objects of Rankscope from it
 	@test -n "$(RANKSCOPE_GRAFANA_URL)" -a -n "$(RANKSCOPE_GRAFANA_TOKEN_FILE)" || \

@@ -191,6 +191,7 @@ FULL = "rankscope: cannot write standard output: No space left on device\n"
         ("runs --help | true", 0, "", ""),
         ("sql --store STORE --format csv 'from range(300000)' | head -n 2", 0, "range\n0\n", ""),
         ("runs --store STORE >&- 2>&- <&-", 0, "", ""),
+        ("runs --store STORE >&-", 0, "", ""),
         ("sql 'SELECT 1' --store STORE >/dev/full", 1, "", FULL),
     ],
 )
