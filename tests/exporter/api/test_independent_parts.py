@@ -24,8 +24,11 @@ from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPol
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.monitors.hardware import HardwarePoller
 from rankscope_exporter.publish.console import Console
+from rankscope_exporter.publish.http_server import HttpServer
 from rankscope_exporter.publish.publisher import Publisher
 from rankscope_exporter.publish.rank_server import RankServer
+from rankscope_exporter.publish.registration import RegistrationLoop
+from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.sampling import ActiveQuantity
@@ -276,18 +279,21 @@ def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
 @pytest.mark.parametrize("part", ["spool", "_server", "_registration"])
 def test_failed_close_of_a_server_part_closes_the_others(part, monkeypatch, tmp_path):
     monkeypatch.setenv("RANKSCOPE_SPOOL_DIR", str(tmp_path))
-    training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
-    channel = training.session.channel
     closed: list[str] = []
-    for name, method in (("spool", "close"), ("_server", "stop"), ("_registration", "stop")):
-        owner = getattr(channel, name)
+    owners = {
+        "spool": (SpoolWriter, "close"),
+        "_server": (HttpServer, "stop"),
+        "_registration": (RegistrationLoop, "stop"),
+    }
+    for name, (owner, method) in owners.items():
         monkeypatch.setattr(owner, method, _noting(closed, name, broken if name == part else getattr(owner, method)))
+    training = Training(serve={"ingest_url": "http://127.0.0.1:9"})
     training.finish()
 
     assert ["_registration", "_server", "spool"] == closed
     if part == "_server":
         monkeypatch.undo()
-        channel._server.stop()
+        training.session.channel._server.stop()
 
 
 def test_fault_in_the_log_of_changes_keeps_the_switch_thread_running(monkeypatch, tmp_path):
