@@ -58,14 +58,11 @@ class Mask:
                 scores += values
                 hidden = values <= HIDING
         if self.causal:
-            later = self._later(scores, rows)
+            keys = torch.arange(scores.shape[-1], device=scores.device)
+            own = torch.arange(self.rows.start, self.rows.stop, self.rows.step, device=scores.device)[rows]
+            later = keys > own[:, None]
             hidden = later if hidden is None else hidden | later
         return hidden
-
-    def _later(self, scores: torch.Tensor, rows: slice) -> torch.Tensor:
-        keys = torch.arange(scores.shape[-1], device=scores.device)
-        own = torch.arange(self.rows.start, self.rows.stop, self.rows.step, device=scores.device)[rows]
-        return keys > own[:, None]
 
 
 def hides_of(mask: torch.Tensor, *, true_attends: bool) -> torch.Tensor:

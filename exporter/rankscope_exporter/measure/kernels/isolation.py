@@ -43,10 +43,6 @@ class _Failure:
     step: int
     in_a_row: int = 1
 
-    @property
-    def is_left_out(self) -> bool:
-        return self.in_a_row >= FAILURES_IN_A_ROW
-
 
 class Isolation:
     """Measures batches of tensors, and finds the tensors of a batch that raise.
@@ -97,7 +93,7 @@ class Isolation:
         self, failures: dict[int, _Failure], position: int, tensors: Sequence[torch.Tensor | None]
     ) -> bool:
         failure, tensor = failures[position], tensors[position] if position < len(tensors) else None
-        if tensor is None or not failure.is_left_out:
+        if tensor is None or failure.in_a_row < FAILURES_IN_A_ROW:
             return False
         if _description(tensor) == failure.of[:-1] and self.step - failure.step < LEFT_OUT_STEPS:
             return True

@@ -180,18 +180,12 @@ class MeasureGroup:
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
     ) -> None:
-        found: list[int] = []
-        flats: list[torch.Tensor] = []
-        sizes: list[int] = []
-        for position in positions:
-            tensor = tensors[position]
-            if tensor is not None and (flat := elements_of(tensor)) is not None:
-                found.append(position)
-                flats.append(flat)
-                sizes.append(tensor.numel())
-        is_whole = len(found) == len(self.rows)
-        rows = self.rows if is_whole else contiguous_rows([self.rows[position] for position in found])
-        torch_backend.measure(flats, sizes, rows, table, zero_below=self._zero_below)
+        items = ((self.rows[position], tensors[position]) for position in positions)
+        read = ((row, tensor, elements_of(tensor)) for row, tensor in items if tensor is not None)
+        found = [(row, flat, tensor.numel()) for row, tensor, flat in read if flat is not None]
+        if found:
+            rows, flats, sizes = zip(*found, strict=True)
+            torch_backend.measure(flats, sizes, contiguous_rows(rows), table, zero_below=self._zero_below)
 
 
 def _locals(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:

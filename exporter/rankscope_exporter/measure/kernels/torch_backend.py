@@ -27,22 +27,20 @@ _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
 def measure(
-    flats: Sequence[torch.Tensor], sizes: list[int], rows: Rows, table: StatisticsTable, *, zero_below: float
+    flats: Sequence[torch.Tensor], sizes: Sequence[int], rows: Rows, table: StatisticsTable, *, zero_below: float
 ) -> None:
     """Compute the raw statistics of tensors and write them to the entries `rows` of `table`.
 
     `flats` has the elements of each tensor in one dimension, and `sizes` has its number of elements. A sparse tensor
     has more elements, and the others are zero. On an accelerator, the function does not synchronise with the host.
     """
-    if not flats:
-        return
-    lengths = [flat.numel() for flat in flats]
+    lengths = tuple(flat.numel() for flat in flats)
     columns = [exact_sums(flat, zero_below) for flat in flats]
     sums = _stacked([column[: len(SUMS)] for column in columns], table.device)
     counts = _stacked([column[len(SUMS) :] for column in columns], table.device)
     extras = [_stacked([(_extra_sum(name, flat),) for flat in flats], table.device) for name in table.extra_sums]
     numel = on_device(sizes, table.device)
-    if lengths != sizes:
+    if lengths != tuple(sizes):
         left_out = numel - on_device(lengths, table.device)
         sums[1] = torch.where(left_out > 0, sums[1].clamp(max=0.0), sums[1])
         sums[2] = torch.where(left_out > 0, sums[2].clamp(min=0.0), sums[2])
