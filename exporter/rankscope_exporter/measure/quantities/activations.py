@@ -83,12 +83,11 @@ class Calls:
         identifies the part, because checkpointing keeps this tensor. If no address matches, the latest part is assumed,
         because a backward pass runs in reverse order.
         """
-        places = [place for place, call in enumerate(self._waiting) if call is not None and call.module == module]
-        if not places:
+        waiting = {at: call for at, call in enumerate(self._waiting) if call is not None and call.module == module}
+        if not waiting:
             return None
-        kept = [place for place in places if pointer and self._pointer(place) == pointer]
-        place = self._next if self._next in places else (kept or places)[-1]
-        assert place is not None
+        kept = [at for at, call in waiting.items() if pointer and call.pointer == pointer]
+        place = self._next if self._next is not None and self._next in waiting else max(kept or waiting)
         call, self._waiting[place] = self._waiting[place], None
         self._next = place + 1
         return call
@@ -104,10 +103,6 @@ class Calls:
         The next call that checkpointing computes again belongs to another part.
         """
         self._next = None
-
-    def _pointer(self, place: int) -> int:
-        call = self._waiting[place]
-        return 0 if call is None else call.pointer
 
 
 SIDES: Final = {Kind.ACT_IN: "input", Kind.ACT_OUT: "output", Kind.ACT_GRAD_IN: "input", Kind.ACT_GRAD_OUT: "output"}
@@ -384,9 +379,7 @@ class Activations(ModuleQuantity):
 
     def _call(self, name: str, found: Found, *, again: bool) -> ModuleCall | None:
         enabled = self._hooking.grad_enabled
-        pointer = 0
-        if (again or not enabled) and found.slots:
-            pointer = _pointer(found.slots[0].tensor)
+        pointer = _pointer(found.slots[0].tensor) if (again or not enabled) and found.slots else 0
         if again:
             return self._step.calls.again(name, pointer)
         micro_step = self._hooking.micro_step

@@ -76,10 +76,6 @@ class ModuleRecord:
     stack: tuple[str, ...] = ()
     vpp_stage: int | None = None
 
-    def note_inputs(self, found: Found) -> None:
-        """Store the shapes and dtypes of the arguments of the module's first call."""
-        self.inputs = [Described.of(slot) for slot in found.slots]
-
     def note_output(self, output: Any, found: Found) -> None:
         """Store the shapes and dtypes of the tensors in the output of the module's first call."""
         self.outputs = [Described.of(slot) for slot in found.slots]
@@ -242,10 +238,10 @@ class Structure(ModuleQuantity):
         if record is None or record.inputs is not None:
             return
         self._open.add(named.name)
-        record.note_inputs(found)
+        record.inputs = [Described.of(slot) for slot in found.slots]
         if self.options.stacks:
             record.stack = call_stack(sys._getframe())  # noqa: SLF001 - the only way that builds no traceback
-        self._watch(found, record.inputs or [])
+        self._watch(found, record.inputs)
 
     def _ended(self, record: ModuleRecord, output: Any) -> None:
         found = returned(output)
