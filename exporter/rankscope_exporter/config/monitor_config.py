@@ -376,9 +376,8 @@ class MonitorConfig:
         Raises ConfigError if an option is invalid.
         """
         name = quantity_class.name
-        options: QuantityOptions = options_from(
-            quantity_class.options_class, self.options.get(name, {}), f"options.{name}"
-        )
+        given = self.options.get(name, {})
+        options: QuantityOptions = options_from(quantity_class.options_class, given, f"options.{name}")
         if options.ops is not None and not quantity_class.measures_tensors:
             raise ConfigError(f"options.{name}.ops has no effect: the quantity {name} has no statistics of tensors")
         return options

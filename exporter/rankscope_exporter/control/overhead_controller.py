@@ -189,20 +189,15 @@ class OverheadController(StepObserver):
 
         With a limit, also the limit `max_overhead` and the overhead in the last window.
         """
-        window = self.window
-        limits = (
-            {"max_overhead": window.max_overhead, "overhead": window.share} if self.max_overhead is not None else {}
-        )
-        return {"stretch": self.stretch, **limits}
+        state = {"stretch": self.stretch}
+        if self.max_overhead is None:
+            return state
+        return {**state, "max_overhead": self.window.max_overhead, "overhead": self.window.share}
 
     def _act(self, required: int) -> None:
-        changes, share = self._change_queue.changes, self.window.share or 0.0
+        changes, share, limit = self._change_queue.changes, self.window.share or 0.0, self.window.max_overhead
         request = DecimationRequest(
-            stretch=required,
-            share=share,
-            max_overhead=self.window.max_overhead,
-            rank=self.identity.rank,
-            changes=changes,
+            stretch=required, share=share, max_overhead=limit, rank=self.identity.rank, changes=changes
         )
         is_low = required < self.stretch
         if self._counted_at == changes and not is_low:
@@ -219,7 +214,7 @@ class OverheadController(StepObserver):
                     self._request(request)
 
             self.sources.count(f"room/{changes}", 1, counted)
-        elif share > self.window.max_overhead and self.stretch == MOST_STRETCH:
+        elif share > limit and self.stretch == MOST_STRETCH:
             self._report_floor(share)
 
     def _request(self, request: DecimationRequest) -> None:

@@ -61,6 +61,8 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         # An evaluation or a checkpoint has ended by then.
         self._attended.leave_phase()
 
+    on_predict = on_save = on_step_begin  # these two are called at the end
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_kwargs: Any) -> None:
         # The phase begins here, because Trainer calls no callback directly before an evaluation or a checkpoint, only
         # after it.
@@ -87,12 +89,6 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         self._attended.leave_phase()
         if control.should_save:
             self._attended.enter_phase("checkpoint")
-
-    def on_predict(self, *_args: Any, **_kwargs: Any) -> None:
-        self._attended.leave_phase()
-
-    def on_save(self, *_args: Any, **_kwargs: Any) -> None:
-        self._attended.leave_phase()
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         # After an exception, Trainer does not call this method. The error is then recorded when the process exits.

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning.pytorch.callbacks import Callback
 
-from rankscope_exporter.adapters import Framework, framework_of
+from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.parameter_hooks import Announced
 from rankscope_exporter.config.monitor_config import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
@@ -44,11 +44,15 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         by_batch = not pl_module.automatic_optimization
-        config = self._attended.config
+        config, model = self._attended.config, trainer.strategy.model
+        # Lightning never calls an unwrapped module as a whole, so no hook of the monitor detects its forward pass.
+        # The callback reports it to the adapter.
+        framework = framework_of(model)
+        framework.announced = self._announced = Announced(pl_module) if model is pl_module else None
         self._updates = trainer.global_step
         done = trainer.fit_loop.total_batch_idx + 1 if by_batch else trainer.global_step
         self._attended.begin(
-            self._monitored(trainer.strategy.model, pl_module),
+            framework,
             trainer.optimizers,
             first_step=done + 1,
             total_steps=None if by_batch else _planned(trainer),
@@ -102,15 +106,6 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
         self._attended.end(exception)
-
-    def _monitored(self, model: Any, pl_module: Any) -> Framework:
-        """Return the adapter of the model."""
-        # Lightning never calls an unwrapped module as a whole, so no hook of the monitor detects its forward pass.
-        # The callback reports it to the adapter.
-        framework = framework_of(model)
-        self._announced = Announced(pl_module) if model is pl_module else None
-        framework.announced = self._announced
-        return framework
 
 
 _TRAINER_SETTINGS: Final = (
