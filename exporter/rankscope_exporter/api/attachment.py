@@ -123,11 +123,11 @@ def attached(
             "run a forward pass before attach()"
         )
     session = Session(
-        monitored,
-        config,
-        boundary,
+        monitored=monitored,
+        config=config,
+        boundary=boundary,
         first_step=first_step,
-        total_steps=total_steps,
+        planned_steps=total_steps,
         on_anomaly=owner.callback,
         parallel=boundary.call("finding how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.events import ExitReason
@@ -26,7 +27,7 @@ from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.monitors.hardware import HardwarePoller
 from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
-from rankscope_exporter.monitors.throughput import ALONE, Parallel, Throughput
+from rankscope_exporter.monitors.throughput import Parallel, Throughput
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.identity import resolve_identity
@@ -76,6 +77,7 @@ The overhead controller ignores them, because a longer sampling interval does no
 """
 
 
+@dataclass(eq=False, kw_only=True)
 class Session:
     """Builds the parts of the monitor for one model, and connects them by constructor arguments.
 
@@ -84,21 +86,16 @@ class Session:
     its errors.
     """
 
-    def __init__(
-        self,
-        monitored: MonitoredModel,
-        config: MonitorConfig,
-        boundary: ErrorBoundary,
-        *,
-        first_step: int,
-        total_steps: int | None,
-        on_anomaly: FindCallback = lambda: None,
-        parallel: Parallel = ALONE,
-    ) -> None:
-        self.monitored = monitored
-        self.config = config
-        self._boundary = boundary
-        self.planned_steps = total_steps
+    monitored: MonitoredModel
+    config: MonitorConfig
+    boundary: ErrorBoundary
+    first_step: int
+    planned_steps: int | None
+    on_anomaly: FindCallback
+    parallel: Parallel
+
+    def __post_init__(self) -> None:
+        monitored, config, boundary = self.monitored, self.config, self.boundary
         self.attach_seconds = 0.0
         """CPU seconds of attach() on the thread that called it."""
         self.identity = identity = resolve_identity(os.environ, config.run, default_group())
@@ -108,10 +105,10 @@ class Session:
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put)
         self.notices = Notices(self.console, identity, self.current_step)
-        self._build_serving(first_step)
-        self._build_observers(parallel)
-        self._build_changes(first_step, on_anomaly)
-        self._build_training(first_step)
+        self._build_serving()
+        self._build_observers()
+        self._build_changes()
+        self._build_training()
         classes = [sink_class(name) for name in config.sinks]
         self.sinks = Sinks([cls(config.options_of_sink(cls), identity) for cls in classes], boundary)
         self.publisher = Publisher(
@@ -131,9 +128,9 @@ class Session:
         self._announce_kinds()
         boundary.on_first = self.notices.fault
 
-    def _build_serving(self, first_step: int) -> None:
+    def _build_serving(self) -> None:
         """Build the server, and the watchdog, which detects hangs and reports them through the server."""
-        config, boundary = self.config, self._boundary
+        config, boundary = self.config, self.boundary
         self.channel = RankServer(
             self.identity,
             config.serve,
@@ -144,7 +141,7 @@ class Session:
             overhead=self.overhead_seconds,
             dropped=self._dropped,
             faults=lambda: boundary.count,
-            on_registered=lambda attempt: self.notices.registered(config, attempt, first_step),
+            on_registered=lambda attempt: self.notices.registered(config, attempt, self.first_step),
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,
@@ -167,15 +164,15 @@ class Session:
             print_line=self.console.line,
         )
 
-    def _build_observers(self, parallel: Parallel) -> None:
+    def _build_observers(self) -> None:
         """Build the observers that run at every step, sampled or not, and the hardware poller.
 
         They do little work on the training thread. Other threads do the rest of the work.
         """
-        config, boundary, device, framework = self.config, self._boundary, self._device, self.monitored.framework
+        config, boundary, device, framework = self.config, self.boundary, self._device, self.monitored.framework
         is_first, tell = self.identity.rank == 0, self.notices.tell
         self.throughput = Throughput(
-            framework, config.throughput, parallel, device=device, report=tell, is_first=is_first
+            framework, config.throughput, self.parallel, device=device, report=tell, is_first=is_first
         )
         traits = LoopTraits(
             shows_reductions=framework.traits.waits_for_reductions,
@@ -188,13 +185,13 @@ class Session:
         self.collectives = FlightRecorderPoller(config.collectives_share, self.channel.publish, boundary)
         self.hardware = HardwarePoller(device, config.hardware.every_seconds, self.steps.put, boundary)
 
-    def _build_changes(self, first_step: int, on_anomaly: FindCallback) -> None:
+    def _build_changes(self) -> None:
         """Build the objects that change which quantities are measured, and how often, during training."""
-        config, identity, boundary = self.config, self.identity, self._boundary
+        config, identity, boundary = self.config, self.identity, self.boundary
         self.change_queue = ChangeQueue(
             active_quantities=self.active_quantities,
             sampling=SamplingConfig(on=config.switch_file is None, config=config),
-            first_step=first_step,
+            first_step=self.first_step,
             boundary=boundary,
             changed=self._sampling_changed,
             record=self.current_step.add_event,
@@ -206,10 +203,10 @@ class Session:
             boundary=boundary,
             tell=self.notices.tell,
             change_log=change_log_of(identity, lambda: self.change_queue.pace, config.switch_poll_seconds),
-            first_step=first_step,
+            first_step=self.first_step,
         )
-        self.batches = SampleIds(are_read=config.capture is not None or on_anomaly() is not None)
-        self.callbacks = AnomalyCallback(on_anomaly, identity, self.batches, boundary)
+        self.batches = SampleIds(are_read=config.capture is not None or self.on_anomaly() is not None)
+        self.callbacks = AnomalyCallback(self.on_anomaly, identity, self.batches, boundary)
         self.overhead_controller = OverheadController(
             max_overhead=config.max_overhead,
             sources=self.change_sources,
@@ -228,9 +225,9 @@ class Session:
             changed=self._capture_changed,
         )
 
-    def _build_training(self, first_step: int) -> None:
+    def _build_training(self) -> None:
         """Build the hooks on the model, the recorder of steps, and the observers that hooks and recorder notify."""
-        monitored, config, boundary = self.monitored, self.config, self._boundary
+        monitored, config, boundary = self.monitored, self.config, self.boundary
         team = IntraOpThreads()
         if self._device.type == "cpu":
             boundary.call("threads of torch", team.find)
@@ -251,7 +248,8 @@ class Session:
             ResourceObserver(self._device, self.overhead, lambda: self.overhead_controller.stretch),
         )
         self.events = StepEvents(boundary, observers)
-        tracker = StepTracker(first_step, has_optimizer=bool(monitored.optimizers), explicit=config.steps == "explicit")
+        has_optimizer, is_explicit = bool(monitored.optimizers), config.steps == "explicit"
+        tracker = StepTracker(self.first_step, has_optimizer=has_optimizer, explicit=is_explicit)
         self.recorder = Recorder(
             monitored=monitored,
             active_quantities=self.active_quantities,
@@ -274,25 +272,25 @@ class Session:
         are optional: if an optional part cannot start, this is reported, and the session runs without it.
         """
         with contextlib.ExitStack() as undo:
-            undo.callback(self._boundary.call, "undoing attach()", self.channel.close)
+            undo.callback(self.boundary.call, "undoing attach()", self.channel.close)
             address = self.channel.start()
-            undo.callback(self._boundary.call, "undoing attach()", self.publisher.stop, 1.0)
+            undo.callback(self.boundary.call, "undoing attach()", self.publisher.stop, 1.0)
             self.publisher.start()
-            undo.callback(self._boundary.call, "undoing attach()", self.hooks.remove)
+            undo.callback(self.boundary.call, "undoing attach()", self.hooks.remove)
             self.hooks.install(self.active_quantities, owner)
             undo.pop_all()
-        self._boundary.call("starting the watchdog", self.watchdog.start)
-        self._boundary.call("starting the hardware thread", self.hardware.start)
-        self._boundary.call("publishing notices about the configuration", self._publish_notices)
-        self._boundary.call("starting the thread that receives sampling changes", self.change_sources.start)
+        self.boundary.call("starting the watchdog", self.watchdog.start)
+        self.boundary.call("starting the hardware thread", self.hardware.start)
+        self.boundary.call("publishing notices about the configuration", self._publish_notices)
+        self.boundary.call("starting the thread that receives sampling changes", self.change_sources.start)
         return address
 
     def record_end(self, reason: ExitReason, error: str | None, stop_signal: str | None) -> None:
         """Finish the last step and record the exit event. `stop_signal` names the signal that requested the end."""
         is_cut = reason in {ExitReason.EXCEPTION, ExitReason.SIGNAL}
-        last_step = self._boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
+        last_step = self.boundary.call("end of training", lambda: self.recorder.finish(is_cut=is_cut))
         self.steps.items.put(self.publisher.skipped.finish)
-        self._boundary.call("capture", self.captures.finish, self.publisher.catch_up)
+        self.boundary.call("capture", self.captures.finish, self.publisher.catch_up)
         reason, error = lifecycle.weighed_reason(reason, error, last_step, self.planned_steps, stop_signal)
         if reason is ExitReason.EXCEPTION:
             self.notices.say(f"{error}; the last completed step is {'none' if last_step is None else last_step}")
@@ -308,10 +306,10 @@ class Session:
         """
         began = time.monotonic()
         limit = STOP_PUBLISH_SECONDS if is_hurried else PUBLISH_SECONDS
-        self._boundary.call("detach()", self.collectives.stop, max(REACTION_SECONDS, wait_seconds))
-        self._boundary.call("end of training", self._publish_last, limit)
+        self.boundary.call("detach()", self.collectives.stop, max(REACTION_SECONDS, wait_seconds))
+        self.boundary.call("end of training", self._publish_last, limit)
         left_seconds = max(0.0, wait_seconds + began - time.monotonic())
-        self._boundary.call("end of training", self.callbacks.stop, max(REACTION_SECONDS, left_seconds))
+        self.boundary.call("end of training", self.callbacks.stop, max(REACTION_SECONDS, left_seconds))
         self.notices.time_spent(self.phases.step_seconds)
         left = self.channel.drain(left_seconds if is_hurried else wait_seconds)
         if left and self.channel.service_url:
@@ -354,8 +352,8 @@ class Session:
         if source != TIMES:
             self._announce_kinds()
             self._publish_notices()
-        self._boundary.call("switching", self.overhead_controller.sampling_changed)
-        self._boundary.call("switching", self.captures.sampling_changed, step)
+        self.boundary.call("switching", self.overhead_controller.sampling_changed)
+        self.boundary.call("switching", self.captures.sampling_changed, step)
 
     def _capture_changed(self) -> None:
         self.overhead_controller.pause()  # the cost of a capture does not count against max_overhead
