@@ -153,7 +153,7 @@ def _training() -> list[Row]:
     seconds = time.monotonic() - began
     cost, rows = (
         monitor.overhead_seconds()["collectives"],
-        sum(calls for calls, _ in session.collectives.counts().values()),
+        sum(calls for calls, _ in session.collectives.totals().values()),
     )
     monitor.detach()
     note = f"{steps} steps of {COLLECTIVES_PER_STEP} collectives in {seconds:.0f} s: {rows:,} rows"

@@ -148,7 +148,7 @@ class Session:
                 sampling_state=self.sampling_state,
                 queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
                 stretch=lambda: self.overhead_controller.stretch,
-                collectives=lambda: self.collectives.totals.by_op(),  # noqa: PLW0108 - built later
+                collectives=lambda: self.collectives.totals(),  # noqa: PLW0108 - built later
             ),
         )
         self.diagnosis = Diagnosis(

@@ -401,27 +401,6 @@ Further operations are counted together.
 
 OTHER: Final = "_other"
 
-
-class CollectiveCounters:
-    """Counters of calls and bytes for each collective operation. One thread adds; threads that answer scrapes read."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}
-
-    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add the calls and bytes of `rows`, which are rows of the dataset `collectives`."""
-        for row in rows:
-            op = row["op"]
-            if op not in self._counts and len(self._counts) >= MOST_OPS:
-                op = OTHER
-            calls, total = self._counts.get(op, (0, 0))
-            self._counts[op] = calls + 1, total + (row["bytes"] or 0)
-
-    def by_op(self) -> Mapping[str, tuple[int, int]]:
-        """Return the number of calls and of bytes of each collective operation, by its name."""
-        return dict(self._counts)
-
-
 MOST_WITH_STACKS: Final = 4096
 """Maximum number of entries for a reading with stacks.
 
@@ -469,8 +448,7 @@ class FlightRecorderPoller(StepObserver):
         self._wake = threading.Event()
         self._is_last = False
         self._thread: OwnThread | None = None
-        self.totals = CollectiveCounters()
-        """Number of calls and of bytes of each collective operation since the monitor was created."""
+        self._totals: dict[str, tuple[int, int]] = {}
         self.overwritten = 0
         """Number of entries of the flight record that torch has overwritten before they were read."""
 
@@ -478,6 +456,10 @@ class FlightRecorderPoller(StepObserver):
     def cpu_seconds(self) -> float:
         """CPU seconds that the thread that reads the flight record has used so far."""
         return 0.0 if self._thread is None else self._thread.cpu_seconds
+
+    def totals(self) -> Mapping[str, tuple[int, int]]:
+        """Return the number of calls and of bytes of each collective operation since the monitor was created."""
+        return dict(self._totals)
 
     def on_before_step(self, step: int) -> None:  # noqa: ARG002 - the number may still change
         self._began_us = now_microseconds()
@@ -532,7 +514,10 @@ class FlightRecorderPoller(StepObserver):
         self._schedule.took(time.thread_time() - began_cpu, since / max(1, steps), time.monotonic())
 
     def _publish_rows(self, assigned: AssignedEntries) -> None:
-        self.totals.add(assigned.rows)
+        for row in assigned.rows:
+            op = row["op"] if row["op"] in self._totals or len(self._totals) < MOST_OPS else OTHER
+            calls, total = self._totals.get(op, (0, 0))
+            self._totals[op] = calls + 1, total + (row["bytes"] or 0)
         self.overwritten += assigned.overwritten
         events = [_overwritten(assigned.overwritten)] if assigned.overwritten else []
         if assigned.rows or events:

@@ -81,7 +81,7 @@ def monitored(net):
     return rankscope.Monitor(config).attach(net, optimizer), optimizer
 
 def left(monitor, session):
-    wait_for(session.collectives.totals.by_op)
+    wait_for(session.collectives.totals)
     page = b"".join(bytes(piece) for piece in session.channel.exposition.pieces()).decode()
     monitor.detach()
     records = session.channel.ring.after(-1, 1 << 40).records

@@ -290,7 +290,7 @@ for _ in range(20):
     dist.all_reduce(torch.ones(3))
 optimizer.step()
 monitor.end_step()
-while not session.collectives.totals.by_op():
+while not session.collectives.totals():
     time.sleep(0.01)
 monitor.detach()
 records = session.channel.ring.after(-1, 1 << 40).records
