@@ -189,6 +189,11 @@ class WrappedModel:
         """Return the modules that training calls for each micro-batch: the whole model, or its chunks on this rank."""
         return (self.model,)
 
+    @property
+    def hookable_chunks(self) -> list[nn.Module]:
+        """Return the chunks on which torch registers hooks: not those that `torch.jit.script` has compiled."""
+        return [chunk for chunk in self.chunks if not isinstance(chunk, torch.jit.ScriptModule)]
+
     def chunk(self, module: nn.Module) -> int:
         """Return the number of the model chunk that `module` is, counted from 0; 0 if it is not a chunk."""
         chunks = self.chunks
@@ -357,12 +362,12 @@ class Framework(WrappedModel):
         """Register `hook`, which gets module, args and kwargs, before each forward pass of the model or of a chunk."""
         if self.announced is not None:
             return self.announced.before(hook)
-        handles = [chunk.register_forward_pre_hook(hook, with_kwargs=True) for chunk in self.chunks]
+        handles = [chunk.register_forward_pre_hook(hook, with_kwargs=True) for chunk in self.hookable_chunks]
         return CallbackHandle(functools.partial(remove_all, handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
         """Register `hook` after each forward pass of the model or of a chunk, also if the forward pass raises."""
         if self.announced is not None:
             return self.announced.after(hook)
-        handles = [chunk.register_forward_hook(hook, always_call=True) for chunk in self.chunks]
+        handles = [chunk.register_forward_hook(hook, always_call=True) for chunk in self.hookable_chunks]
         return CallbackHandle(functools.partial(remove_all, handles))

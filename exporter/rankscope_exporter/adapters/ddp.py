@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits
-from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, remove_all
 from rankscope_exporter.adapters.torch_private import active_ddp, comm_hooks, compiled_call
 from rankscope_exporter.process.copies import NotCopied
 
@@ -47,6 +48,11 @@ class DistributedData(Framework):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         assert isinstance(model, DistributedDataParallel)
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet([model])
+        self._handles: list[Removable] = []
+        self._begins: Callable[..., None]
+        self._ends: Callable[..., None]
+        self._is_first = False  # the first forward pass of another DDP is running
         self.traits = FrameworkTraits(
             replicated=True,  # all ranks start from rank 0's parameters and apply equal updates
             reduces=True,
@@ -66,37 +72,37 @@ class DistributedData(Framework):
         return module
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
-        if not self._may_be_made_again:
-            return super().on_forward(hook)
-
-        def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._follow(module):
-                hook(self.root, args, kwargs)
-
-        return self.module.register_forward_pre_hook(NotCopied(begins), with_kwargs=True)
+        self._begins, handle = hook, super().on_forward(hook)
+        if self.announced is not None or self.model is not self.root or compiled_call(self.module) is not None:
+            return handle
+        inner = self.module.register_forward_pre_hook(NotCopied(self._inner_begins), with_kwargs=True)
+        self._handles = [
+            handle,
+            inner,
+            self.module.register_forward_hook(NotCopied(self._inner_ends), always_call=True),
+        ]
+        return CallbackHandle(lambda: remove_all(self._handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
-        if not self._may_be_made_again:
-            return super().on_forward_end(hook)
+        self._ends = hook
+        return super().on_forward_end(hook)
 
-        def ends(module: nn.Module, args: Any, output: Any) -> None:
-            if self._follow(module):
-                hook(self.root, args, output)
-
-        return self.module.register_forward_hook(NotCopied(ends), always_call=True)
-
-    @property
-    def _may_be_made_again(self) -> bool:
-        """True if hooks on the user's module, which is not compiled, can detect another DDP around the same module."""
-        return self.announced is None and self.model is self.root and compiled_call(self.module) is None
-
-    def _follow(self, module: nn.Module) -> bool:
-        """Return whether `module` runs in a forward pass of DDP, which may have been made again around `module`."""
+    def _inner_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Observe another DDP, which the script has made around the same module, in its first forward pass."""
         wrapper = active_ddp()
-        if wrapper is None or wrapper.module is not module:
-            return False
+        if wrapper is None or wrapper.module is not module or wrapper in self._known:
+            return
+        self._known.add(wrapper)
         self.model = self.root = wrapper
-        return True
+        self._handles.append(super().on_forward(self._begins))
+        self._handles.append(super().on_forward_end(self._ends))
+        self._is_first = True
+        self._begins(wrapper, args, kwargs)
+
+    def _inner_ends(self, _module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_first:  # torch does not call hooks that were registered during the forward pass
+            self._is_first = False
+            self._ends(self.root, args, output)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         # Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the

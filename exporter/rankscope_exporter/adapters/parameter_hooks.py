@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT, tensor_address
+from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT, accumulated_hooks, tensor_address
 
 
 class Removable(Protocol):
@@ -160,6 +160,11 @@ def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int
     table[number] = hook
     setattr(parameter, ACCUMULATED, table)
     return number
+
+
+def has_foreign_hooks(parameter: torch.Tensor) -> bool:
+    """Return whether other code has a hook that is called after a gradient was added to that of `parameter`."""
+    return _has_others(accumulated_hooks(parameter) or {})
 
 
 def _has_others(table: dict[int, Any]) -> bool:

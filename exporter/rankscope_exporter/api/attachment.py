@@ -112,6 +112,11 @@ def attached(
     )
     names = [name for item in parameters for name in (item.name, *item.aliases)]
     notices = [f"tensors: {sentence}" for sentence in target_notices(targets, names, "parameter")]
+    if framework.announced is None and not framework.hookable_chunks:
+        notices.append(
+            "torch registers no hook on a model that torch.jit.script has compiled: a step begins with its first "
+            "gradient, and values of forward passes are absent"
+        )
     if unknown := framework.unknown_optimizers:
         notices.append(
             f"no torch optimizer was found in {', '.join(unknown)}: learning rates and optimizer state are absent "

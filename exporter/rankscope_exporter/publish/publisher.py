@@ -84,8 +84,8 @@ class SkippedSteps:
 
     def skipped(self, step: StepRecord) -> None:
         """Add `step`, which has ended without an update."""
-        record = StepRecord(ts=step.ts, monotonic=step.monotonic, step=step.step, events=[skipped_event()])
-        self._held.append(record)
+        events = [skipped_event(is_certain=False)]
+        self._held.append(StepRecord(ts=step.ts, monotonic=step.monotonic, step=step.step, events=events))
         self._count += 1
         if self._count > (self._passes or self._before or MOST_PASSES) or self._is_irregular:
             self._report()

@@ -138,10 +138,12 @@ class ExpectedRows:
     """True if the quantity itself names the tensors that it has never measured."""
 
 
-def skipped_event() -> Event:
+def skipped_event(*, is_certain: bool = True) -> Event:
     """Return the event of a step in which the optimizer did not update the parameters."""
     text = "gradients were computed, but the optimizer did not run"
-    return Event(type=EventType.STEP_SKIPPED, severity=Severity.INFO, message=text)
+    hint = '; if this pass belongs to an update, set steps="explicit" and call end_step() after each update'
+    message = text if is_certain else text + hint
+    return Event(type=EventType.STEP_SKIPPED, severity=Severity.INFO, message=message)
 
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

@@ -60,6 +60,10 @@ _TRANSFORMED: Final = (
     "the forward passes of this training run under transforms of torch.func, where no hook can read a tensor: a step "
     "ends when its optimizer steps again, and all values that are read in forward passes are absent"
 )
+_COPIES: Final = (
+    "the optimizer has no parameter of the model: values after an update are read when the step ends, and the state of "
+    "the optimizer is absent"
+)
 _CONSUMED: Final = (
     "gradients are deleted before their backward pass ends, as an optimizer does that updates parameters inside the "
     "pass: each such pass counts as an update, and these gradients are absent"
@@ -285,6 +289,8 @@ class Hooks(HookContext):
         self._recorder.update_begins(optimizer, computes_gradients=callable(closure))
         if self._recorder.forwards_are_transformed:
             self.tell_once(_TRANSFORMED)
+        if self._recorder.updates_copies:
+            self.tell_once(_COPIES)
         if not callable(closure) or not self._current.is_sampled:
             return None
 
@@ -325,4 +331,5 @@ class Hooks(HookContext):
 def _has_lost_hooks(framework: Framework) -> bool:
     """Return whether other code has removed the forward hooks, so that a step begins with a gradient."""
     tables = [forward_pre_hooks(module).values() for module in (*framework.chunks, framework.module)]
-    return framework.announced is None and not any(isinstance(hook, NotCopied) for hooks in tables for hook in hooks)
+    has_hooks = any(isinstance(hook, NotCopied) for hooks in tables for hook in hooks)
+    return framework.announced is None and bool(framework.hookable_chunks) and not has_hooks

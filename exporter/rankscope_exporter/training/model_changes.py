@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -18,6 +18,13 @@ from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
 from rankscope_exporter.measure.quantities.base import REMEDY
 from rankscope_exporter.records.record import StepObserver
 
+_PATIENCE: Final = 4
+"""Number of the sampled step at which a training without an optimizer is reported."""
+_NO_OPTIMIZER: Final = (
+    "no torch optimizer of the model's parameters has stepped: values of parameters before and after an update, and "
+    "optimizer state, are absent; an update by the script itself is not detected"
+)
+
 
 class ModelChanges(StepObserver):
     """Compares the model, at the beginning of each sampled step, with its state at attach.
@@ -28,12 +35,16 @@ class ModelChanges(StepObserver):
     def __init__(self, monitored: MonitoredModel, tell: Callable[[str], None]) -> None:
         self._monitored = monitored
         self._tell = tell
+        self._steps = 0  # sampled ones
         self._tree = _tree(monitored.framework.module)
         self._optimized = identities(*monitored.optimizers.present())
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         if not sampled:
             return
+        self._steps += 1
+        if self._steps == _PATIENCE and not self._monitored.optimizers:
+            self._tell(_NO_OPTIMIZER)
         # A parameter that the model no longer uses is not measured any more, and raises LookupError once.
         added = self.added()
         if added > 0:

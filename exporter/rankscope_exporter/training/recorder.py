@@ -19,9 +19,9 @@ import torch
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
-from rankscope_exporter.adapters.base import GradientSource
+from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
+from rankscope_exporter.adapters.monitored_model import MonitoredModel, identities
 from rankscope_exporter.adapters.tracing import untransformed
 from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.measure.quantities.base import Quantity
@@ -86,6 +86,9 @@ class Recorder:
         self._unseen = UnseenUpdates(self.monitored.optimizers)
         self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with a compiled update
         self._awaiting: tuple[torch.optim.Optimizer, bool] | None = None  # arguments of `_measure_update`, see there
+        self.updates_copies = False
+        """True if the optimizer has no parameter of the model: the script copies its values to the model."""
+        self._measures_late = False  # the values after this update are read when the step ends
         self._is_transformed = False  # a forward pass under a transform begins the step, or the next one
         self.forwards_are_transformed = False
         """True if the forward passes of the latest update ran under transforms of `torch.func`, and no others did."""
@@ -246,7 +249,13 @@ class Recorder:
         `optimizer` is None for the updates inside a backward pass, which ends now.
         """
         with self._lock:
-            self.measure(Quantity.on_optimizer_step_end, "updated")
+            update = self.monitored.update
+            if self.current.is_sampled and not update.stepped and self._has_copies(optimizer):
+                self.note("updated")
+                self._measures_late = self.updates_copies = True
+                self._kept = (self.monitored.framework.model,)
+            else:
+                self.measure(Quantity.on_optimizer_step_end, "updated")
             self.events.on_update_applied()
             self.tracker.updated()
             if self._unseen.are_expected:
@@ -255,6 +264,18 @@ class Recorder:
             found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the step on the device
             if self.current.pending is not None and isinstance(found_inf, torch.Tensor):
                 self.current.pending.found_inf += take("found_inf", found_inf)
+
+    def _has_copies(self, optimizer: torch.optim.Optimizer | None) -> bool:
+        """Return whether `optimizer` has copies of the model's parameters, which the script itself copies back."""
+        framework = self.monitored.framework
+        is_done_by_framework = framework.traits.optimizer_takes_copies
+        if (
+            optimizer is None
+            or is_done_by_framework
+            or type(framework).updated_tensors is not Framework.updated_tensors
+        ):
+            return False
+        return self.monitored.in_model().isdisjoint(identities(optimizer))
 
     def update_compiles(self) -> None:
         """Handle the compilation of an optimizer step, which runs afterwards and calls no hooks."""
@@ -375,6 +396,9 @@ class Recorder:
 
         `timed` is the duration of the step in seconds and the cause of its end; None if the end is not known yet.
         """
+        if self._measures_late:
+            self._measures_late = False
+            self.measure(Quantity.on_optimizer_step_end)
         pending, self.current.pending = self.current.pending, None
         assert pending is not None
         self.current.last_is_numbered = self.current.is_numbered

@@ -25,7 +25,7 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, has_foreign_hooks
 from rankscope_exporter.adapters.parameter_names import local_tensor
 from rankscope_exporter.adapters.torch_private import version
 from rankscope_exporter.measure.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate
@@ -175,7 +175,7 @@ class MicroBatchSums:
             return False
         size, free = sum(map(self._bytes_of, parameters)), free_bytes(self._monitored.device)
         fits = bool(self._wanted) or size * _SHARE <= free
-        self._report_once("kept" if fits else "absent", bytes_text(size), bytes_text(free))
+        self.report_once("kept" if fits else "absent", bytes_text(size), bytes_text(free))
         return fits
 
     def _bytes_of(self, parameter: torch.nn.Parameter) -> int:
@@ -200,15 +200,17 @@ class MicroBatchSums:
         except torch.OutOfMemoryError:  # the memory of the sums is returned, which may be enough for training
             self.release()
             self._wanted = False
-            self._report_once("spent")
+            self.report_once("spent")
 
-    def _report_once(self, topic: str, *sizes: str) -> None:
+    def report_once(self, topic: str, *sizes: str) -> None:
+        """Publish the notice `topic` the first time: `grad_unreduced` may be absent."""
         if topic not in self._reported:
             self._reported.add(topic)
             self._hooking.tell(f"gradients: {_NOTICES[topic].format(*sizes)}")
 
 
 _NOTICES: Final = {
+    "hooks": "grad_unreduced is absent for parameters with hooks of other code, which may have reduced their gradients",
     "kept": "the sum of this rank's own gradients takes {} of memory at sampled steps",
     "absent": "grad_unreduced is absent if micro-batches are reduced one by one, because the sum of their gradients "
     "would take {} of {} of free memory: set sum_micro_batches = true to keep the sum, or measure micro_gradients, "
@@ -373,7 +375,11 @@ class Gradients(Quantity):
             # A gradient that no backward pass of this step has reached is left over from an earlier step.
             arrived, own = set(self.monitored.update.arrived), []
             for owner, item in zip(self.monitored.owners, self.monitored.tensors(), strict=True):
-                own.append(None if item is None or owner not in arrived else item.grad)
+                found = None if item is None or owner not in arrived else item.grad
+                if found is not None and self._reduced_by_loop and item is not None and has_foreign_hooks(item):
+                    self._sums.report_once("hooks")
+                    found = None
+                own.append(found)
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
