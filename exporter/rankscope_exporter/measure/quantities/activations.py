@@ -426,7 +426,7 @@ class Activations(ModuleQuantity):
             return
         table, call = self._gate.table, site.call
         key = site.kind, call.module, site.index, call.micro_step, call.seq
-        slot = table.add(key, lambda: [self._entry(site, tensor)])
+        slot = table.add(key, lambda: [_entry(site, tensor, self._vpp_stages.get(call.module))])
         if slot is None:
             return
         self._step.slots[call.micro_step].append(slot)
@@ -437,12 +437,6 @@ class Activations(ModuleQuantity):
             table.copy(known, slot)
         if known is None or memory is self._step.leaves:  # a leaf is kept for each running call
             memory.keep(tensor, slot)
-
-    def _entry(self, site: TensorSite, tensor: torch.Tensor) -> PlanEntry:
-        call, aliases = site.call, () if site.index is None else (f"{SIDES[site.kind]}{site.path}",)
-        place = site.index, self._vpp_stages.get(call.module), call.micro_step, call.seq, placement_of(tensor), None
-        form = dtype_name(tensor.dtype), tuple(local_tensor(tensor).shape)
-        return PlanEntry(site.kind, call.module, *place, *form, call.module, aliases)
 
     def _watch(self, site: TensorSite, tensor: torch.Tensor) -> None:
         """Measure the gradient of `tensor` for `site`, the input or output of a module call to which it belongs.
@@ -478,6 +472,13 @@ class Activations(ModuleQuantity):
         if self._step.calls.called:
             self._note_uncalled(self._step.calls.called)
         super()._release()
+
+
+def _entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
+    call, aliases = site.call, () if site.index is None else (f"{SIDES[site.kind]}{site.path}",)
+    place = site.index, vpp_stage, call.micro_step, call.seq, placement_of(tensor), None
+    form = dtype_name(tensor.dtype), tuple(local_tensor(tensor).shape)
+    return PlanEntry(site.kind, call.module, *place, *form, call.module, aliases)
 
 
 def _pointer(tensor: torch.Tensor) -> int:

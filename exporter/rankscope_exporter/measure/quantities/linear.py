@@ -113,10 +113,9 @@ class Linear(ModuleQuantity):
             if isinstance(whole, str):
                 self.missing(whole, named)
             elif whole.numel():
-                of_weight = names.setdefault(id(weight), [])
-                of_weight.append(named.name)
-                if len(of_weight) == 1:  # a tied weight is computed once
+                if id(weight) not in names:  # a tied weight is computed once
                     weights.append(whole)
+                names.setdefault(id(weight), []).append(named.name)
         listed = list(names.values())
 
         def compute(batch: Sequence[int], positions: Sequence[int]) -> None:

@@ -79,13 +79,11 @@ class TensorHooks:
             self._handles.append(handle)
             return int(handle.id)
         own = TensorHook(tensor, hook, table=torch_private.GRADIENT)
-        position = self._positions.get(id(tensor))
+        position, handle = self._positions.get(id(tensor)), None
         if position is not None and self._monitored.parameter(position) is tensor:
-            hook_of_parameter = ParameterHook(functools.partial(self._monitored.parameter, position), lambda _: own)
-            hook_of_parameter.renew(tensor)
-            self._handles.append(hook_of_parameter)
-        else:
-            self._handles.append(own)
+            handle = ParameterHook(functools.partial(self._monitored.parameter, position), lambda _: own)
+            handle.renew(tensor)
+        self._handles.append(handle or own)
         return own.number
 
     def remove(self) -> None:

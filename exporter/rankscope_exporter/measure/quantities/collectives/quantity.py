@@ -59,13 +59,8 @@ class CallLog:
         self._dropped = 0
         self.has_reported = False
 
-    def note(self, name: str, site: interception.CallSite, sides: interception.CallTensors) -> None:
-        """Add a collective call of the script: its function and line (`name`), call site, and tensors (`sides`)."""
-        forms = f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}"
-        self.note_text(name, f"{forms}, {interception.group_text(sides.group)}", site)
-
-    def note_text(self, name: str, description: str, site: interception.CallSite) -> None:
-        """Add a collective call; `description` contains its dtypes, shapes and group."""
+    def note(self, name: str, description: str, site: interception.CallSite) -> None:
+        """Add a collective call: its function and line (`name`), its dtypes, shapes and group, and its call site."""
         text = f"{name}: {description}, called from {_stack(site)}"
         if text not in self._known and len(self._known) >= MAX_NOTICES:
             self._dropped += 1
@@ -136,7 +131,7 @@ class InternalCalls:
             return
         forms = f"{_call_forms(raw, 'input')} -> {_call_forms(raw, 'output')}"
         size = f" of {row['group_size']} ranks" if row["group_size"] else ""
-        log.note_text(name, f"{forms}, group {row['group']}{size}", site)
+        log.note(name, f"{forms}, group {row['group']}{size}", site)
 
 
 def _is_intercepted(raw: Raw) -> bool:
@@ -308,7 +303,8 @@ class Collectives(Quantity):
             return
         self._is_any_chosen = True
         if self.options.log_only:
-            self._log.note(name, site, sides)
+            forms = f"{_forms(sides.inputs)} -> {_forms(sides.outputs)}"
+            self._log.note(name, f"{forms}, {interception.group_text(sides.group)}", site)
         elif interception.is_coalescing(sides.group):
             self._notes.add("is coalesced with other calls, so its outputs are not known", name)
         else:
