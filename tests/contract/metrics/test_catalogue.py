@@ -66,7 +66,7 @@ TITLES = {
 def test_every_name_that_the_monitor_writes_has_a_title():
     """The titles above have each word and each unit that is not that of the name."""
     source = "".join(file.read_text() for file in Path(rankscope_exporter.__file__).parent.rglob("*.py"))
-    written = set(re.findall(r"""\bScalar\(\s*"(\w+)",""", source))
+    written = set(re.findall(r"""\b(?:Scalar|_one|_each)\(\s*"(\w+)",""", source))
 
     assert TITLES.items() <= SCALAR_TITLES.items()
     assert [] == [title for title in SCALAR_TITLES.values() if "_" in title]

@@ -386,7 +386,7 @@ import ctypes
 import rankscope_exporter.process.stop_signals as stop_signals
 stop_signals.STUCK_SECONDS = 0.2
 monitor = attached()
-monitor._session.diagnosis._publish = monitor._session.publisher.publish
+monitor._session.diagnosis.hand_over = monitor._session.publisher.publish
 monitor._session.current_step.lock.acquire()
 threading.Timer(0.2, stop).start()
 threading.Timer(60, lambda: os._exit(3)).start()
