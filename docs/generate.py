@@ -27,13 +27,13 @@ from rankscope.commands import subcommands
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
 from rankscope_contract.model.fields import Field, FieldType, ListOf, StructOf
-from rankscope_contract.model.scalar_names import names_of
 from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES
 from rankscope_exporter.records.record import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
+from rankscope_ingest.importers.common.log_names import names_of
 from rankscope_view.data.history import SPEEDS
 
 DOCS = Path(__file__).parent

@@ -15,10 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown, torn_size
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.values import plain, quantity, whole
 

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.bars import bar_lines
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH
@@ -34,6 +33,7 @@ from rankscope_ingest.importers.common.lines import (
     torn_size,
     without_colours,
 )
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.pairs import Line, parse
 from rankscope_ingest.importers.common.shapes import (

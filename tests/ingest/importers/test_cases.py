@@ -11,9 +11,9 @@ from tests.ingest.importers.cases import cases, results
 from tests.ingest.importers.conftest import DATA
 from tests.ingest.importers.field_logs import differences, read
 
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import importers
+from rankscope_ingest.importers.common.log_names import canonical
 
 CASES = cases()
 DOCS = Path(__file__).resolve().parents[3] / "docs"

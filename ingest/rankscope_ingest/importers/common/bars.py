@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.importers.common.keys import BAR, Role, role_of
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, match_of
 
 _BAR: Final = re.compile(

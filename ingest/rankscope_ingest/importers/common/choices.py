@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.dates import Dates
 from rankscope_ingest.importers.common.keys import BATCH, EPOCH, EVALUATION_SPLITS, Role, role_of, step_rank
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.records import Record
 
 MAX_RECORDS: Final = 2_000

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_contract.model.scalar_names import Alias, canonical, in_unit, under_own_name
 from rankscope_ingest.importers.common.failures import ENDS
+from rankscope_ingest.importers.common.log_names import Alias, canonical, in_unit, under_own_name
 from rankscope_ingest.importers.common.values import micros, plain, quantity, seconds
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_contract.model.scalar_names import SOURCE_NAME, UNITS, Alias, canonical, in_unit
+from rankscope_contract.model.scalar_names import SOURCE_NAME
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
 from rankscope_ingest.importers.common.dates import Clock, Dates
@@ -39,6 +39,7 @@ from rankscope_ingest.importers.common.keys import (
     own_name,
     step_rank,
 )
+from rankscope_ingest.importers.common.log_names import UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.records import Record, record_of
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.model.scalar_names import UNITS, canonical, is_known
 from rankscope_ingest.importers.common.choices import AVERAGE
 from rankscope_ingest.importers.common.keys import BATCH, COUNTER_NAME, EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import prefix_fields
+from rankscope_ingest.importers.common.log_names import UNITS, canonical, is_known
 from rankscope_ingest.importers.common.values import MULTIPLES, NUMBER, plain
 
 _COUNT: Final = r"(?:\d{1,3}(?:,\d{3})+|\d{1,15})"

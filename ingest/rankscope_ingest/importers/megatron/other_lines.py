@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.redaction import MAX_NAME, is_secret_name, redacted_name, redacted_text
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.failures import LABELS, ending_after, failure_event, failure_key
 from rankscope_ingest.importers.common.importer import ImportedRun
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, Meaning, micros, number, printer, split_part
 
 COMPANION_PATTERN: Final = (

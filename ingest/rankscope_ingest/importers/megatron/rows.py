@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT, canonical
+from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.values import micros as iso_micros
 from rankscope_ingest.importers.common.values import seconds
 

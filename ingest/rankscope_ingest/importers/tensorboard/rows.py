@@ -15,9 +15,9 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import COUNT_OPS
-from rankscope_contract.model.scalar_names import canonical
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import FROM_FILE, RECORD_COLUMN, ImportedBlock
+from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_storage.tensorboard.events import DESCRIBED, PLACEMENT, WRITER
 from rankscope_storage.tensorboard.messages import SESSION_START, DecodeError, Event, scalar_value, text_value
 from rankscope_storage.tensorboard.tags import OPS, parse_tensor_tag, parse_tree_tag
