@@ -86,7 +86,10 @@ def _began(folder: Path) -> float:
 
 def is_spool(path: Path) -> bool:
     """Return whether `path` is a spool folder, complete or damaged, or a folder that this user may not read."""
-    return not path.name.startswith(UNFINISHED_PREFIX) and _may_exist(path / LOCK_NAME)
+    try:
+        return not path.name.startswith(UNFINISHED_PREFIX) and (path / LOCK_NAME).is_file()
+    except OSError:
+        return True  # not readable: the caller that opens the spool reports the error
 
 
 def spool_folders(path: Path) -> list[Path]:
@@ -100,12 +103,12 @@ def spool_folders(path: Path) -> list[Path]:
         found = [path] if is_spool(path) else folders(path)
     except OSError:
         return []
-    return [folder for folder in found if _may_exist(folder / IDENTITY_NAME)]
+    return [folder for folder in found if _may_have_identity(folder)]
 
 
-def _may_exist(file: Path) -> bool:
+def _may_have_identity(folder: Path) -> bool:
     try:
-        return file.is_file()
+        return (folder / IDENTITY_NAME).exists()
     except OSError:
         return True  # not readable: the caller that opens the spool reports the error
 
