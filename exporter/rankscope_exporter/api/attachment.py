@@ -151,7 +151,7 @@ BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
 
 
 def _print_banner(session: Session, address: str) -> None:
-    """Print on rank 0 what is measured, then the data per step, the metrics page and the reader of the records."""
+    """Print on rank 0 the measured quantities, the data per step, the metrics page and the reader of the records."""
     identity, config, channel = session.identity, session.config, session.channel
     if identity.rank != 0:
         return

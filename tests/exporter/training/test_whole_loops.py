@@ -17,6 +17,7 @@ from torch.func import functional_call, functionalize, grad, grad_and_value, hes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 
+from rankscope_exporter.adapters.base import WrappedModel
 from rankscope_exporter.api.attachment import ReplicaDedup
 from rankscope_exporter.monitors.throughput import ThroughputConfig
 
@@ -458,6 +459,62 @@ def test_update_that_raises_ends_its_step():
 
     assert [STEPS - 1] == loop.skipped()
     assert STEPS - 1 not in loop.steps("param_after")
+
+
+def test_parameters_copied_from_the_optimizer_are_read_after_the_copy():
+    loop = Loop()
+    copies = [parameter.detach().clone().requires_grad_() for parameter in loop.net.parameters()]
+    optimizer = torch.optim.Adam(copies, lr=0.05)
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        loop.note(step, "param_before")
+        loop.backward()
+        for copy, parameter in zip(copies, loop.net.parameters(), strict=True):
+            copy.grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        with torch.no_grad():
+            for copy, parameter in zip(copies, loop.net.parameters(), strict=True):
+                parameter.copy_(copy)
+        loop.note(step, "param_after")
+    loop.end()
+
+    assert 1 == len([text for text in loop.messages("note") if "no parameter of the model" in text])
+
+
+def test_gradients_with_hooks_of_the_script_are_not_those_of_this_rank(monkeypatch):
+    """Such hooks may reduce gradients, and the rank is one of two."""
+    monkeypatch.setattr(WrappedModel, "copies", lambda *_: 2)
+    loop = Loop()
+    optimizer = loop.adam()
+    loop.net[0].weight.register_post_accumulate_grad_hook(
+        lambda parameter: setattr(parameter, "grad", parameter.grad / 2)
+    )
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        loop.backward()
+        loop.note(step, "grad_reduced")
+        optimizer.step()
+        optimizer.zero_grad()
+    loop.end()
+
+    assert [] == loop.steps("grad_unreduced", "0.weight")
+    assert [1, 2, 3, 4] == loop.steps("grad_unreduced", "0.bias")
+    assert 1 == len(loop.messages("note"))
+
+
+def test_scripted_model_has_steps_and_gradients():
+    loop = Loop("activations", net=torch.jit.script(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))))
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        loop.backward()
+        loop.note(step, "grad_reduced")
+        optimizer.step()
+        loop.note(step, "param_after")
+        optimizer.zero_grad()
+    loop.end()
+
+    assert "torch.jit.script" in loop.messages("note")[0]
 
 
 def test_numbers_of_epochs_do_not_replace_numbers_of_steps():
