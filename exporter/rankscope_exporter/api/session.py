@@ -14,7 +14,7 @@ from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
-from rankscope_exporter.api.wiring import KernelWarmUp, Notices, build_active_quantities, open_rows, published_rows
+from rankscope_exporter.api.wiring import KernelWarmUp, Notices, build_active_quantities, open_rows
 from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
 from rankscope_exporter.control.anomaly_reactions import AnomalyCallback, CaptureController, FindCallback, SampleIds
 from rankscope_exporter.control.change_sources import ChangeSources
@@ -39,7 +39,7 @@ from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
 from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
-from rankscope_exporter.publish.sinks.memory import Row
+from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.records.record import StepEvents, StepRecord
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
@@ -382,7 +382,9 @@ class Session:
                 rows = tuple(open_rows(step.step, *self.active_quantities.peek(), kinds))
         if not rows:
             self.publisher.catch_up(CATCH_UP_SECONDS)
-        return rows or published_rows(self.channel.ring, kinds)
+            records = reversed(self.channel.ring.after(-1, 1 << 62).records)
+            rows = next((found for record in records if (found := tuple(rows_of(record, kinds)))), ())
+        return rows
 
     def overhead_seconds(self) -> dict[str, float]:
         """Return the CPU seconds of the monitor by part, without the threads of the server."""

@@ -22,9 +22,8 @@ from rankscope_exporter.measure.kernels.compiled import warm_up
 from rankscope_exporter.measure.table import Measurement
 from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.publish.console import Console, records_note
-from rankscope_exporter.publish.ring import Ring
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.publish.sinks.memory import Row, rows_of
+from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
@@ -188,9 +187,3 @@ def open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds
                 op: None if math.isnan(of[position]) else of[position] for op, of in zip(VALUE_OPS, values, strict=True)
             }
             yield Row(step, entry, row | {op: of[position] for op, of in zip(COUNT_OPS, counts, strict=True)})
-
-
-def published_rows(ring: Ring, kinds: tuple[str, ...]) -> tuple[Row, ...]:
-    """Return the statistics in the newest record in `ring` that has some of `kinds` (empty: of any kind)."""
-    records = reversed(ring.after(-1, 1 << 62).records)
-    return next((rows for record in records if (rows := tuple(rows_of(record, kinds)))), ())

@@ -214,20 +214,16 @@ class OverheadController(StepObserver):
                     self._request(request)
 
             self.sources.count(f"room/{changes}", 1, counted)
-        elif share > limit and self.stretch == MOST_STRETCH:
-            self._report_floor(share)
-
-    def _request(self, request: DecimationRequest) -> None:
-        self.sources.request_reaction(asdict(request), BUDGET)
-
-    def _report_floor(self, share: float) -> None:
-        if not self._is_floor_reported:
+        elif share > limit and self.stretch == MOST_STRETCH and not self._is_floor_reported:
             self._is_floor_reported = True
             self.say(
                 f"the monitor costs {_percent(share)} of the time of training, above max_overhead = "
-                f"{_percent(self.window.max_overhead)}, although only one in {MOST_STRETCH} of the configured steps "
-                "is sampled: sampling is not the cause"
+                f"{_percent(limit)}, although only one in {MOST_STRETCH} of the configured steps is sampled: sampling "
+                "is not the cause"
             )
+
+    def _request(self, request: DecimationRequest) -> None:
+        self.sources.request_reaction(asdict(request), BUDGET)
 
     def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
         """Return the change of the sampling interval for the request of a rank with the fields `document`."""

@@ -38,7 +38,10 @@ class GradientHooks(StepObserver):
         self._witnesses: set[int] = set()
         self._are_few = False
         self.begin_steps = False
-        """True if some step of this training began with a backward pass instead of a forward pass."""
+        """True if some step of this training began with a backward pass instead of a forward pass.
+
+        All hooks are then kept, because the first gradient of the pass would be missed.
+        """
 
     def install(self, hook_of: HookFactory) -> None:
         """Register hooks on all parameters. `hook_of` returns the hook for the position of a parameter."""
@@ -77,10 +80,6 @@ class GradientHooks(StepObserver):
 
     def _remove(self, index: int) -> None:
         remove_hook(self._handles.pop(index), self._monitored.parameter(index))
-
-    def keep_all(self) -> None:
-        """Keep all hooks from now on: steps begin in a backward pass, and the first gradient would be missed."""
-        self.begin_steps = True
 
     def pass_begins(self) -> None:
         """Store the witness of the previous backward pass, and the parameters that the previous pass reached.

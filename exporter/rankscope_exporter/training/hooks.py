@@ -225,7 +225,7 @@ class Hooks(HookContext):
         try:
             self._gradients.pass_begins()
             if self._recorder.backward_begins():
-                self._gradients.keep_all()
+                self._gradients.begin_steps = True
                 if _has_lost_hooks(self._monitored.framework):
                     self.tell_once(_LOST_HOOKS)
             autograd_engine().queue_callback(self._when_gradients_ready)
