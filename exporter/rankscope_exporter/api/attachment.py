@@ -96,20 +96,37 @@ def attached(
     place = boundary.call("pp_group", place_in, groups["pp_group"])
     framework.pp_stage = place[0] if place else framework.pp_stage
     parameters, targets = named_parameters(framework.module), Targets(config.tensors)
-    selected = [item for item in parameters if targets.selects(item.name, *item.aliases)]
-    lazy = [item.name for item in selected if item.is_lazy]
-    chosen = tuple(item for item in selected if not item.is_lazy)
-    of_groups = {DP: groups["dp_group"], TP: groups["tp_group"]}
-    replica_dedup = (
-        boundary.call("reading dp_group and tp_group", find_replica_dedup, framework, chosen, of_groups)
-        or ReplicaDedup()
-    )
+    chosen = tuple(item for item in parameters if not item.is_lazy and targets.selects(item.name, *item.aliases))
+    found = boundary.call("reading dp_group and tp_group", find_replica_dedup, framework, chosen, groups)
+    replica_dedup = found or ReplicaDedup()
     given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     optimizers = Borrowed(framework.optimizers(given))
     monitored = MonitoredModel(
         framework, chosen, optimizers, world_size, elsewhere=replica_dedup.positions, update=UpdateScope(chosen)
     )
+    notices = [*_notices(framework, parameters, targets), *replica_dedup.notices]
+    session = Session(
+        monitored=monitored,
+        config=config,
+        boundary=boundary,
+        first_step=first_step,
+        planned_steps=total_steps,
+        on_anomaly=owner.callback,
+        parallel=boundary.call("finding how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
+    )
+    address = session.start(owner)
+    session.attach_seconds = time.thread_time() - began
+    for sentence in notices:
+        boundary.call("publishing a notice of attach()", session.notices.tell, sentence)
+    for event in replica_dedup.events:
+        boundary.call("publishing an event of attach()", session.current_step.publish_event, event)
+    boundary.call("printing the banner", _print_banner, session, address)
+    return session
+
+
+def _notices(framework: Framework, parameters: Sequence[NamedParameter], targets: Targets) -> list[str]:
+    """Return sentences about settings, optimizers and parameters of which nothing is measured."""
     names = [name for item in parameters for name in (item.name, *item.aliases)]
     notices = [f"tensors: {sentence}" for sentence in target_notices(targets, names, "parameter")]
     if framework.announced is None and not framework.hookable_chunks:
@@ -122,28 +139,13 @@ def attached(
             f"no torch optimizer was found in {', '.join(unknown)}: learning rates and optimizer state are absent "
             "until a torch optimizer of the model's parameters steps"
         )
+    lazy = [item.name for item in parameters if item.is_lazy and targets.selects(item.name, *item.aliases)]
     if lazy:
         notices.append(
             f"{len(lazy)} parameters have no shape yet and are not measured ({', '.join(lazy[:3])}): "
             "run a forward pass before attach()"
         )
-    session = Session(
-        monitored=monitored,
-        config=config,
-        boundary=boundary,
-        first_step=first_step,
-        planned_steps=total_steps,
-        on_anomaly=owner.callback,
-        parallel=boundary.call("finding how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
-    )
-    address = session.start(owner)
-    session.attach_seconds = time.thread_time() - began
-    for sentence in (*notices, *replica_dedup.notices):
-        boundary.call("publishing a notice of attach()", session.notices.tell, sentence)
-    for event in replica_dedup.events:
-        boundary.call("publishing an event of attach()", session.current_step.publish_event, event)
-    boundary.call("printing the banner", _print_banner, session, address)
-    return session
+    return notices
 
 
 BYTES_PER_ENTRY: Final = 4 * len(WIRE_VALUE_OPS) + 8 * len(COUNT_OPS)
@@ -191,16 +193,16 @@ class ReplicaDedup:
 
 
 def find_replica_dedup(
-    framework: Framework, parameters: Sequence[NamedParameter], groups: dict[str, Any]
+    framework: Framework, parameters: Sequence[NamedParameter], groups: Mapping[str, Any]
 ) -> ReplicaDedup:
     """Return the parameters whose data the first rank of a group publishes for this rank.
 
-    `groups` has the process groups by the names DP and TP; the value is None for a group that was not given.
+    `groups` has the process groups, also others, by the names DP and TP; None for a group that was not given.
     """
     positions: set[int] = set()
     events, notices = [], []
-    for name, group in groups.items():
-        if group is None:
+    for name in (DP, TP):
+        if (group := groups.get(name)) is None:
             continue
         try:
             ranks = dist.get_process_group_ranks(group)

@@ -45,11 +45,7 @@ from rankscope_exporter.training.sampling import ActiveQuantities
 from rankscope_exporter.training.step_tracker import Ended, StepStage, StepTracker, UnseenUpdates
 
 LOGGING_SECONDS: Final = 10.0
-"""Number of seconds after the update of a step. Calls of `log` during these seconds keep the step open.
-
-The time is limited, because an evaluation may log numbers for hours.
-"""
-
+"""Seconds after an update in which calls of `log` keep the step open; limited, as an evaluation may log for hours."""
 
 _name_of: Final = operator.attrgetter("name")
 

@@ -496,16 +496,12 @@ class ActiveQuantities:
                         call(table)
                     except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                         self._boundary.report(f"{member.quantity.name} ({event.__name__})", error)
-            if event is Quantity.on_optimizer_step_end:
-                self._expect()
-
-    def _expect(self) -> None:
-        for member in self._measured:
-            if member.is_open:
-                try:
-                    self._expected[member.quantity.name] = member.quantity.expected()
-                except Exception as error:  # noqa: BLE001 - see above
-                    self._boundary.report(f"{member.quantity.name} (expected)", error)
+            for member in self._measured if event is Quantity.on_optimizer_step_end else ():
+                if member.is_open:
+                    try:
+                        self._expected[member.quantity.name] = member.quantity.expected()
+                    except Exception as error:  # noqa: BLE001 - see above
+                        self._boundary.report(f"{member.quantity.name} (expected)", error)
 
     def forward_failed(self) -> None:
         """Delete the data of a training forward pass of a sampled step that has raised."""
