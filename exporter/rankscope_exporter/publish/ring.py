@@ -266,10 +266,12 @@ class Ring:
         self._plans: dict[str, NamedPlan] = {}
         self.head = NOTHING
         """Sequence number of the newest record. Only `append` changes it."""
-        self._committed = NOTHING
+        self.committed = NOTHING
+        """Sequence number up to which a store has committed the records. Only `commit` changes it."""
         self._bytes = 0
         self._uncommitted_bytes = 0
-        self._overrun = 0
+        self.overrun = 0
+        """Number of lost records: overwritten before the commit, and not on disk."""
 
     def append(self, record: EncodedRecord) -> int:
         """Store `record` and return its sequence number."""
@@ -310,11 +312,11 @@ class Ring:
         with self._changed:
             if seq > self.head:
                 raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self.head}")
-            if seq <= self._committed:
+            if seq <= self.committed:
                 return
-            fresh = islice(self._records, max(self._committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
+            fresh = islice(self._records, max(self.committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
             self._uncommitted_bytes -= sum(record.size for record in fresh)
-            self._committed = seq
+            self.committed = seq
             self._changed.notify_all()
 
     def wait_committed(self, timeout_seconds: float, stop: Callable[[], bool] = lambda: False) -> int:
@@ -346,19 +348,10 @@ class Ring:
             return self._first
 
     @property
-    def committed(self) -> int:
-        return self._committed
-
-    @property
     def uncommitted(self) -> int:
         """Return the number of records in the ring that no store has committed."""
         with self._changed:
             return self._uncommitted
-
-    @property
-    def overrun(self) -> int:
-        """Return the number of lost records: overwritten before the commit, and not on disk."""
-        return self._overrun
 
     @property
     def fill(self) -> float:
@@ -374,11 +367,11 @@ class Ring:
 
     @property
     def _uncommitted(self) -> int:
-        return self.head - max(self._committed, self._first - 1)
+        return self.head - max(self.committed, self._first - 1)
 
     def _drop_oldest(self) -> None:
-        if self._first > self._committed:
-            self._overrun += not self._is_kept(self._first)
+        if self._first > self.committed:
+            self.overrun += not self._is_kept(self._first)
             self._uncommitted_bytes -= self._records[0].size
         self._bytes -= self._records.popleft().size
 

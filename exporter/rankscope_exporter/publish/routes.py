@@ -170,8 +170,7 @@ class Routes:
         take = self.sources.take_stacks
         if take is None or self.state.is_closed:
             return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, _ENDING)
-        text = json.dumps(take(), ensure_ascii=False)
-        return Answer(HTTPStatus.OK, ((text + "\n").encode("utf-8", "replace"),), _JSON, _NO_STORE)
+        return _json(take(), indent=None)
 
     def _show_config(self, _request: Request) -> Answer:
         state = self.sources.sampling_state
@@ -292,7 +291,7 @@ def _accepts_gzip(header: str) -> bool:
     return False
 
 
-def _json(document: Mapping[str, Any], status: int = HTTPStatus.OK) -> Answer:
+def _json(document: Mapping[str, Any], status: int = HTTPStatus.OK, indent: int | None = 2) -> Answer:
     # Settings and health contain no NaN, which JSON cannot represent.
-    text = json.dumps(document, ensure_ascii=False, indent=2, default=str)
+    text = json.dumps(document, ensure_ascii=False, indent=indent, default=str)
     return Answer(status, ((text + "\n").encode("utf-8", "replace"),), _JSON, _NO_STORE)
