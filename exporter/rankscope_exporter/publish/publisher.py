@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType, Severity
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
+from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread, no_fork
@@ -405,17 +406,13 @@ class Publisher:
 
     def _anomaly(self, firing: EntryFiring, verdict: StepVerdict) -> Event:
         entry = self._detector.entries[firing.entry]
-        return Event(
-            type=EventType.ANOMALY,
-            severity=firing.rule.severity,
-            rule=firing.rule.name,
+        return self._event(
+            firing.rule,
             kind=entry.kind,
             tensor=entry.tensor,
             op=firing.op,
             value=firing.value,
             baseline=firing.baseline,
-            threshold=firing.threshold,
-            pp_stage=self._pp_stage,
             vpp_stage=entry.vpp_stage,
             micro_step=entry.micro_step,
             call_id=verdict.call_order(firing.entry),
@@ -439,17 +436,11 @@ class Publisher:
                 text = f"{rule.name}: {scalar.name} is {scalar.value:g}"
                 if isinstance(rule, CurveRule):
                     baseline, text = firing.baseline, rule.message(scalar.name, scalar.value, firing.baseline)
-                yield Event(
-                    type=EventType.ANOMALY,
-                    severity=rule.severity,
-                    rule=rule.name,
-                    op=scalar.name,
-                    value=scalar.value,
-                    baseline=baseline,
-                    threshold=rule.limit(),
-                    pp_stage=self._pp_stage,
-                    message=text,
-                )
+                yield self._event(rule, op=scalar.name, value=scalar.value, baseline=baseline, message=text)
+
+    def _event(self, rule: AnomalyRule, **fields: Any) -> Event:
+        fields |= {"severity": rule.severity, "rule": rule.name, "threshold": rule.limit()}
+        return Event(type=EventType.ANOMALY, pp_stage=self._pp_stage, **fields)
 
 
 def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary
