@@ -188,23 +188,6 @@ SLOW_STEPS: Final = "SlowSteps"
 SLOW_FACTOR: Final = 2.0
 """Ratio of a step time to the median from which a step is slow, of followed and of imported logs."""
 
-IMPORT_RULES: Final = (
-    *RANK_RULES,
-    CurveRule(name="GradNormSpike", ratio=30.0, deviations=8.0, fewest=50, names=("grad_norm",)),
-    CurveRule(
-        name=SLOW_STEPS,
-        ratio=SLOW_FACTOR,
-        rows=10,
-        fewest=10,
-        in_a_row=3,
-        deviations=3.0,
-        skips_pauses=True,
-        names=("step_seconds",),
-        rates=("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second"),
-    ),
-)
-"""The rules that apply to imported logs if the user configures none."""
-
 _WORDS: Final = {"step_seconds": "step time", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _OF_MEDIAN: Final = frozenset({"LossSpike", "GradNormSpike", SLOW_STEPS})
 

@@ -27,7 +27,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.redaction import redacted_name
-from rankscope_contract.rules.curve import IMPORT_RULES
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
@@ -45,6 +44,7 @@ from rankscope_ingest.importers.common.lines import open_log, readable, refuse_b
 from rankscope_ingest.importers.common.live_run import is_live, live_runs
 from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports, known_imports_of, stream_of
 from rankscope_ingest.importers.common.report import ImportReport
+from rankscope_ingest.importers.common.rules import IMPORT_RULES
 from rankscope_ingest.importers.common.runner import (
     NO_END,
     StoredScalars,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.rules.curve import IMPORT_RULES, CurveRule, SeriesEvaluator
-from rankscope_ingest.importers.common.rules import CurveEvaluator
+from rankscope_contract.rules.curve import CurveRule, SeriesEvaluator
+from rankscope_ingest.importers.common.rules import IMPORT_RULES, CurveEvaluator
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import micros, number, quantity, whole
 

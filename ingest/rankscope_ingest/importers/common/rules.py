@@ -21,13 +21,30 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
-from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules import AnomalyRule, curve
 from rankscope_contract.rules.curve import FEWEST_ROWS, RISE, RISEN_ROWS, Curve, CurveRule, SeriesEvaluator
 from rankscope_ingest.base.tables import table_schema
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
+
+IMPORT_RULES: Final = (
+    *curve.RANK_RULES,
+    CurveRule(name="GradNormSpike", ratio=30.0, deviations=8.0, fewest=50, names=("grad_norm",)),
+    CurveRule(
+        name=curve.SLOW_STEPS,
+        ratio=curve.SLOW_FACTOR,
+        rows=10,
+        fewest=10,
+        in_a_row=3,
+        deviations=3.0,
+        skips_pauses=True,
+        names=("step_seconds",),
+        rates=("tokens_per_second", "tokens_per_second_per_gpu", "samples_per_second"),
+    ),
+)
+"""The rules that apply to imported logs if the user configures none."""
 
 _SCALAR_SERIES: Final = ("rank", "attempt", "name", "labels")
 _PAUSES: Final = (EventType.EVALUATION.value, EventType.CHECKPOINT.value)
@@ -125,8 +142,8 @@ class CurveEvaluator:
                     own, values = own[values > 0], 1 / values[values > 0]
                 if not len(own):
                     continue
-                curve = self._curves.setdefault((rule.name, *key), _Curve())
-                at, middle = curve.firings(rule, values, scalars.column("seq").take(own).to_numpy(), pauses)
+                series = self._curves.setdefault((rule.name, *key), _Curve())
+                at, middle = series.firings(rule, values, scalars.column("seq").take(own).to_numpy(), pauses)
                 fired.append(own[at])
                 medians.append(1 / middle if is_rate else middle)
             found.append(CurveFiring(rule, np.concatenate(fired), np.concatenate(medians)))

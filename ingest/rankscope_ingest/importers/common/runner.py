@@ -26,7 +26,6 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.curve import IMPORT_RULES
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.choices import Choices
@@ -55,7 +54,7 @@ from rankscope_ingest.importers.common.log_identity import (
 )
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report, unkept_notes
-from rankscope_ingest.importers.common.rules import RuleEvaluator
+from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 from rankscope_storage.connection import Connection
 
