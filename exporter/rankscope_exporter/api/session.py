@@ -44,9 +44,9 @@ from rankscope_exporter.records.record import StepEvents, StepRecord
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.model_changes import ModelChanges
-from rankscope_exporter.training.recorder import CurrentStep, Recorder
+from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.sampling_config import SamplingConfig, selected_parts
-from rankscope_exporter.training.step_tracker import StepTracker
+from rankscope_exporter.training.step_tracker import CurrentStep, StepTracker
 
 CATCH_UP_SECONDS: Final = 1.0
 """Longest time in seconds that `Session.current` waits until the publisher thread has read the last step.

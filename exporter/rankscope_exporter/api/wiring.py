@@ -27,9 +27,9 @@ from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.records.record import StepObserver
 from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
-from rankscope_exporter.training.recorder import CurrentStep
 from rankscope_exporter.training.sampling import ActiveQuantities
 from rankscope_exporter.training.sampling_config import Part, selected_parts
+from rankscope_exporter.training.step_tracker import CurrentStep
 
 WARM_UP_AT_STEP: Final = 3
 """The number of a training's steps after which the compiled kernel for statistics on a CUDA device is built.

@@ -77,7 +77,7 @@ class Hooks(HookContext):
         self, recorder: Recorder, changes: ModelChanges, *, tell: Callable[[str], None], watchdog: Watchdog
     ) -> None:
         super().__init__(recorder.boundary, team=recorder.team, lock=recorder.current.lock, tell=tell)
-        monitored = self._monitored = recorder.monitored
+        monitored = self.monitored = recorder.monitored
         self._recorder = recorder
         self._current = recorder.current
         self._gradients = recorder.gradients
@@ -85,10 +85,10 @@ class Hooks(HookContext):
         self._note = recorder.note
         self._watchdog = watchdog
         self._new_optimizers = NewOptimizers(
-            monitored.optimizers, self._new_optimizer, monitored.in_model, ignored=self._is_in_forward
+            monitored.optimizers, self._new_optimizer, monitored.in_model, ignored=lambda: _is_in_forward(self)
         )
         self._backward = self._listed = NO_PASS
-        self._forward_thread = 0  # of the latest forward pass
+        self.forward_thread = 0  # of the latest forward pass
         self._inner = 0  # forward passes of the root inside of its own forward pass
         self._without_effect: set[int] = set()  # optimizers in a step that is none of the training, by identity
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
@@ -109,7 +109,7 @@ class Hooks(HookContext):
 
         The model holds `owner` through the hooks on its forward pass; this object does not.
         """
-        framework = self._monitored.framework
+        framework = self.monitored.framework
         begins = Hook(self, _FORWARD, self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
         self.keep(framework.on_forward(begins))
         self.keep(framework.on_forward_end(Hook(self, _FORWARD, self._forward_ended, owner=owner)))
@@ -117,7 +117,7 @@ class Hooks(HookContext):
         active_quantities.install(self)
         self.keep(self._gradients)
         self.boundary.call("registering gradient hooks", self._gradients.install, self._gradient_hooks())
-        for optimizer in self._monitored.optimizers:
+        for optimizer in self.monitored.optimizers:
             self._follow(optimizer)
         self._new_optimizers.install(self)
 
@@ -128,7 +128,7 @@ class Hooks(HookContext):
         return max(0, self._recorder.micro_step)
 
     def gradient_arrives(self) -> None:
-        if self._gradients.begin_steps and current_pass() != self._backward and not self._is_in_forward():
+        if self._gradients.begin_steps and current_pass() != self._backward and not _is_in_forward(self):
             self._pass_begins(current_pass())
 
     def reduced(self) -> None:
@@ -144,18 +144,18 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
-        if self.in_forward and self._is_in_forward():
+        if self.in_forward and _is_in_forward(self):
             self._inner += 1
             return
         self._inner = 0
-        self._forward_thread = threading.get_ident()
+        self.forward_thread = threading.get_ident()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
-        own = module if self._is_unwrapped else self._monitored.framework.module
+        own = module if self._is_unwrapped else self.monitored.framework.module
         if own.training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
-            self._recorder.forward_begins(self._monitored.framework.chunk(module) if self._has_chunks else 0)
+            self._recorder.forward_begins(self.monitored.framework.chunk(module) if self._has_chunks else 0)
         else:
             self._in_evaluation = True
             self._recorder.evaluation_begins()
@@ -163,10 +163,6 @@ class Hooks(HookContext):
     def _forward_is_transformed(self) -> None:
         self._watchdog.active_at = time.monotonic()
         self._recorder.transformed_forward()
-
-    def _is_in_forward(self) -> bool:
-        """Return whether a training forward pass of the model is running. `in_forward` may be stale."""
-        return self.in_forward and is_in_forward(self._monitored.framework.model, self._forward_thread)
 
     def _forward_ended(self, module: torch.nn.Module, *_: Any) -> None:
         if self._inner:
@@ -177,7 +173,7 @@ class Hooks(HookContext):
         if was_training:
             self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
-                self._recorder.forward_failed(self._monitored.framework.chunk(module) if self._has_chunks else 0)
+                self._recorder.forward_failed(self.monitored.framework.chunk(module) if self._has_chunks else 0)
         elif was_evaluation:
             self._note("evaluation_ended")
 
@@ -186,7 +182,7 @@ class Hooks(HookContext):
     def _gradient_hooks(self) -> HookFactory:
         was_compiled = on_compilation(self._backward_compiles)
         gradient_ready = Hook(self, _GRADIENT, self._gradient_ready)
-        arrives = self._monitored.update.arrived.append
+        arrives = self.monitored.update.arrived.append
 
         def hook_of(index: int) -> Callable[[GradientSource], None]:
             def ready(holder: GradientSource) -> None:
@@ -209,10 +205,10 @@ class Hooks(HookContext):
         """
         backward = current_pass()
         if backward != self._backward:
-            if self.in_forward and self._is_in_forward():  # the model trains a part of itself
+            if self.in_forward and _is_in_forward(self):  # the model trains a part of itself
                 return
             self._pass_begins(backward)
-        self._monitored.update.arrived.append(index)
+        self.monitored.update.arrived.append(index)
         if self._reads_in_hooks and self._current.is_sampled:
             self._recorder.gradient_ready(index, holder)
         else:
@@ -226,7 +222,7 @@ class Hooks(HookContext):
             self._gradients.pass_begins()
             if self._recorder.backward_begins():
                 self._gradients.begin_steps = True
-                if _has_lost_hooks(self._monitored.framework):
+                if _has_lost_hooks(self.monitored.framework):
                     self.tell_once(_LOST_HOOKS)
             autograd_engine().queue_callback(self._when_gradients_ready)
         except Exception as error:  # noqa: BLE001 - an error here must not hide the gradient that has arrived
@@ -252,7 +248,7 @@ class Hooks(HookContext):
 
     def _backward_compiles(self) -> None:
         if self.active:
-            self._monitored.compiled.add(BACKWARD)
+            self.monitored.compiled.add(BACKWARD)
             self.tell_once(_COMPILED_BACKWARD)
 
     # Updates.
@@ -260,7 +256,7 @@ class Hooks(HookContext):
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         begins = Hook(self, _OPTIMIZER, self._update_begins, was_compiled=self._update_was_compiled)
         updated = Hook(self, _OPTIMIZER, self._updated)
-        self._handles += self._monitored.framework.on_update(optimizer, begins, updated)
+        self._handles += self.monitored.framework.on_update(optimizer, begins, updated)
 
     def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
         """Register hooks on `optimizer` after its first step, and publish a notice."""
@@ -278,7 +274,7 @@ class Hooks(HookContext):
         self._watchdog.active_at = time.monotonic()
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         has_effect = isinstance(rate, int | float) and rate
-        if (self.in_forward and self._is_in_forward()) or (not has_effect and makes_state(optimizer)):
+        if (self.in_forward and _is_in_forward(self)) or (not has_effect and makes_state(optimizer)):
             self._without_effect.add(id(optimizer))
             return None
         self._new_optimizers.followed_begins(optimizer)
@@ -323,9 +319,14 @@ class Hooks(HookContext):
 
     def _update_compiles(self) -> None:
         if self.active:
-            self._monitored.compiled.add(UPDATE)
+            self.monitored.compiled.add(UPDATE)
             self.boundary.call("a compiled update", self._recorder.update_compiles)
             self.tell_once(_COMPILED_UPDATE)
+
+
+def _is_in_forward(hooks: Hooks) -> bool:
+    """Return whether a training forward pass of the model is running. `in_forward` may be stale."""
+    return hooks.in_forward and is_in_forward(hooks.monitored.framework.model, hooks.forward_thread)
 
 
 def _has_lost_hooks(framework: Framework) -> bool:

@@ -1,4 +1,4 @@
-"""Finds where one step ends and the next begins, and optimizer steps in which no hook runs.
+"""Finds where one step ends and the next begins, optimizer steps in which no hook runs, and logged values of a step.
 
 A training loop does not announce its steps. Forward passes, backward passes and optimizer steps call hooks. A skipped
 optimizer step, for example by a gradient scaler or a check for NaN, calls no hook. It is detected by the gradients,
@@ -10,13 +10,28 @@ detected: it must call `Monitor.end_step(skipped=True)`. Dynamo removes the hook
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
+from rankscope_contract.model.scalar_names import logged_name
+from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.torch_private import in_place_changes, is_in_optimizer_step
+from rankscope_exporter.adapters.tracing import untransformed
+from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
+from rankscope_exporter.records.record import (
+    LABEL_OF_GROUP,
+    Pending,
+    Scalar,
+    StepRecord,
+    Transfer,
+)
 
 
 class UnseenUpdates:
@@ -191,3 +206,152 @@ class StepTracker:
             return None
         has_failed, self._updating = self._updating, False  # the optimizer has raised
         return self.end() if has_failed or self.stage is StepStage.UPDATED or cleared() else None
+
+
+class CurrentStep:
+    """The open step of one attached model, or the state between two steps.
+
+    `lock` serializes the training thread, the publisher thread and other threads of the script. A caller of `log`
+    must hold the lock.
+    """
+
+    def __init__(self, hand_over: Callable[[StepRecord], None]) -> None:
+        self.lock = threading.RLock()
+        self.hand_over = hand_over
+        """Function that passes a record to the publisher; it never blocks."""
+        self.pending: StepRecord | None = None
+        """The record of the open step; None between two steps."""
+        self.is_sampled = False
+        """True if a step is open and sampled.
+
+        This is a field instead of a property, because gradient hooks read it at each call.
+        """
+        self.is_numbered = False
+        """True if the script has set the number of the open step, or that of the next step if none is open."""
+        self.last_is_numbered = False
+        """True if the script has set the number of the step that was closed last."""
+        self.last_step: int | None = None
+        """Number of the step that was closed last; None before the first step was closed."""
+        self._next_step: int | None = None  # number of `next_values`
+        self._has_gone_back = False
+        self.next_values: list[Pending] = []
+        self.next_events: list[Event] = []
+        """Values and events that were added while no step is open. They belong to the next step."""
+
+    def log(self, values: Sequence[Pending], step: int | None) -> bool:
+        """Add logged values to the open, the last or the next step.
+
+        If a step is open, it gets the values, and `step` becomes its number. If no step is open, and `step` is None or
+        the number of the last step, the last step gets the values. Otherwise the next step gets the values, and `step`
+        is its number.
+
+        Return whether this call has set the number of the open or of the next step.
+        """
+        if self.pending is not None:
+            self.pending.pending += values
+            if step is not None:
+                self.pending.step = step
+        elif step is None or step == self.last_step:
+            self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
+            return False
+        else:
+            if step != self._next_step:
+                self.publish_next()
+            self.next_values += values
+            self._next_step = step
+        self.is_numbered |= step is not None
+        return step is not None
+
+    def is_over(self, step: int) -> bool:
+        """Return whether `step` is no new number: steps were counted beyond it, and not by numbers of the script."""
+        if self.last_step is None or self.last_is_numbered:
+            return False
+        return step < self.last_step + (self.pending is not None)
+
+    def log_apart(self, values: Sequence[Pending], step: int) -> None:
+        """Publish logged values with the number `step` of an earlier step: training steps keep their numbers."""
+        events = []
+        if step != self.last_step and not self._has_gone_back:
+            self._has_gone_back = True
+            text = (
+                f"log(step={step}) is below the number of the last step, {self.last_step}: such values are stored with "
+                "their own number, and the steps of the training keep theirs"
+            )
+            events = [Event(type=EventType.NOTE, severity=Severity.WARNING, message=text)]
+        self.hand_over(StepRecord.now(step, pending=list(values), events=events))
+
+    def publish_next(self) -> None:
+        """Publish the values of the next step, which does not begin: another number follows, or training ends."""
+        if self.next_values:
+            self.hand_over(StepRecord.now(self._next_step, pending=self.next_values))
+            self.next_values = []
+
+    def note_learning_rates(self, monitored: MonitoredModel) -> None:
+        """Store the learning rates of all groups for the open step, without waiting for a device."""
+        if self.pending is not None:
+            rates: dict[str, Any] = {}
+            for optimizer in monitored.optimizers.present():
+                for group in monitored.framework.groups_of(optimizer):
+                    rates[str(len(rates))] = group.get("lr")
+            self.pending.learning_rates = take("learning_rate", rates)
+
+    def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
+        """Add the scalars that `later` returns to the open step, or publish them immediately if no step is open.
+
+        The publisher thread calls `later`, once for each step.
+        """
+        with self.lock:
+            if self.pending is None:
+                self.hand_over(StepRecord.now(self.last_step, later=[later]))
+            elif later not in self.pending.later:
+                self.pending.later.append(later)
+
+    def add_event(self, event: Event) -> None:
+        """Add an event to the record of the open step, or to the record of the next step if no step is open."""
+        with self.lock:
+            (self.next_events if self.pending is None else self.pending.events).append(event)
+
+    def publish_event(self, event: Event) -> None:
+        """Publish an event immediately, in a record of its own with the number of the open or last step."""
+        with self.lock:
+            step = self.pending.step if self.pending is not None else self.last_step
+            self.hand_over(StepRecord.now(step, events=[event]))
+
+
+def take(name: str, value: Any) -> list[Pending]:
+    """Return the numbers of a call `log(name=value)`: one number, or one per key of a mapping.
+
+    Other names of losses, such as `val/loss`, are replaced. The list is empty if the value is None. Raises TypeError if
+    the value is not a number, ValueError for a tensor with several elements.
+    """
+    if value is None:
+        return []
+    stored, labels = logged_name(name)
+    if not isinstance(value, Mapping):
+        number = _copied(name, value) if isinstance(value, torch.Tensor) else float(value)
+        return [Pending(stored, number, labels)]
+    label, found = LABEL_OF_GROUP.get(stored, "key"), []
+    for key, item in value.items():
+        for pending in take(name, item):
+            of_item = {**pending.labels, label: _label(key)}
+            found.append(Pending(stored, pending.value, of_item))
+    return found
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _label(key: Any) -> str:
+    return redacted_name(str(key), MAX_LABEL)
+
+
+def _copied(name: str, value: torch.Tensor) -> Transfer:
+    value = untransformed(value).detach()
+    placements = getattr(value, "placements", None)
+    if placements is not None:  # a DTensor. If it is divided among ranks, reading it would be a collective.
+        if not all(placement.is_replicate() for placement in placements):
+            raise ValueError(f"log({name}=…) takes no DTensor that is divided among ranks: log its .full_tensor()")
+        value = value.to_local()  # type: ignore[attr-defined]  # see above
+    if value.numel() != 1:
+        raise ValueError(f"log({name}=…) takes one number, not a tensor of shape {tuple(value.shape)}")
+    if value.is_complex() or value.is_meta:
+        raise ValueError(f"log({name}=…) must be a real number, not a tensor of {value.dtype} on device {value.device}")
+    return copied_to_host(value.reshape(()))
