@@ -406,8 +406,9 @@ class Publisher:
 
     def _anomaly(self, firing: EntryFiring, verdict: StepVerdict) -> Event:
         entry = self._detector.entries[firing.entry]
-        return self._event(
+        return _event_of(
             firing.rule,
+            self._pp_stage,
             kind=entry.kind,
             tensor=entry.tensor,
             op=firing.op,
@@ -436,11 +437,14 @@ class Publisher:
                 text = f"{rule.name}: {scalar.name} is {scalar.value:g}"
                 if isinstance(rule, CurveRule):
                     baseline, text = firing.baseline, rule.message(scalar.name, scalar.value, firing.baseline)
-                yield self._event(rule, op=scalar.name, value=scalar.value, baseline=baseline, message=text)
+                yield _event_of(
+                    rule, self._pp_stage, op=scalar.name, value=scalar.value, baseline=baseline, message=text
+                )
 
-    def _event(self, rule: AnomalyRule, **fields: Any) -> Event:
-        fields |= {"severity": rule.severity, "rule": rule.name, "threshold": rule.limit()}
-        return Event(type=EventType.ANOMALY, pp_stage=self._pp_stage, **fields)
+
+def _event_of(rule: AnomalyRule, pp_stage: int | None, **fields: Any) -> Event:
+    fields |= {"severity": rule.severity, "rule": rule.name, "threshold": rule.limit()}
+    return Event(type=EventType.ANOMALY, pp_stage=pp_stage, **fields)
 
 
 def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary
