@@ -13,8 +13,9 @@ plan instead, because every new plan is sent to the service.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -125,6 +126,20 @@ class StepTable:
             self._version = PlanVersion(tuple(self._items), tuple(self._owners), tuple(self._ops))
         return self._version
 
+    def without(self, micro_steps: set[int], deferred: list[Deferred]) -> PlanVersion:
+        """Delete the data of some forward passes of this step, and return the plan in which the others are numbered."""
+        plan = self.version()
+        numbers = sorted({entry.micro_step for entry in plan.entries if entry.micro_step is not None})
+        place = {number: i for i, number in enumerate(sorted(numbers, key=lambda one: (one in micro_steps, one)))}
+        items = [
+            entry if entry.micro_step is None else replace(entry, micro_step=place[entry.micro_step])
+            for entry in plan.entries
+        ]
+        self.statistics.forget(tuple(row for row, entry in enumerate(plan.entries) if entry.micro_step in micro_steps))
+        for item in deferred:
+            item.rows = functools.partial(_renumbered, item.rows, micro_steps, place)
+        return PlanVersion(tuple(items), plan.owners, plan.ops)
+
     def add(
         self, entries: Sequence[PlanEntry], owners: Sequence[int] | None = None, ops: Ops = EVERY_OP
     ) -> Rows | None:
@@ -200,6 +215,15 @@ class StepTable:
             slots.move(contiguous_rows([place[row] for row in slots.rows]))
         self._by_series, self._version, self._unused = {}, None, 0
         self.changes += 1
+
+
+def _renumbered(
+    rows: Callable[[Numbers], Iterable[Row]], left_out: set[int], place: Mapping[int, int], numbers: Numbers
+) -> Iterator[Row]:
+    for row in rows(numbers):
+        micro_step = row.get("micro_step")
+        if micro_step not in left_out:
+            yield row if micro_step is None else {**row, "micro_step": place.get(micro_step, micro_step)}
 
 
 class Slots:

@@ -164,7 +164,7 @@ class Hooks(HookContext):
         self._watchdog.active_at = time.monotonic()
         self._recorder.transformed_forward()
 
-    def _forward_ended(self, module: torch.nn.Module, *_: Any) -> None:
+    def _forward_ended(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
         if self._inner:
             self._inner -= 1
             return
@@ -174,6 +174,8 @@ class Hooks(HookContext):
             self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
                 self._recorder.forward_failed(self.monitored.framework.chunk(module) if self._has_chunks else 0)
+            elif self._current.is_sampled and not self._has_chunks:
+                self._recorder.forward_ended(output)
         elif was_evaluation:
             self._note("evaluation_ended")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +19,8 @@ import torch
 from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel, identities
+from rankscope_exporter.adapters.pytree import returned
+from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.monitors.step_timing import Kind
@@ -39,6 +42,10 @@ LOGGING_SECONDS: Final = 10.0
 """Seconds after an update in which calls of `log` keep the step open; limited, as an evaluation may log for hours."""
 
 _name_of: Final = operator.attrgetter("name")
+
+
+class _Graph:
+    """An object that lives as long as the graph of a forward pass."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -82,6 +89,7 @@ class Recorder:
         self.micro_step = -1
         """Number of the latest training forward pass within the step, from 0 on. Each model chunk has its own count."""
         self._forwards: dict[int, int] = {}  # the same, for each chunk
+        self._results: list[tuple[int, weakref.ref[_Graph]]] = []  # of forward passes since the last backward pass
 
     # Calls of the hooks, in the order of a step.
 
@@ -99,6 +107,15 @@ class Recorder:
                 table.deferred_before = len(table.deferred)
             self.note("forward_begins")
             self.events.on_forward_begin()
+
+    def forward_ended(self, output: Any) -> None:
+        """Store whether the graph of a forward pass of a sampled step exists: the script may leave out its backward."""
+        tensors = (output,) if isinstance(output, torch.Tensor) else [slot.tensor for slot in returned(output).slots]
+        graph, nodes = _Graph(), [tensor.grad_fn for tensor in tensors if type(tensor) in PLAIN_TYPES]
+        for node in filter(None, nodes):
+            node.metadata["rankscope"] = graph  # type: ignore[index]  # a dictionary, which is freed with the node
+        if any(nodes):
+            self._results.append((self.micro_step, weakref.ref(graph)))
 
     def forward_failed(self, chunk: int) -> None:
         """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
@@ -135,7 +152,11 @@ class Recorder:
         with self._lock:
             if self._unseen.are_expected:
                 self._notice_updates()
-            before = self.current.pending
+            before, results, self._results = self.current.pending, self._results, []
+            if len(results) > 1 and self.current.is_sampled:
+                left = {number for number, graph in results if graph() is None}
+                if len(left) < len(results):  # else the graphs are those of other results of the passes
+                    self.active_quantities.left_out |= left
             self._after(self.tracker.backward_begins(self.gradients.are_cleared), "backward")
             if self._unseen.are_expected:
                 self._await_update()
@@ -372,6 +393,7 @@ class Recorder:
         self._awaiting = None
         self.micro_step = -1
         self._forwards.clear()
+        self._results.clear()
         self._began = now
         self.note("step_begins")
         self.events.on_sampling_decided(sampled)

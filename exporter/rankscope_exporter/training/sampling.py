@@ -328,6 +328,8 @@ class ActiveQuantities:
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
+        self.left_out: set[int] = set()
+        """Numbers of forward passes of the present step whose results the script has dropped before a backward pass."""
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(quantities)
         self._captured = self.prepare(captured)
@@ -478,6 +480,7 @@ class ActiveQuantities:
                 member.is_open = False
         if is_sampled and not self._is_clear:
             self.table.statistics.clear()
+            self.left_out = set()
         self._is_clear = not is_sampled
         for member in self._attached:
             if member.transient.are_used and (member.is_open or member.transient.may_be_removed):
@@ -545,6 +548,9 @@ class ActiveQuantities:
         record.rows, table.rows = table.rows, {}
         record.expected, self._expected = tuple(self._expected.values()), {}
         record.plan = table.version()
+        if self.left_out:
+            record.plan = table.without(self.left_out, record.deferred)
+            self.left_out = set()
         record.copy = HostCopy(table.statistics, len(record.plan.items))
         if is_wasteful:
             self.table.rebuild(self._tables)

@@ -424,6 +424,35 @@ def test_calls_and_updates_inside_of_the_forward_pass_are_part_of_it():
     assert 4 * STEPS == sum(row.entry.tensor in ("enter", "leave") for row in loop.rows("act_out"))
 
 
+@pytest.mark.parametrize("drops", [True, False])
+def test_forward_pass_without_a_backward_pass_is_no_micro_batch(drops):
+    """The script drops the result of the first pass, or adds it to the loss."""
+    loop = Loop("activations", "micro_gradients")
+    optimizer = loop.adam()
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        result = loop.net(torch.full((3, 4), torch.nan if drops and step == 2 else 1.0))
+        loss = result.square().sum()
+        if drops and step % 2:
+            loss.backward()
+            last = result
+        else:
+            last = loop.net(torch.randn(3, 4))
+            del result
+            loss = last.square().sum() + (0 if drops else loss)
+            loss.backward()
+        loop.note(step, "grad_reduced")
+        loop.right[step, "act_out", ""] = last.detach().clone()
+        optimizer.step()
+        loop.note(step, "param_after")
+        optimizer.zero_grad()
+    loop.end()
+
+    numbers = {row.entry.micro_step for row in loop.rows("act_out", "act_grad_in")}
+    assert ({0} if drops else {0, 1}) == numbers
+    assert [] == loop.events("anomaly")
+
+
 def test_step_that_creates_the_state_of_a_checkpoint_is_no_update():
     loop = Loop()
     optimizer = torch.optim.SGD(loop.net.parameters(), lr=0.05)  # its state is empty
