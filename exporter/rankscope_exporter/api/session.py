@@ -103,7 +103,7 @@ class Session:
         self._device = monitored.device  # reads all parameters
         self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary, self._device)
         self.steps = StepQueue()
-        self.current_step = CurrentStep(self.steps.put)
+        self.current_step = CurrentStep(self.steps.put, self.steps.is_due.set)
         self.notices = Notices(self.console, identity, self.current_step)
         self._build_serving()
         self._build_observers()

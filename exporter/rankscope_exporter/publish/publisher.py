@@ -118,6 +118,11 @@ class SkippedSteps:
             self._publish(record)
 
 
+MOST_DELAYED_SECONDS: Final = 0.25
+"""Longest time that the record of a step waits for the next backward pass.
+
+During a forward pass, the training thread would wait for the interpreter lock while the record is published.
+"""
 IDLE_FLUSH_SECONDS: Final = 2.0
 """Longest time in seconds that a finished step waits for the next step to begin, before it is published.
 
@@ -155,9 +160,13 @@ class StepQueue:
         lock, and is allowed in a destructor.
         """
         self.dropped = 0  # records that found the queue full
+        self.is_due = threading.Event()
+        """Set when the next backward pass has begun: torch computes then without the interpreter lock."""
 
     def put(self, record: StepRecord) -> None:
         """Add a record, or count it as dropped if the queue is full. Never blocks; any thread may call it."""
+        if record.is_skipped is not None:
+            self.is_due.clear()
         if self.items.qsize() >= MAX_QUEUE:
             self.dropped += 1
         else:
@@ -229,6 +238,7 @@ class Publisher:
             return False
         reached = threading.Event()
         self._steps.items.put(reached.set)
+        self._steps.is_due.set()
         return reached.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -237,6 +247,7 @@ class Publisher:
         Wait while the thread publishes at least one record in STALL_SECONDS (10 s), at most `timeout_seconds`.
         """
         self._steps.items.put(None)
+        self._steps.is_due.set()
         deadline, taken, taken_at = time.monotonic() + timeout_seconds, -1, 0.0
         while self._thread.is_alive() and (now := time.monotonic()) < deadline:
             if self._taken != taken:
@@ -304,6 +315,8 @@ class Publisher:
             self._steps.dropped += 1
         else:
             self._is_publishing = True
+            if item.is_skipped is not None and self._steps.items.empty():
+                self._steps.is_due.wait(MOST_DELAYED_SECONDS)
             self._call("publishing a step", self._publish, item)
             self._is_publishing = False
 

@@ -160,6 +160,7 @@ class Recorder:
             self._after(self.tracker.backward_begins(self.gradients.are_cleared), "backward")
             if self._unseen.are_expected:
                 self._await_update()
+            self.current.backward_begins()
             self.note("backward_begins")
             self.events.on_backward_begin()
             return self.current.pending is not before

@@ -215,8 +215,10 @@ class CurrentStep:
     must hold the lock.
     """
 
-    def __init__(self, hand_over: Callable[[StepRecord], None]) -> None:
+    def __init__(self, hand_over: Callable[[StepRecord], None], backward_begins: Callable[[], None]) -> None:
         self.lock = threading.RLock()
+        self.backward_begins = backward_begins
+        """Function that lets the publisher work now."""
         self.hand_over = hand_over
         """Function that passes a record to the publisher; it never blocks."""
         self.pending: StepRecord | None = None
