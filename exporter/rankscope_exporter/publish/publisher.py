@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import queue
 import threading
@@ -45,6 +46,8 @@ from rankscope_exporter.records.record import (
     skipped_event,
 )
 from rankscope_exporter.records.selection import Finished, Published
+
+log = logging.getLogger("rankscope")
 
 MOST_PASSES: Final = 8
 """Largest number of backward passes before an update that is considered. More skipped steps in a row are reported."""
@@ -325,6 +328,8 @@ class Publisher:
         lost, self._reported_lost = self._steps.dropped - self._reported_lost, self._steps.dropped
         if lost:
             why = "the disk or the machine of the rank was too slow for them"
+            if lost == self._steps.dropped:
+                log.warning("records of this rank are lost: %s; an event `gap` has the number", why)
             event = Event(
                 type=EventType.GAP,
                 severity=Severity.WARNING,

@@ -21,6 +21,7 @@ from rankscope_contract.model.redaction import MAX_NAME, MAX_TEXT
 from rankscope_contract.model.schema import Plan
 from rankscope_contract.rules.anomaly import AnomalyNan
 from rankscope_exporter import Monitor
+from rankscope_exporter.publish import publisher
 from rankscope_exporter.training import sampling
 
 
@@ -245,6 +246,22 @@ def test_failed_backward_pass_does_not_hide_the_next_one():
 
     assert [1, 3, 4, 5] == training.steps("grad_reduced", "0.weight")
     assert [2] == training.skipped()
+
+
+def test_records_beyond_the_limit_of_the_queue_are_named_once(monkeypatch, caplog):
+    monkeypatch.setattr(publisher, "MAX_QUEUE", 3)
+    monkeypatch.setattr(publisher, "IDLE_FLUSH_SECONDS", 0.1)
+    hold = threading.Event()
+    with Training() as training:
+        publish = training.session.publisher.publish
+        training.session.publisher.publish = lambda record: hold.wait(20) and publish(record)
+        for step in range(50):
+            training.monitor.log(step=step, mine=step)
+        hold.set()
+        wait_until(lambda: training.events("gap"))
+
+    assert training.events("gap")[0][1].value == 50 - len(training.scalars("mine"))
+    assert 1 == caplog.text.count("records of this rank are lost")
 
 
 def test_steps_beyond_the_backlog_limit_are_counted_as_dropped(monkeypatch):
