@@ -17,11 +17,11 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -39,7 +39,7 @@ from rankscope_contract.wire.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.publish.latest_values import LatestValues, Sampled, ScalarKey, Snapshot
 from rankscope_exporter.records.plan import NamedPlan
-from rankscope_exporter.records.record import Scalar, Statistics
+from rankscope_exporter.records.record import Scalar
 
 
 def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_step: int | None) -> tuple[list[int], int]:
@@ -71,9 +71,6 @@ def distinct(entries: Sequence[PlanEntry], kinds: frozenset[str], last_micro_ste
     return sorted(min(positions, key=order) for positions in named.values()), ambiguous
 
 
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
 _LAYOUTS_KEPT: Final = 8
 _BASELINE_SUFFIX: Final = "_baseline"
 
@@ -87,7 +84,6 @@ class _Block:
 
     prefixes: Any  # pa.StringArray
     positions: Any  # pa.Int32Array
-    entries: Any  # pa.Int32Array: the plan entry behind each line
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,146 +91,19 @@ class _PageLayout:
     values: _Block
     counts: _Block
     baselines: _Block
-    over_budget: int
-    ambiguous: int
-
-    @property
-    def series(self) -> int:
-        return sum(len(block.prefixes) for block in (self.values, self.counts, self.baselines))
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLines:
-    """The tensor statistics of the metrics page as byte buffers, and the number of series that the page leaves out."""
-
-    pieces: tuple[Any, ...]
+    series: int
     over_budget: int  # series above the limit `series_budget`
     ambiguous: int  # entries that have the same labels as another one
 
 
-class TensorRenderer:
-    """Renders sampled statistics as lines of the metrics page, with the labels that identify the rank.
-
-    Only one thread at a time may use it.
-    """
-
-    def __init__(
-        self, identity: Mapping[str, str], rules: Sequence[AnomalyRule], series_budget: int, *, all_ops: bool = False
-    ) -> None:
-        self._identity = "".join(f'{name}="{label_value(value)}",' for name, value in identity.items())
-        self._rules = tuple(rules)
-        self._budget = series_budget
-        self._all_ops = all_ops
-        self._layouts: OrderedDict[tuple[str, frozenset[str], int, int | None], _PageLayout] = OrderedDict()
-        self._micro_steps: OrderedDict[tuple[str, frozenset[str]], Any] = OrderedDict()
-
-    @no_fork()
-    def render(self, tensors: Iterable[Sampled]) -> TensorLines:
-        """Return the lines of all statistics in `tensors`, grouped by metric family as the text format requires."""
-        values: list[Any] = []
-        baselines: list[Any] = []
-        over_budget = ambiguous = 0
-        left = self._budget
-        for sampled in tensors:
-            layout = self._layout(sampled, left)
-            left -= layout.series
-            over_budget += layout.over_budget
-            ambiguous += layout.ambiguous
-            values += _lines(layout.values, sampled.statistics.values, sampled.statistics)
-            values += _lines(layout.counts, sampled.statistics.counts, sampled.statistics)
-            baselines += _lines(layout.baselines, sampled.statistics.values, sampled.statistics)
-        pieces = (*_family(TENSOR_VALUE, values), *_family(TENSOR_BASELINE, baselines))
-        return TensorLines(pieces, over_budget, ambiguous)
-
-    def _layout(self, sampled: Sampled, budget: int) -> _PageLayout:
-        plan = sampled.statistics.plan
-        kinds = sampled.kinds
-        present = _present(sampled.statistics).is_valid()
-        micro_steps = _cached(self._micro_steps, (plan.hash, kinds), lambda: _micro_steps(plan.plan.entries, kinds))
-        last = pc.max(micro_steps.filter(present)).as_py()
-        return _cached(
-            self._layouts, (plan.hash, kinds, budget, last), lambda: self._make_layout(plan, kinds, budget, last)
-        )
-
-    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last: int | None) -> _PageLayout:
-        entries = plan.plan.entries
-        shown, ambiguous = distinct(entries, kinds, last)
-        # In the order of tensors, so that the limit leaves out whole tensors instead of one statistic of all tensors.
-        wanted = [(position, op) for position in shown for op in self._ops(plan.plan, str(entries[position].kind))]
-        kept = wanted[:budget]
-
-        def block(spec: MetricSpec, ops: tuple[str, ...], suffix: str = "") -> _Block:
-            lines = [
-                (self._prefix(spec, entries[position], op.removesuffix(suffix)), ops.index(op), position)
-                for position, op in sorted(kept, key=lambda line: line[1])
-                if op in ops and op.endswith(_BASELINE_SUFFIX) == bool(suffix)
-            ]
-            return _Block(
-                pa.array([prefix for prefix, _, _ in lines], pa.string()),
-                pa.array([op * len(entries) + position for _, op, position in lines], pa.int32()),
-                pa.array([position for _, _, position in lines], pa.int32()),
-            )
-
-        return _PageLayout(
-            block(TENSOR_VALUE, plan.plan.value_ops),
-            block(TENSOR_VALUE, plan.plan.count_ops),
-            block(TENSOR_BASELINE, plan.plan.value_ops, _BASELINE_SUFFIX),
-            over_budget=len(wanted) - len(kept),
-            ambiguous=ambiguous,
-        )
-
-    def _ops(self, plan: Plan, kind: str) -> list[str]:
-        """Return the statistics of `plan` that the page shows for tensors of `kind`, and their baselines.
-
-        Depending on the settings, these are all statistics or only those that rules use.
-        """
-
-        def is_shown(op: str) -> bool:
-            return self._all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
-
-        carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
-        return [*filter(is_shown, carried), *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
-
-    def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
-        own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
-        return f"{spec.name}{{{self._identity}{own}}} ".encode("utf-8", "replace").decode()
-
-
-def _micro_steps(entries: Sequence[PlanEntry], kinds: frozenset[str]) -> Any:
-    return pa.array([entry.micro_step if entry.kind in kinds else None for entry in entries], pa.int32())
-
-
-def _cached(cache: OrderedDict[K, V], key: K, make: Callable[[], V]) -> V:
-    """Return `cache[key]`; if this value is missing, call the function `make` and store its result under `key`.
-
-    Remove the least recently used entry if the cache is full.
-    """
-    if key not in cache:
-        cache[key] = make()
-        if len(cache) > _LAYOUTS_KEPT:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
-
-
-def _present(statistics: Statistics) -> Any:
-    """Return `numel` of each plan entry, null if absent: always measured, although settings may exclude other ops."""
-    plan = statistics.plan.plan
-    return statistics.counts.slice(plan.count_ops.index("numel") * len(plan.entries), len(plan.entries))
-
-
-def _lines(block: _Block, numbers: Any, statistics: Statistics) -> list[Any]:
+def _lines(block: _Block, numbers: Any) -> list[Any]:
     """Return the lines in `block` of the metrics page, with values from the array `numbers`.
 
     The result is one byte buffer with all lines, or no buffer. A null value has no line.
     """
     if not len(block.prefixes):
         return []
-    present = _present(statistics)
-    taken = numbers.take(block.positions)
-    if present.null_count:  # an absent tensor has no line, even if the array has a value at its position
-        taken = pc.if_else(present.is_valid().take(block.entries), taken, pa.scalar(None, taken.type))
-    lines = pc.binary_join_element_wise(block.prefixes, _texts(taken), "\n", "")
+    lines = pc.binary_join_element_wise(block.prefixes, _texts(numbers.take(block.positions)), "\n", "")
     _, offsets, data = lines.buffers()
     return [] if data is None else [data.slice(0, memoryview(offsets).cast("i")[len(lines)])]
 
@@ -261,6 +130,10 @@ def _family(spec: MetricSpec, lines: list[Any]) -> tuple[Any, ...]:
     return (f"# HELP {spec.name} {spec.help}\n# TYPE {spec.name} {spec.type}\n".encode(), *lines)
 
 
+def _micro_steps(plan: NamedPlan, kinds: frozenset[str]) -> Any:
+    return pa.array([entry.micro_step if entry.kind in kinds else None for entry in plan.plan.entries], pa.int32())
+
+
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Samples of one metric family: for each sample, its value and its label values except those of `run` and `rank`."""
 
@@ -269,7 +142,6 @@ _PAGE_OWNED: Final = (catalogue.OVERHEAD_SECONDS, catalogue.SAMPLING_STRETCH)
 
 The metrics page leaves out logged scalars with the names of these metrics.
 """
-_NO_LINES: Final = TensorLines((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,15 +178,21 @@ class Exposition:
         self._labels = (identity.run, str(identity.rank))
         self._latest = latest
         self._stats = stats
+        self._rules = tuple(rules)
+        self._budget = series_budget
+        self._all_ops = all_ops
         self._planned_steps = planned_steps
         limits = {rule.name: rule.limit() for rule in rules}
         self._thresholds = {name: math.nan if limit is None else limit for name, limit in limits.items()}
         facts = {**asdict(identity), "device": device}
         self._info = tuple(str(facts[label]) for label in catalogue.RUN_INFO.labels)
-        names = dict(zip(catalogue.TENSOR_VALUE.all_labels, self._labels, strict=False))
-        self._renderer = TensorRenderer(names, rules, series_budget, all_ops=all_ops)
+        named = zip(TENSOR_VALUE.all_labels, self._labels, strict=False)
+        self._of_rank = "".join(f'{name}="{label_value(value)}",' for name, value in named)
+        self._layout = lru_cache(_LAYOUTS_KEPT)(self._make_layout)
+        self._micro_steps = lru_cache(_LAYOUTS_KEPT)(_micro_steps)
         self._rendering = threading.Lock()
-        self._rendered: tuple[int, TensorLines] = (0, _NO_LINES)
+        self._rendered_version = 0
+        self._tensor_lines: tuple[Any, ...] = ()  # of this version
         self._most_left_out: dict[str, int] = {}
 
     def pieces(self) -> tuple[Any, ...]:
@@ -323,21 +201,79 @@ class Exposition:
         All statistics of one kind of tensor come from the same record.
         """
         snapshot = self._latest.snapshot()
-        lines = self._tensor_lines(snapshot)
-        registry: Any = SimpleNamespace(collect=lambda: self._families(snapshot))  # of this page alone
-        return (generate_latest(registry), *lines.pieces)
-
-    def _tensor_lines(self, snapshot: Snapshot) -> TensorLines:
         with self._rendering:  # a second scrape of the same step waits for the first one and uses its lines
-            version, lines = self._rendered
-            if version < snapshot.tensors_version:
-                lines = self._renderer.render(snapshot.tensors)
-                self._rendered = (snapshot.tensors_version, lines)
-                # The maximum so far: a counter must not decrease, and a sum over all scrapes would count scrapes.
-                most = self._most_left_out
-                for reason, count in (("series_budget", lines.over_budget), ("series_ambiguous", lines.ambiguous)):
-                    most[reason] = max(most.get(reason, 0), count)
-            return lines
+            if self._rendered_version < snapshot.tensors_version:
+                self._tensor_lines = self._render(snapshot.tensors)
+                self._rendered_version = snapshot.tensors_version
+            lines = self._tensor_lines
+        registry: Any = SimpleNamespace(collect=lambda: self._families(snapshot))  # of this page alone
+        return (generate_latest(registry), *lines)
+
+    @no_fork()
+    def _render(self, tensors: Iterable[Sampled]) -> tuple[Any, ...]:
+        """Return the lines of all statistics in `tensors`, grouped by metric family as the text format requires."""
+        values: list[Any] = []
+        baselines: list[Any] = []
+        left_out = {"series_budget": 0, "series_ambiguous": 0}
+        left = self._budget
+        for sampled in tensors:
+            statistics, plan = sampled.statistics, sampled.statistics.plan
+            micro_steps = self._micro_steps(plan, sampled.kinds)
+            # `numel` is always measured, although settings may exclude other ops. It is null for an absent entry.
+            numel = statistics.counts.slice(plan.plan.count_ops.index("numel") * len(micro_steps), len(micro_steps))
+            last = pc.max(micro_steps.filter(numel.is_valid())).as_py()
+            layout = self._layout(plan, sampled.kinds, left, last)
+            left -= layout.series
+            left_out["series_budget"] += layout.over_budget
+            left_out["series_ambiguous"] += layout.ambiguous
+            values += _lines(layout.values, statistics.values) + _lines(layout.counts, statistics.counts)
+            baselines += _lines(layout.baselines, statistics.values)
+        # The maximum so far: a counter must not decrease, and a sum over all scrapes would count scrapes.
+        self._most_left_out = {name: max(self._most_left_out.get(name, 0), n) for name, n in left_out.items()}
+        return (*_family(TENSOR_VALUE, values), *_family(TENSOR_BASELINE, baselines))
+
+    def _make_layout(self, plan: NamedPlan, kinds: frozenset[str], budget: int, last: int | None) -> _PageLayout:
+        entries = plan.plan.entries
+        shown, ambiguous = distinct(entries, kinds, last)
+        # In the order of tensors, so that the limit leaves out whole tensors instead of one statistic of all tensors.
+        wanted = [(position, op) for position in shown for op in self._ops(plan.plan, str(entries[position].kind))]
+        kept = wanted[:budget]
+
+        def block(spec: MetricSpec, ops: tuple[str, ...], suffix: str = "") -> _Block:
+            lines = [
+                (self._prefix(spec, entries[position], op.removesuffix(suffix)), ops.index(op), position)
+                for position, op in sorted(kept, key=lambda line: line[1])
+                if op in ops and op.endswith(_BASELINE_SUFFIX) == bool(suffix)
+            ]
+            return _Block(
+                pa.array([prefix for prefix, _, _ in lines], pa.string()),
+                pa.array([op * len(entries) + position for _, op, position in lines], pa.int32()),
+            )
+
+        return _PageLayout(
+            block(TENSOR_VALUE, plan.plan.value_ops),
+            block(TENSOR_VALUE, plan.plan.count_ops),
+            block(TENSOR_BASELINE, plan.plan.value_ops, _BASELINE_SUFFIX),
+            series=len(kept),
+            over_budget=len(wanted) - len(kept),
+            ambiguous=ambiguous,
+        )
+
+    def _ops(self, plan: Plan, kind: str) -> list[str]:
+        """Return the statistics of `plan` that the page shows for tensors of `kind`, and their baselines.
+
+        Depending on the settings, these are all statistics or only those that rules use.
+        """
+
+        def is_shown(op: str) -> bool:
+            return self._all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
+
+        carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
+        return [*filter(is_shown, carried), *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
+
+    def _prefix(self, spec: MetricSpec, entry: PlanEntry, op: str) -> str:
+        own = f'kind="{label_value(str(entry.kind))}",tensor="{label_value(entry.label)}",op="{op}"'
+        return f"{spec.name}{{{self._of_rank}{own}}} ".encode("utf-8", "replace").decode()
 
     def _families(self, snapshot: Snapshot) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         for spec, samples in self._samples(snapshot):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
@@ -101,12 +101,12 @@ def entries_of(items: Sequence[PlanItem]) -> tuple[PlanEntry, ...]:
 class NamedPlan:
     """A plan, the ordered list of entries to which the numbers of a record refer, with its hash and JSON text.
 
-    Hash and text are computed once per plan and not per step.
+    Hash and text are computed once per plan and not per step. Plans with the same hash are equal.
     """
 
-    plan: Plan
+    plan: Plan = field(compare=False)
     hash: str
-    json: str
+    json: str = field(compare=False)
 
     @classmethod
     def of(cls, plan: Plan) -> NamedPlan:

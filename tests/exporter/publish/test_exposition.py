@@ -10,7 +10,6 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_exporter.publish.exposition import ExporterStats, Exposition
 from rankscope_exporter.publish.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
-from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "exporter_page.txt"
 RULES = (AnomalyNan(), AnomalyTurbulence(threshold=3.0))
@@ -156,11 +155,10 @@ def test_page_without_records_is_valid_and_a_lone_surrogate_is_replaced(record):
     assert {("bad ? name",): 1.0} == bench.samples("rankscope_scalar")
 
 
-def test_absent_tensor_has_no_sample(statistics):
-    made = statistics([PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")], [{"norm": 1.0}, None])
-    stale = Statistics(made.plan, pa.array([1.0] * len(made.values), pa.float32()), made.counts)
+def test_absent_tensor_has_no_sample(record):
+    entries = [PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")]
     bench = Bench()
-    bench.live.update(StepRecord(ts=0, step=0, statistics=stale))
+    bench.live.update(record(0, entries, [{"norm": 1.0}, None]))
 
     assert {"here"} == {tensor for _, tensor, _ in bench.samples("rankscope_tensor_value")}
 
