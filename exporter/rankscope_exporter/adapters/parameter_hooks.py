@@ -68,14 +68,15 @@ class Announced:
 
     def before(self, hook: Callable[..., None]) -> Removable:
         """Register `hook` for the beginning of each training forward pass."""
-        return _registered(self._before, hook)
+        return registered(self._before, hook)
 
     def after(self, hook: Callable[..., None]) -> Removable:
         """Register `hook` for the end of each training forward pass."""
-        return _registered(self._after, hook)
+        return registered(self._after, hook)
 
 
-def _registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> Removable:
+def registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> Removable:
+    """Add `hook` to the table `hooks`, and return the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
@@ -188,6 +189,7 @@ class ParameterHook:
 
     find: Callable[[], nn.Parameter | None]
     register: Callable[[nn.Parameter], Removable]
+    is_removed: bool = field(default=False, init=False)
     _handle: Removable | None = field(default=None, init=False)
 
     def renew_found(self) -> bool:
@@ -210,6 +212,6 @@ class ParameterHook:
 
     def remove(self) -> None:
         """Remove the hook from the parameter."""
-        handle, self._handle = self._handle, None
+        handle, self._handle, self.is_removed = self._handle, None, True
         if handle is not None:
             remove_hook(handle, self.find())

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters import Framework, torch_private
-from rankscope_exporter.adapters.fsdp1 import units
-from rankscope_exporter.adapters.fsdp2 import is_sharded
+from rankscope_exporter.adapters.fsdp import is_sharded, units
 from rankscope_exporter.adapters.parameter_names import named_parameters, plain_name
 from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.adapters.process_group import place_in
