@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -66,8 +66,13 @@ class EntryFiring(NamedTuple):
     rule: AnomalyRule
     value: float
     baseline: float | None  # before this observation; None at the first one, and for statistics without a baseline
-    threshold: float | None
     numel: int
+    call_id: int | None
+    """Number by which firings with equal micro-batch and kind are sorted.
+
+    For an entry with a parameter, it is the place of the parameter's gradient in the order in which gradients arrived;
+    None if it is unknown. For an entry without a parameter, it is the position of the entry in the plan.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,33 +82,12 @@ class StepVerdict:
     baselines: Float32s  # [len(JUDGED_OPS), T]: the values compared with, NaN if there is none
     firings: tuple[EntryFiring, ...] = ()  # in causal order: micro-batch, kind, call
     left_out: int = 0  # firings beyond the limit
-    firing: frozenset[tuple[str, str]] = field(default_factory=frozenset)
+    firing: frozenset[tuple[str, str]] = frozenset()
     """The pair (rule, kind) of every rule that holds for at least one entry of the kind.
 
     If several rules hold for one statistic, only the first of them gives an event, but all of them are in this set. The
     PromQL forms of the rules give the same pairs.
     """
-    calls: Mapping[int, int] = field(default_factory=dict)
-    """Number by which firings with equal micro-batch and kind are sorted, for each plan entry with a firing.
-
-    The keys of this dictionary are the positions of plan entries in the plan. For an entry with a parameter, the number
-    is the place of the parameter's gradient in the order in which gradients arrived, or -1 if it is unknown. For an
-    entry without a parameter, the number is the position of the entry in the plan.
-    """
-
-    def call_order(self, entry: int) -> int | None:
-        """Return the sort number of an entry's firings among those with equal micro-batch and kind; None if unknown."""
-        order = self.calls.get(entry, -1)
-        return None if order < 0 else order
-
-
-@dataclass(frozen=True, slots=True)
-class _Scope:
-    """The plan entries for which a rule evaluates one statistic."""
-
-    rule: AnomalyRule
-    order: int
-    mask: Bools | None  # bool [T]; None for all entries
 
 
 class AnomalyDetector:
@@ -126,11 +110,8 @@ class AnomalyDetector:
         self._tell = tell
         self._has_told = False
         self._intended = np.empty(0, np.int64)  # number of infinities of each entry that are no anomaly
-        self._kinds: list[str] = []
-        self._kind_of_entry = np.empty(0, np.int64)
-        self._position_of_entry = np.empty(0, np.float64)
-        self._owner_of_entry = np.empty(0, np.int64)
-        self._scopes: dict[str, tuple[_Scope, ...]] = {}
+        self._judged: dict[str, list[tuple[int, Bools]]] = {}
+        """By op: the positions of the rules that evaluate it, each with a mask [T] of the entries that it evaluates."""
         self._baselines = np.empty((len(JUDGED_OPS), 0), np.float32)
         self._missing_values = np.empty((len(JUDGED_OPS), 0), np.int64)
         self._scalars: dict[tuple[str, str | None], SeriesEvaluator] = {}
@@ -144,16 +125,13 @@ class AnomalyDetector:
         For each entry, `owners` has the position of the parameter of the entry, -1 for an entry without a parameter. A
         position counts in the list of all parameters of the model. If `owners` is None, no entry has a parameter.
         """
-        if entries is self.entries and self._scopes:
+        if entries is self.entries and self._judged:
             return
-        before = np.full(len(entries), -1, np.int64)
-        if self.entries:
-            column = {entry.series: place for place, entry in enumerate(self.entries)}
-            before = np.array([column.get(entry.series, -1) for entry in entries], np.int64)
+        column = {entry.series: place for place, entry in enumerate(self.entries)}
+        before = np.array([column.get(entry.series, -1) for entry in entries], np.int64)
         self.entries = entries
-        self._kinds += sorted({entry.kind for entry in entries} - set(self._kinds))
-        place = {kind: index for index, kind in enumerate(self._kinds)}
-        self._kind_of_entry = np.array([place[entry.kind] for entry in entries], np.int64)
+        kinds, self._kind_of_entry = np.unique(np.array([entry.kind for entry in entries], str), return_inverse=True)
+        self._kinds: list[str] = kinds.tolist()
         self._position_of_entry = np.array([_position(entry.kind, entry.micro_step) for entry in entries], np.float64)
         self._owner_of_entry = np.array([-1] * len(entries) if owners is None else owners, np.int64)
         needed = [[needed_values(self._rules, kind, op) for op in JUDGED_OPS] for kind in self._kinds]
@@ -163,7 +141,7 @@ class AnomalyDetector:
             self._baselines, before, np.full((len(JUDGED_OPS), len(entries)), math.nan, np.float32)
         )
         self._intended = _carried(self._intended[np.newaxis], before, np.full((1, len(entries)), _UNSEEN))[0]
-        self._scopes = {op: self._scopes_of(op) for op in _OPS}
+        self._judged = {op: self._judging(op) for op in _OPS}
 
     def observe(self, finished: Finished, arrived: Sequence[int] = ()) -> StepVerdict:
         """Evaluate the rules for the statistics of one step, and update the baselines. Return the result.
@@ -179,10 +157,13 @@ class AnomalyDetector:
             shown = np.where(finished.present, against, np.float32(math.nan))
             if not verdicts:
                 return StepVerdict(shown)
-            calls = self._calls(arrived)
-            firings, left_out = self._firings(finished, before, verdicts, calls)
-            order = {firing.entry: int(calls[firing.entry]) for firing in firings}
-            return StepVerdict(shown, firings, left_out, self._firing(verdicts), order)
+            firings, left_out = self._firings(finished, before, verdicts, self._calls(arrived))
+            pairs = frozenset(
+                (self._rules[order].name, self._kinds[kind])
+                for (_, order), fires in verdicts.items()
+                for kind in np.unique(self._kind_of_entry[fires]).tolist()
+            )
+            return StepVerdict(shown, firings, left_out, pairs)
 
     def check_scalar(self, name: str, value: float, labels: str | None = None) -> Firing | None:
         """Return the firing of the first rule that holds for `value`, a value of the scalar `name`; None without one.
@@ -215,8 +196,6 @@ class AnomalyDetector:
         against = np.where(first, self._baselines, before)
         early = self._missing_values > 0
         self._missing_values -= seen
-        if not early.any():
-            return before, against
         return np.where(early, np.float32(math.nan), before), np.where(early, np.float32(math.nan), against)
 
     def _find_intended(self, finished: Finished) -> None:
@@ -232,21 +211,17 @@ class AnomalyDetector:
         found = np.where((nans == 0) & (infs > 0), np.where(of_kind == _NUMBER_AT_FIRST, infs, of_kind), 0)
         self._intended = np.where(first, found, self._intended)
         names = dict.fromkeys(self.entries[entry].tensor for entry in np.flatnonzero(first & (found > 0)).tolist())
-        if names and not self._has_told and self._scopes["infs"]:
+        if names and not self._has_told and self._judged["infs"]:
             self._has_told = True
             self._tell(
                 f"infinities that tensors have from their first value on are no anomaly: {', '.join([*names][:3])}"
             )
 
-    def _scopes_of(self, op: str) -> tuple[_Scope, ...]:
-        scopes = []
-        for order, rule in enumerate(self._rules):
-            judged = np.array([rule.judges(kind, op) for kind in self._kinds], np.bool_)
-            if judged.any():
-                scopes.append(_Scope(rule, order, None if judged.all() else judged[self._kind_of_entry]))
-        return tuple(scopes)
+    def _judging(self, op: str) -> list[tuple[int, Bools]]:
+        of_kinds = [np.array([rule.judges(kind, op) for kind in self._kinds], np.bool_) for rule in self._rules]
+        return [(order, judged[self._kind_of_entry]) for order, judged in enumerate(of_kinds) if judged.any()]
 
-    def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], tuple[_Scope, Bools]]:
+    def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], Bools]:
         """Return a bool array [entries] for each op and rule: True for the plan entries for which the rule holds.
 
         The keys are pairs of an op and the position of a rule in the list of rules. Rules that hold for no entry are
@@ -254,8 +229,8 @@ class AnomalyDetector:
         """
         verdicts = {}
         value: npt.NDArray[Any]
-        for op, scopes in self._scopes.items():
-            if not scopes:
+        for op, judging in self._judged.items():
+            if not judging:
                 continue
             if op in _COUNTS_JUDGED:
                 value = finished.counts[COUNT_OPS.index(op)]
@@ -264,19 +239,14 @@ class AnomalyDetector:
                 value = finished.values[VALUE_OPS.index(op)].astype(np.float64)
             baseline = against[JUDGED_OPS.index(op)].astype(np.float64) if op in JUDGED_OPS else _NO_BASELINE
             exists = finished.present if op in _COUNTS_JUDGED else finished.present & ~np.isnan(value)
-            for scope in scopes:
-                fires = scope.rule.fires(op, value, baseline) & exists
-                fires = fires if scope.mask is None else fires & scope.mask
+            for order, mask in judging:
+                fires = self._rules[order].fires(op, value, baseline) & exists & mask
                 if fires.any():
-                    verdicts[op, scope.order] = scope, fires
+                    verdicts[op, order] = fires
         return verdicts
 
     def _firings(
-        self,
-        finished: Finished,
-        before: Float32s,
-        verdicts: dict[tuple[str, int], tuple[_Scope, Bools]],
-        calls: Integers,
+        self, finished: Finished, before: Float32s, verdicts: dict[tuple[str, int], Bools], calls: Integers
     ) -> tuple[tuple[EntryFiring, ...], int]:
         """Return at most `limit` firings of a step, and the number of the remaining firings, which are left out.
 
@@ -285,16 +255,18 @@ class AnomalyDetector:
         """
         no_rule = len(self._rules)
         winner = np.full((len(finished.present), len(_OPS)), no_rule, np.int64)
-        for (op, order), (_, fires) in verdicts.items():
+        for (op, order), fires in verdicts.items():
             column = winner[:, _OPS.index(op)]
             column[fires] = np.minimum(column[fires], order)
         nans, infs = winner[:, 0], winner[:, 1]
         infs[nans < no_rule] = no_rule
         places = np.argwhere(winner < no_rule)
         # The limit must remove effects, not causes: one NaN loss causes firings of every kind of every tensor.
-        places = places[np.argsort(self._causal_rank(places[:, 0], calls), kind="stable")]
+        last = int(calls.max()) + 1  # entries with an unknown position are last
+        rank = self._position_of_entry * (last + 1) + np.where(calls < 0, last, calls)
+        places = places[np.argsort(rank[places[:, 0]], kind="stable")]
         firings = tuple(
-            self._firing_at(finished, before, entry, _OPS[column], self._rules[int(winner[entry, column])])
+            self._firing_at(finished, before, calls, entry, op=_OPS[column], rule=self._rules[winner[entry, column]])
             for entry, column in places[: self._limit].tolist()
         )
         return firings, max(0, len(places) - self._limit)
@@ -309,26 +281,17 @@ class AnomalyDetector:
         seen = np.array([place.get(owner, -1) for owner in self._owner_of_entry.tolist()], np.int64)
         return np.where(self._owner_of_entry >= 0, seen, own)
 
-    def _causal_rank(self, entries: Integers, calls: Integers) -> npt.NDArray[np.float64]:
-        last = int(calls.max()) + 1  # entries with an unknown position are last
-        order = np.where(calls < 0, last, calls)[entries]
-        return self._position_of_entry[entries] * (last + 1) + order
-
-    def _firing_at(self, finished: Finished, before: Float32s, entry: int, op: str, rule: AnomalyRule) -> EntryFiring:
+    def _firing_at(
+        self, finished: Finished, before: Float32s, calls: Integers, entry: int, *, op: str, rule: AnomalyRule
+    ) -> EntryFiring:
         if op in _COUNTS_JUDGED:
             value = float(finished.counts[COUNT_OPS.index(op), entry])
         else:
             value = float(finished.values[VALUE_OPS.index(op), entry])
         baseline = float(before[JUDGED_OPS.index(op), entry]) if op in JUDGED_OPS else math.nan
-        numel = finished.counts[COUNT_OPS.index("numel"), entry]
-        return EntryFiring(entry, op, rule, value, None if math.isnan(baseline) else baseline, rule.limit(), int(numel))
-
-    def _firing(self, verdicts: dict[tuple[str, int], tuple[_Scope, Bools]]) -> frozenset[tuple[str, str]]:
-        return frozenset(
-            (scope.rule.name, self._kinds[kind])
-            for scope, fires in verdicts.values()
-            for kind in np.unique(self._kind_of_entry[fires]).tolist()
-        )
+        numel, call = int(finished.counts[COUNT_OPS.index("numel"), entry]), int(calls[entry])
+        known = None if math.isnan(baseline) else baseline
+        return EntryFiring(entry, op, rule, value, known, numel, None if call < 0 else call)
 
 
 def _carried(old: npt.NDArray[Any], before: Integers, fresh: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -349,18 +312,12 @@ def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, .
     """Return the anomalies of one step in causal order: a cause comes before its effects."""
 
     def key(event: Event) -> tuple[float, ...]:
-        return causal_key(
-            step=step,
-            micro_step=event.micro_step,
-            kind=event.kind,
-            vpp_stage=event.vpp_stage,
-            pp_stage=event.pp_stage,
-            call_id=event.call_id,
-            op=event.op,
-        )
+        return causal_key(step=step, **{name: getattr(event, name) for name in _CAUSAL_FIELDS})
 
     return tuple(sorted(events, key=key))
 
+
+_CAUSAL_FIELDS: Final = ("micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op")
 
 PATIENCE: Final = 3
 """The number of sampled steps with an update after which a kind without rows is reported."""
@@ -390,24 +347,21 @@ class SilentKinds:
         self._seen: dict[str, _Seen] = {}
         self._present: set[str] = set()
         self._plan: Plan | None = None
-        self._names = np.zeros(0, object)  # of the kinds in the plan
+        self._names = np.zeros(0, str)  # of the kinds in the plan
         self._kinds = np.zeros(0, np.int64)  # by entry of the plan: position of its kind in `_names`
 
     def see(self, plan: Plan, present: npt.NDArray[np.bool_]) -> None:
         """Store the kinds of statistics that a step has. `present` is true for the entries of `plan` with a row."""
         if plan is not self._plan:
-            positions: dict[str, int] = {}
-            names = (_name(entry.kind, entry.micro_step) for entry in plan.entries)
-            self._kinds = np.array([positions.setdefault(name, len(positions)) for name in names], np.int64)
-            self._plan, self._names = plan, np.array(list(positions), object)
+            names = [_name(entry.kind, entry.micro_step) for entry in plan.entries]
+            self._names, self._kinds = np.unique(np.array(names, str), return_inverse=True)
+            self._plan = plan
         self._present = set(self._names[np.unique(self._kinds[present])].tolist())
 
     def judge(self, expected: Iterable[ExpectedRows], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Publish notices about kinds that the step should have. `rows` has the rows of its other datasets."""
         present, self._present = self._present, set()
-        for dataset in _OF_KINDS:
-            for row in rows.get(dataset, ()):
-                present.add(row["kind"])
+        present |= {row["kind"] for dataset in _OF_KINDS for row in rows.get(dataset, ())}
         for item in expected:
             never, lost = [], []
             for kind in sorted(item.kinds):

@@ -23,7 +23,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType, Severity
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
@@ -37,6 +36,7 @@ from rankscope_exporter.publish.latest_values import NO_KIND
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.records.record import (
     Deferred,
+    Pending,
     Row,
     Scalar,
     Statistics,
@@ -352,23 +352,15 @@ class Publisher:
         call = self._boundary.call
         where = "computing the statistics of a step"
         record.statistics, verdict = call(where, self._statistics, record) or (None, None)
-        scalars: list[Scalar] = []
-        for pending in record.pending:
-            scalar = call("a logged number", pending.scalar)
-            if scalar is not None:
-                scalars.append(scalar)
-        found_inf = False
-        for pending in record.found_inf:
-            scalar = call("found_inf", pending.scalar)
-            found_inf = found_inf or (scalar is not None and bool(scalar.value))
-        if found_inf:
+        scalars = self._read("a logged number", record.pending)
+        if any(scalar.value for scalar in self._read("found_inf", record.found_inf)):
             record.events.append(skipped_event())
         if record.is_skipped is not None and self.skipped.is_reported(record):
             record.events.append(skipped_event())
         firing: set[tuple[str, str]] = set()
         if verdict is not None:
             for item in verdict.firings:
-                record.events.append(self._anomaly(item, verdict))
+                record.events.append(self._anomaly(item))
             firing |= verdict.firing
             self.events_left_out += verdict.left_out
         for event in self._scalar_anomalies(scalars):
@@ -387,6 +379,10 @@ class Publisher:
             setattr(record, dataset, items)
         record.release()
         self._publish_record(record)
+
+    def _read(self, where: str, numbers: Sequence[Pending]) -> list[Scalar]:
+        read = (self._boundary.call(where, pending.scalar) for pending in numbers)
+        return [scalar for scalar in read if scalar is not None]
 
     def _publish_record(self, record: StepRecord) -> None:
         if self._is_blocked and self.is_current_thread:
@@ -422,7 +418,7 @@ class Publisher:
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
         return Statistics(plan, values, counts, version.ops, measured), verdict
 
-    def _anomaly(self, firing: EntryFiring, verdict: StepVerdict) -> Event:
+    def _anomaly(self, firing: EntryFiring) -> Event:
         entry = self._detector.entries[firing.entry]
         return _event_of(
             firing.rule,
@@ -434,7 +430,7 @@ class Publisher:
             baseline=firing.baseline,
             vpp_stage=entry.vpp_stage,
             micro_step=entry.micro_step,
-            call_id=verdict.call_order(firing.entry),
+            call_id=firing.call_id,
             message=_message(firing, entry),
         )
 
@@ -503,10 +499,10 @@ def arrow_statistics(
     first statistic for all plan entries. The values of the second statistic follow, and so on. In the argument
     `finished`, NaN represents null. This is safe because no statistic over finite elements is NaN.
     """
-    numbers = _arrow(np.concatenate((finished.values[_rows_of_ops(value_ops)], baselines)), pa.float32())
-    values = pc.if_else(pc.is_nan(numbers), pa.scalar(None, pa.float32()), numbers)
+    numbers = np.concatenate((finished.values[_rows_of_ops(value_ops)], baselines))
     exists: npt.NDArray[np.bool_] = np.broadcast_to(finished.present, finished.counts.shape)
-    return values, arrow_counts(finished.counts, exists & published.counts if published is not None else exists)
+    counts = arrow_counts(finished.counts, exists if published is None else exists & published.counts)
+    return pa.array(numbers.ravel(), pa.float32(), from_pandas=True), counts  # with it, NaN becomes null
 
 
 @lru_cache
@@ -516,13 +512,4 @@ def _rows_of_ops(value_ops: tuple[str, ...]) -> list[int]:
 
 def arrow_counts(counts: npt.NDArray[np.int64], exists: npt.NDArray[np.bool_]) -> pa.Int64Array:
     """Return `counts` [statistics, entries] in row-major order as an int64 array, null where `exists` is false."""
-    numbers = _arrow(counts, pa.int64())
-    if exists.all():
-        return numbers
-    valid = _arrow(exists.astype(np.uint8), pa.uint8()).cast(pa.bool_())
-    return pc.if_else(valid, numbers, pa.scalar(None, pa.int64()))
-
-
-def _arrow(numbers: npt.NDArray[Any], arrow_type: pa.DataType) -> pa.Array:
-    """Return the elements of `numbers` in row-major order as an Arrow array that shares their memory."""
-    return pa.Array.from_buffers(arrow_type, numbers.size, [None, pa.py_buffer(np.ascontiguousarray(numbers))])
+    return pa.array(counts.ravel(), pa.int64(), mask=~exists.ravel())
