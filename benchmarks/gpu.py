@@ -258,7 +258,7 @@ def hardware() -> list[Row]:
     gpu = None if nvml is None or uuid is None else Gpu.open(nvml, uuid)
     if gpu is None:
         return []
-    metrics = gpu.read(_raised)  # the first reading drops the metrics that the GPU does not have
+    metrics = gpu.read(_raised)
     taken, used = [], []
     for _ in range(50):
         began, began_cpu = time.perf_counter(), time.thread_time()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 from _rows import Row, print_rows
 from monitor_overhead import Model
 from torch import nn
 
 from rankscope_exporter.adapters import framework_of
-from rankscope_exporter.monitors.hardware import from_proc, from_psutil
-from rankscope_exporter.monitors.resources import ResourceObserver
+from rankscope_exporter.monitors.hardware import ResourceObserver, machine_state
 from rankscope_exporter.monitors.throughput import ALONE, Throughput, ThroughputConfig, six_n
 from rankscope_exporter.records.record import Pending, StepRecord, timing
 
@@ -24,9 +22,7 @@ def run() -> list[Row]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Model()
-    process = psutil.Process()
     resources = ResourceObserver(torch.device("cpu"), dict, lambda: 1)
-    host = (("psutil", lambda: from_psutil(psutil, process, lambda _name, ask: ask())), ("/proc", from_proc))
     return [
         Row(
             "find 6 N for 12 layers",
@@ -37,7 +33,7 @@ def run() -> list[Row]:
         Row("a step, on the training thread", 1e6 * followed(model), "us CPU"),
         Row("a step, on the publisher's thread", 1e6 * published(model), "us CPU"),
         Row("resident memory, of a measured step", 1e6 * seconds_of(resources.of_process), "us CPU"),
-        *(Row(f"one look, by {name}", 1e6 * seconds_of(read), "us CPU", "every 5 s") for name, read in host),
+        Row("one look at process and machine", 1e6 * seconds_of(machine_state), "us CPU", "every 5 s"),
     ]
 
 

@@ -6,8 +6,7 @@ from typing import Any
 from tests.exporter.monitors.hardware.recorded_nvml import RecordedNvml
 
 from rankscope_exporter.monitors import hardware
-from rankscope_exporter.monitors.hardware import HardwarePoller
-from rankscope_exporter.monitors.resources import ResourceObserver, allocator_scalars
+from rankscope_exporter.monitors.hardware import ResourceObserver, allocator_scalars
 
 UUID = "bbbbbbbb-0000-1111-2222-333333333333"
 READINGS_PER_ERROR = 20
@@ -30,5 +29,5 @@ def simulate() -> None:
         return list(allocator_scalars(stats | {"num_alloc_retries": next(calls) // READINGS_PER_ERROR, "num_ooms": 0}))
 
     hardware.uuid_of = lambda _device: UUID
-    HardwarePoller.__init__.__kwdefaults__ = {"nvml": lambda: nvml}
+    hardware.load_nvml = lambda: nvml
     ResourceObserver.of_allocator = of_allocator  # type: ignore[method-assign]

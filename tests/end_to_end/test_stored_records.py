@@ -15,7 +15,6 @@ from torch import nn
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter import Monitor, MonitorConfig, count_flops
 from rankscope_exporter.monitors import hardware
-from rankscope_exporter.monitors.hardware import HardwarePoller
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
 
@@ -83,7 +82,7 @@ def query(page):
 def test_gpu_clocks_join_steps_by_time_and_slow_ranks_are_found(monkeypatch):
     double = RecordedNvml()
     monkeypatch.setattr(hardware, "uuid_of", lambda _device: "bbbbbbbb-0000-1111-2222-333333333333")
-    monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})
+    monkeypatch.setattr(hardware, "load_nvml", lambda: double)
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {

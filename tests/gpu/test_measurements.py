@@ -16,8 +16,7 @@ from torch import nn
 
 from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor
-from rankscope_exporter.monitors.hardware import Gpu, load_nvml, uuid_of
-from rankscope_exporter.monitors.resources import ResourceObserver
+from rankscope_exporter.monitors.hardware import Gpu, ResourceObserver, load_nvml, uuid_of
 from rankscope_exporter.records.record import StepRecord
 
 FORWARD, BACKWARD, UPDATE = 0.03, 0.05, 0.02

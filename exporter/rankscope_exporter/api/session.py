@@ -24,8 +24,7 @@ from rankscope_exporter.measure.kernels.compiled import warm_up_seconds
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
-from rankscope_exporter.monitors.hardware import HardwarePoller
-from rankscope_exporter.monitors.resources import ResourceObserver
+from rankscope_exporter.monitors.hardware import HardwarePoller, ResourceObserver
 from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
 from rankscope_exporter.monitors.throughput import Parallel, Throughput
 from rankscope_exporter.process import lifecycle

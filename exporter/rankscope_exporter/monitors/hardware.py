@@ -1,12 +1,14 @@
-"""Thread that reads the state of this rank's GPU, the process and the machine every few seconds.
+"""State of this rank's GPU, the process and the machine, and the CPU time of the monitor.
 
-Each reading is published as a separate record with its time and without a step, so no value is repeated at later steps.
+A thread reads GPU, process and machine every few seconds. Each reading is published as a separate record with its time
+and without a step, so no value is repeated at later steps. The memory of the process and of the device's allocator, and
+the CPU time of the monitor, are scalars in the record of a step (`ResourceObserver`).
 
 The GPU is read through NVML, and its metrics are in base units. It is found by its UUID, because CUDA_VISIBLE_DEVICES
 changes the device numbers. `nvidia-ml-py` is imported at run time. Without this package or a driver, there are no GPU
 metrics; that is not an error.
 
-The source of CPU, memory, page faults and disk I/O is psutil if installed, otherwise /proc.
+CPU, memory, page faults and disk I/O are read from /proc.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +30,7 @@ import torch
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
-from rankscope_exporter.records.record import Scalar, StepRecord
+from rankscope_exporter.records.record import Scalar, StepObserver, StepRecord
 
 _ALL_LINKS: Final = 0xFFFFFFFF
 _KIB: Final = 1024
@@ -185,9 +189,6 @@ _MEANINGS: Final = {
 }
 """Meanings of the XID error codes that occur during training, from NVIDIA's list."""
 
-# Errors of the driver that will not change later: the metric is not read again.
-_FINAL: Final = ("NOT_SUPPORTED", "FUNCTION_NOT_FOUND", "NO_PERMISSION", "INVALID_ARGUMENT")
-
 
 def uuid_of(device: torch.device) -> str | None:
     """Return the UUID of a CUDA device, without NVML's prefix `GPU-` or `MIG-`; None for any other device."""
@@ -212,7 +213,6 @@ class Gpu:
         self._nvml = nvml
         self._handle = handle
         self.uuid = uuid
-        self._readings = dict(READINGS)
         self._failed: set[str] = set()
         self._xids = 0
         self._events = self._event_set()
@@ -236,7 +236,7 @@ class Gpu:
 
     def read(self, report: Report) -> list[Scalar]:
         """Return all metrics that the GPU supports, each read independently; report errors other than NVMLError."""
-        found = [scalar for name in list(self._readings) for scalar in self._read(name, report)]
+        found = [scalar for name in READINGS for scalar in self._read(name, report)]
         if self._events is not None:
             found.append(Scalar("gpu_xid_errors_total", float(self._xids), "errors"))
         return [Scalar(item.name, item.value, item.unit, {**item.labels, "gpu": self.uuid}) for item in found]
@@ -266,12 +266,9 @@ class Gpu:
 
     def _read(self, name: str, report: Report) -> Iterable[Scalar]:
         try:
-            return list(self._readings[name](self._nvml, self._handle))
-        except (self._nvml.NVMLError, AttributeError) as error:
+            return list(READINGS[name](self._nvml, self._handle))
+        except (self._nvml.NVMLError, AttributeError) as error:  # AttributeError: an older nvidia-ml-py
             self._log_once(name, error)
-            # An older nvidia-ml-py does not have the function, and raises AttributeError.
-            if getattr(error, "value", None) in {None, *(getattr(self._nvml, f"NVML_ERROR_{it}") for it in _FINAL)}:
-                del self._readings[name]
         except Exception as error:  # noqa: BLE001 - the other metrics are read after an error of one
             report(f"reading {name} of the GPU", error)
         return ()
@@ -320,16 +317,15 @@ def _quietly(nvml: Any, function: Any, *args: Any) -> None:
 
 _PROC: Final = Path("/proc")
 
-
 State = Mapping[str, float]
 """State of the process and the machine at one time: the known values by the name of their metric.
 
-In addition, it has the sums of the busy seconds, and of the busy and idle seconds, of all CPUs. They are not published,
-but used to compute the CPU utilization.
+In addition, it has the sums of the busy clock ticks, and of the busy and idle clock ticks, of all CPUs. They are not
+published, but used to compute the CPU utilization.
 """
 
-_BUSY: Final = "busy_seconds"
-_ALL: Final = "all_seconds"
+_BUSY: Final = "busy_ticks"
+_ALL: Final = "all_ticks"
 
 
 def host_scalars(before: State, now: State) -> Iterator[Scalar]:
@@ -345,114 +341,43 @@ def host_scalars(before: State, now: State) -> Iterator[Scalar]:
         yield Scalar("host_cpu_utilization", min(1.0, max(0.0, (now[_BUSY] - before[_BUSY]) / passed)), "ratio")
 
 
-class Host:
-    """Reads the state of this process and its machine. Only one thread may use it.
-
-    A psutil function that fails, for example because a container hides a file of /proc, is reported once and skipped.
-    """
-
-    def __init__(self, report: Report, psutil: Any = None) -> None:
-        self._report = report
-        self._reported: set[str] = set()
-        self._psutil = psutil if psutil is not None else _installed()
-        self._process = None if self._psutil is None else self._call("Process", self._psutil.Process)
-
-    def state(self) -> State:
-        return from_proc() if self._process is None else from_psutil(self._psutil, self._process, self._call)
-
-    def _call(self, name: str, function: Callable[[], Any]) -> Any:
-        try:
-            return function()
-        except Exception as error:  # noqa: BLE001 - psutil raises its own errors, OSError, NotImplementedError and more
-            if name not in self._reported:
-                self._reported.add(name)
-                self._report(f"psutil.{name}()", error)
-            return None
-
-
-def _installed() -> Any:
-    try:
-        return importlib.import_module("psutil")
-    except Exception:  # noqa: BLE001 - not installed, or not for this system: /proc is read instead
-        return None
-
-
-def _of_process() -> dict[str, float]:
-    """Return the values that every operating system has for a process."""
+def machine_state() -> State:
+    """Return the state of the process and the machine. Values of a file of /proc that cannot be read are absent."""
+    memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
+    # User, nice, system, idle, iowait, irq, softirq and steal time of all CPUs.
+    ticks = [float(word) for line in _lines("stat")[:1] for word in line.split()[1:9]]
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {
+    found = {
         "process_cpu_seconds_total": usage.ru_utime + usage.ru_stime,
         "process_major_faults_total": float(usage.ru_majflt),
         "process_involuntary_switches_total": float(usage.ru_nivcsw),
-    }
-
-
-def from_psutil(psutil: Any, process: Any, call: Callable[[str, Callable[[], Any]], Any]) -> State:
-    """Return the state of the process and the machine from psutil. Some operating systems lack some of the values.
-
-    The function `call` calls its second argument, a function of psutil, and returns the result, or None after an error.
-    Its first argument is the name of this function for the report of the error.
-    """
-    found = _of_process()
-    if (threads := call("num_threads", process.num_threads)) is not None:
-        found["process_threads"] = threads
-    if hasattr(process, "io_counters") and (io := call("io_counters", process.io_counters)) is not None:
-        found |= {"process_read_bytes_total": io.read_bytes, "process_written_bytes_total": io.write_bytes}
-    if (memory := call("virtual_memory", psutil.virtual_memory)) is not None:
-        found |= {"host_memory_available_bytes": memory.available, "host_memory_total_bytes": memory.total}
-    if (swap := call("swap_memory", psutil.swap_memory)) is not None:
-        found["host_swap_used_bytes"] = swap.used
-    if (machine := call("cpu_times of the machine", psutil.cpu_times)) is not None:
-        # The time of guests is already part of the user time.
-        all_seconds = sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
-        found |= {_ALL: all_seconds, _BUSY: all_seconds - machine.idle - getattr(machine, "iowait", 0.0)}
-    return {name: float(value) for name, value in found.items()}
-
-
-def from_proc() -> State:
-    """Return the state of the process and the machine from the files of /proc.
-
-    On systems without /proc, such as macOS, only the CPU time, page faults and context switches are known.
-    """
-    memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
-    swap = [memory[name] for name in ("SwapTotal", "SwapFree") if name in memory]
-    ticks = _processor_ticks()
-    found = {
         "process_threads": status.get("Threads"),
         "process_read_bytes_total": io.get("read_bytes"),
         "process_written_bytes_total": io.get("write_bytes"),
         "host_memory_available_bytes": memory.get("MemAvailable"),
         "host_memory_total_bytes": memory.get("MemTotal"),
-        "host_swap_used_bytes": swap[0] - swap[1] if len(swap) == 2 else None,
+        "host_swap_used_bytes": memory["SwapTotal"] - memory["SwapFree"] if "SwapFree" in memory else None,
         _BUSY: sum(ticks) - sum(ticks[3:5]) if ticks else None,
         _ALL: sum(ticks) if ticks else None,
     }
-    return _of_process() | {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _table(name: str) -> dict[str, float]:
-    """Return the numbers of a file in /proc with lines `name: number` or `name: number kB`, in bytes, by name.
-
-    The result is empty if the file cannot be read.
-    """
-    try:
-        lines = (_PROC / name).read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = ((line.partition(":")[0], line.partition(":")[2].split()) for line in lines)
+    """Return the numbers of a file in /proc with lines `name: number` or `name: number kB`, in bytes, by name."""
+    pairs = ((line.partition(":")[0], line.partition(":")[2].split()) for line in _lines(name))
     return {
-        key: float(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+        key: float(words[0]) * (_KIB if words[1:] == ["kB"] else 1)
         for key, words in pairs
         if words and words[0].isdigit()
     }
 
 
-def _processor_ticks() -> list[float]:
-    """Return the user, nice, system, idle, iowait, irq, softirq and steal time of all CPUs in clock ticks."""
-    # The result is empty if the times are unknown.
+def _lines(name: str) -> list[str]:
+    """Return the lines of a file in /proc; empty if it cannot be read."""
     try:
-        return [float(word) for word in (_PROC / "stat").read_text().splitlines()[0].split()[1:9]]
-    except (OSError, IndexError):
+        return (_PROC / name).read_text().splitlines()
+    except OSError:
         return []
 
 
@@ -468,7 +393,6 @@ class HardwarePoller:
     every_seconds: float
     hand_over: Callable[[StepRecord], None]
     boundary: ErrorBoundary
-    nvml: Callable[[], Any] = field(default=load_nvml, kw_only=True)
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
@@ -491,19 +415,18 @@ class HardwarePoller:
 
     def _run(self) -> None:
         gpu = self.boundary.call("opening the GPU", self._open)
-        host = Host(self.boundary.report)
-        before = self.boundary.call("reading the machine", host.state)
+        before = self.boundary.call("reading the machine", machine_state)
         while not self._stopped.wait(self.every_seconds):
-            before = self.boundary.call("publishing the hardware", self._publish, gpu, host, before) or before
+            before = self.boundary.call("publishing the hardware", self._publish, gpu, before) or before
         if gpu is not None:
             self.boundary.call("closing the GPU", gpu.close)
 
     def _open(self) -> Gpu | None:
         uuid = uuid_of(self.device)
-        nvml = None if uuid is None else self.nvml()
+        nvml = None if uuid is None else load_nvml()
         return None if uuid is None or nvml is None else Gpu.open(nvml, uuid)
 
-    def _publish(self, gpu: Gpu | None, host: Host, before: Any) -> Any:
+    def _publish(self, gpu: Gpu | None, before: Any) -> Any:
         """Publish the current hardware metrics, and return the state of the machine.
 
         The caller passes this state as `before` to the next call, which derives the CPU utilization from it.
@@ -513,9 +436,78 @@ class HardwarePoller:
         call, report = self.boundary.call, self.boundary.report
         events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []
         of_gpu = [] if gpu is None else call("reading the GPU", gpu.read, report) or []
-        state = call("reading the machine", host.state)
+        state = call("reading the machine", machine_state)
         of_host = [] if before is None or state is None else list(host_scalars(before, state))
         scalars = [*of_host, *of_gpu]
         if scalars or events:
             self.hand_over(StepRecord.now(events=events, later=[lambda: scalars]))
         return state
+
+
+_STATM: Final = _PROC / "self/statm"
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+_OF_ALLOCATOR: Final = {
+    "device_memory_allocated_bytes": ("allocated_bytes.all.current", "bytes"),
+    "device_memory_reserved_bytes": ("reserved_bytes.all.current", "bytes"),
+    "device_memory_allocated_peak_bytes": ("allocated_bytes.all.peak", "bytes"),
+    "device_memory_reserved_peak_bytes": ("reserved_bytes.all.peak", "bytes"),
+    "device_memory_alloc_retries_total": ("num_alloc_retries", None),
+    "device_memory_ooms_total": ("num_ooms", None),
+}
+
+
+def allocator_scalars(stats: Mapping[str, int]) -> Iterator[Scalar]:
+    """Yield a scalar for each published statistic of a device's allocator that `stats` contains."""
+    for name, (key, unit) in _OF_ALLOCATOR.items():
+        if key in stats:
+            yield Scalar(name, float(stats[key]), unit)
+
+
+EVERY_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class ResourceObserver(StepObserver):
+    """Adds scalars about memory to each sampled step, and two overhead measures to a step every 10 s.
+
+    The overhead measures are the CPU seconds of each monitor thread, and the sampling stretch. They are always added to
+    the first and to the last step. The publisher thread reads all of them before it publishes the step.
+    """
+
+    device: torch.device
+    seconds: Callable[[], Mapping[str, float]]
+    """Function that returns the CPU seconds that each thread of the monitor has used so far, by name of the thread."""
+    stretch: Callable[[], int]
+    """Function that returns the factor by which the overhead controller has multiplied the sampling interval."""
+    due_at: float = field(default=float("-inf"), init=False)
+
+    def on_publish(self, record: StepRecord) -> None:
+        if record.is_skipped is None:  # not the end of a step
+            return
+        if record.sampled:
+            record.later += [self.of_process, self.of_allocator]
+        now = time.monotonic()
+        if now >= self.due_at:
+            self.due_at = now + EVERY_SECONDS
+            record.later.append(self._scalars)
+
+    def on_training_end(self) -> None:
+        self.due_at = float("-inf")
+
+    def of_process(self) -> list[Scalar]:
+        """Return a scalar with the resident memory of this process in bytes."""
+        resident = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+        return [Scalar("resident_memory_bytes", float(resident), "bytes")]
+
+    def of_allocator(self) -> list[Scalar]:
+        """Return scalars with statistics of torch's allocator for an accelerator. Does not wait for the device."""
+        if self.device.type == "cpu":
+            return []
+        return list(allocator_scalars(torch.accelerator.memory_stats(self.device)))
+
+    def _scalars(self) -> list[Scalar]:
+        spent = [
+            Scalar("overhead_seconds", value, "seconds", {"thread": name}) for name, value in self.seconds().items()
+        ]
+        return [*spent, Scalar("sampling_stretch", float(self.stretch()))]

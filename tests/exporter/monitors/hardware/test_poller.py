@@ -28,13 +28,11 @@ from rankscope_exporter.monitors.hardware import (
     THROTTLE_REASONS,
     Gpu,
     HardwarePoller,
-    Host,
-    from_proc,
-    from_psutil,
+    ResourceObserver,
     host_scalars,
+    machine_state,
     uuid_of,
 )
-from rankscope_exporter.monitors.resources import ResourceObserver
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import StepRecord
 
@@ -47,7 +45,7 @@ def nvml(monkeypatch) -> RecordedNvml:
     """Simulate a machine on which torch trains on the busy GPU of the recording."""
     double = RecordedNvml()
     monkeypatch.setattr(hardware, "uuid_of", lambda _device: BUSY.removeprefix("GPU-"))
-    monkeypatch.setattr(HardwarePoller.__init__, "__kwdefaults__", {"nvml": lambda: double})
+    monkeypatch.setattr(hardware, "load_nvml", lambda: double)
     return double
 
 
@@ -153,7 +151,10 @@ def test_nvml_error_is_a_fault_and_the_thread_continues(nvml, eventually):
 
 @pytest.mark.parametrize(
     ("broken", "kept", "lost"),
-    [([Host, "state"], "gpu_power_watts", "process_threads"), ([Gpu, "read"], "process_threads", "gpu_power_watts")],
+    [
+        ([hardware, "machine_state"], "gpu_power_watts", "process_threads"),
+        ([Gpu, "read"], "process_threads", "gpu_power_watts"),
+    ],
 )
 def test_machine_and_gpu_are_read_independently(broken, kept, lost, nvml, monkeypatch, eventually, caplog):
     monkeypatch.setattr(*broken, fail)
@@ -169,29 +170,29 @@ def unexpected(where: str, error: BaseException) -> None:
     raise AssertionError(f"{where}: {error!r}")
 
 
-def test_psutil_and_proc_agree(tmp_path):
+def test_values_agree_with_psutil(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         file.write(b"x" * 8_000_000)
-    by_psutil, by_kernel = from_psutil(psutil, psutil.Process(), lambda _name, ask: ask()), from_proc()
+    own, memory, machine = psutil.Process(), psutil.virtual_memory(), psutil.cpu_times()
+    io, spent, found = own.io_counters(), own.cpu_times(), machine_state()
 
-    assert by_kernel.keys() == by_psutil.keys()
-    for name in ("host_memory_total_bytes", "process_threads", "process_major_faults_total"):
-        assert by_psutil[name] == by_kernel[name]
-    for name in ("host_memory_available_bytes", "host_swap_used_bytes"):
-        tolerance = 0.2 * by_kernel["host_memory_total_bytes"]  # other processes run at the same time
-        assert by_kernel[name] == pytest.approx(by_psutil[name], abs=tolerance)
-    for name in ("process_read_bytes_total", "process_written_bytes_total"):
-        assert by_kernel[name] == pytest.approx(by_psutil[name], rel=0.02, abs=1e6)
-    spent, switches = psutil.Process().cpu_times(), psutil.Process().num_ctx_switches()
-    assert by_kernel["process_cpu_seconds_total"] == pytest.approx(spent.user + spent.system, abs=0.3)
-    assert by_kernel["process_involuntary_switches_total"] >= switches.involuntary - 100  # psutil: of the main thread
-    ticks = 100
-    assert by_kernel["all_seconds"] / ticks == pytest.approx(by_psutil["all_seconds"], rel=0.01)
-    assert by_kernel["busy_seconds"] / ticks == pytest.approx(by_psutil["busy_seconds"], rel=0.01)
+    assert (memory.total, own.num_threads()) == (found["host_memory_total_bytes"], found["process_threads"])
+    tolerance = 0.2 * memory.total  # other processes run at the same time
+    assert found["host_memory_available_bytes"] == pytest.approx(memory.available, abs=tolerance)
+    assert found["host_swap_used_bytes"] == pytest.approx(psutil.swap_memory().used, abs=tolerance)
+    assert found["process_read_bytes_total"] == pytest.approx(io.read_bytes, rel=0.02, abs=1e6)
+    assert found["process_written_bytes_total"] == pytest.approx(io.write_bytes, rel=0.02, abs=1e6)
+    assert found["process_cpu_seconds_total"] == pytest.approx(spent.user + spent.system, abs=0.3)
+    # psutil: of the main thread
+    assert found["process_involuntary_switches_total"] >= own.num_ctx_switches().involuntary - 100
+    ticks, guests = os.sysconf("SC_CLK_TCK"), machine.guest + machine.guest_nice  # a part of the user time
+    busy = sum(machine) - guests - machine.idle - machine.iowait
+    assert found["all_ticks"] / ticks == pytest.approx(sum(machine) - guests, rel=0.01)
+    assert found["busy_ticks"] / ticks == pytest.approx(busy, rel=0.01)
 
 
 def test_utilization_is_computed_between_two_readings():
-    before, now = {"busy_seconds": 10, "all_seconds": 100}, {"busy_seconds": 16, "all_seconds": 108}
+    before, now = {"busy_ticks": 10, "all_ticks": 100}, {"busy_ticks": 16, "all_ticks": 108}
 
     assert [("host_cpu_utilization", 0.75, "ratio")] == [
         (scalar.name, scalar.value, scalar.unit) for scalar in host_scalars(before, now)
@@ -199,19 +200,9 @@ def test_utilization_is_computed_between_two_readings():
     assert [] == [*host_scalars(before, before), *host_scalars(before, {}), *host_scalars({}, now)]
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError(), OSError("libpsutil.so: undefined symbol")])
-def test_proc_is_read_without_psutil(error, monkeypatch):
-    def missing(_name):
-        raise error
-
-    monkeypatch.setattr(hardware.importlib, "import_module", missing)
-
-    assert Host(unexpected).state()["process_threads"] > 0
-
-
 def test_values_without_proc_are_absent(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "_PROC", tmp_path)
-    names = {scalar.name for scalar in host_scalars({}, from_proc())}
+    names = {scalar.name for scalar in host_scalars({}, machine_state())}
     of_the_system = {"cpu_seconds_total", "major_faults_total", "involuntary_switches_total"}
 
     assert {f"process_{name}" for name in of_the_system} == names
@@ -258,42 +249,6 @@ def test_allocator_keys_match_the_documentation_of_torch():
     assert "allocated_bytes.{all," in text
     assert "reserved_bytes.{all," in text
     assert all(name in text for name in ("current,peak", "num_alloc_retries", "num_ooms"))
-
-
-OF_PSUTIL = {
-    "num_threads": {"process_threads"},
-    "io_counters": {"process_read_bytes_total", "process_written_bytes_total"},
-    "virtual_memory": {"host_memory_available_bytes", "host_memory_total_bytes"},
-    "swap_memory": {"host_swap_used_bytes"},
-}
-NAMES = from_proc().keys()
-
-
-class Hiding:
-    """A double of psutil or its process, in a container that hides the data of one function."""
-
-    def __init__(self, real, name):
-        self._real, self._name = real, name
-
-    def __getattr__(self, name):
-        if name == self._name:
-            return self._refuse
-        found = getattr(self._real, name)
-        return (lambda: Hiding(found(), self._name)) if name == "Process" else found
-
-    def _refuse(self):
-        raise psutil.AccessDenied
-
-
-@pytest.mark.parametrize(("hidden", "missing"), OF_PSUTIL.items())
-def test_failed_psutil_function_is_reported_once(hidden, missing):
-    reported = []
-    host = Host(lambda where, error: reported.append((where, type(error))), Hiding(psutil, hidden))
-    states = [host.state() for _ in range(3)]
-
-    assert missing == NAMES - states[-1].keys()
-    assert (f"psutil.{hidden}()", psutil.AccessDenied) in reported
-    assert len(set(reported)) == len(reported)
 
 
 PLAIN = "GPU-cccccccc-0000-1111-2222-333333333333"
@@ -355,16 +310,14 @@ def test_each_gpu_scalar_has_a_metric_with_its_labels():
 
 def test_unsupported_metric_is_absent_and_logged_once(caplog):
     caplog.set_level(logging.DEBUG, "rankscope")
-    nvml = RecordedNvml()
-    gpu = opened(nvml, PLAIN)
+    gpu = opened(RecordedNvml(), PLAIN)
 
     first, second = values(gpu), values(gpu)
 
     assert {"gpu_utilization", "gpu_memory_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes"} == {
         name for name, *_ in first
     }
-    assert {("gpu_power_watts",)} == second.keys() - first.keys()  # a temporary error is tried again
-    assert 2 == nvml.calls.count("nvmlDeviceGetTotalEccErrors")  # a final error is not, for either kind
+    assert {("gpu_power_watts",)} == second.keys() - first.keys()  # after a temporary error
     assert 2 == len([record for record in caplog.records if record.getMessage().startswith("gpu_ecc_errors_total (")])
 
 
