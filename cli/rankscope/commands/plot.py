@@ -129,9 +129,8 @@ def _figure(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
 
 
 def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
-    from rankscope_contract.metrics.catalogue import SCALAR_TITLES
     from rankscope_view.data.curves import Axis
-    from rankscope_view.data.metrics import close_names, scalar_lines
+    from rankscope_view.data.metrics import SCALAR_TITLES, close_names, scalar_lines
     from rankscope_view.figures.overlay import overlay
 
     lines = scalar_lines(chosen.connection, chosen.run, name)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.model.rank_groups import Group, Standing, grouped, is_library, ranks_text
-from rankscope_contract.model.stacks import FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.model.stacks import FlightRecord, Frame, StackDump, Standing, ThreadStack, is_library
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.collective_calls import sentences, sites_of
+from rankscope_ingest.runs.rank_groups import Group, grouped, ranks_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -55,8 +54,6 @@ EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatte
 MOST_RANKS: Final = 1 << 20
 """Maximum number of ranks in the text form of a list of ranks. A text with more ranks is rejected as invalid."""
 
-_SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
-_LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")
 _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 Sizes = Sequence[Sequence[int]]
@@ -74,11 +71,6 @@ def message_bytes(inputs: Sizes, input_types: Sequence[str], outputs: Sizes, out
     if (sent is None and inputs) or (received is None and outputs):
         return None
     return None if sent is None and received is None else max(sent or 0, received or 0)
-
-
-def is_even(op: str) -> bool:
-    """Return whether all ranks transfer equal numbers of bytes in `op`, which may be the name that any backend uses."""
-    return any(op.strip("_").startswith(name) for name in EVEN)
 
 
 def bytes_text(count: int) -> str:
@@ -108,20 +100,6 @@ def ranks_in(text: str) -> tuple[int, ...]:
     if sum(map(len, ranges)) > MOST_RANKS:
         raise ValueError(f"more than {MOST_RANKS:,} ranks in {text[:80]!r}")
     return tuple(sorted(set(itertools.chain.from_iterable(ranges))))
-
-
-def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in `0-7`, `0-24:8` (every eighth) or `0,3,5`, in ascending order.
-
-    Raises ValueError if the text has another form.
-    """
-    if span := _SPAN.fullmatch(text):
-        first, last, step = int(span[1]), int(span[2]), int(span[3] or 1)
-        if first <= last and step >= 1 and (last - first) // step < MOST_RANKS:
-            return tuple(range(first, last + 1, step))
-    elif _LIST.fullmatch(text):
-        return tuple(sorted({int(part) for part in text.split(",")}))
-    raise ValueError(f"{text!r} is no group of ranks: write 0-7, 0-24:8 or 0,3,5")
 
 
 def _bytes(sizes: Sizes, types: Sequence[str]) -> int | None:

@@ -1,12 +1,13 @@
-"""Stacks of a rank's threads and its flight record, and their JSON form in the details of an event.
+"""Stacks of a rank's threads and its flight record, their JSON form in the details of an event, and their text.
 
-The exporter reads the stacks; `rank_groups` and `blame` interpret them.
+The exporter reads the stacks; the service compares those of all ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Final, Self
@@ -18,6 +19,8 @@ MAX_DETAILS_BYTES: Final = 65_536
 
 The ring can hold about 100 such events in addition to the records of the steps.
 """
+
+_LIBRARIES: Final = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,75 @@ class FlightRecord:
             return cls(reason=str(document["reason"]), collectives=entries, recorded=recorded, groups=groups)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a flight record: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Place in the code of one rank.
+
+    `frames` is the stack of its training thread, the innermost call first. `calls` is the name of the C function that
+    the innermost frame is executing. `pending` is the collective in which the rank is, and `latest` the last one that
+    it entered; both come from its flight record.
+    """
+
+    rank: int
+    frames: tuple[Frame, ...] = ()
+    calls: str | None = None
+    pending: Collective | None = None
+    latest: Collective | None = None
+
+    @classmethod
+    def of(cls, rank: int, stacks: StackDump | None, flight: FlightRecord | None) -> Standing:
+        """Return the place of `rank`, as shown by its stacks and its flight record. Either of them may be None."""
+        thread = stacks.training_thread if stacks else None
+        return cls(
+            rank=rank,
+            frames=thread.frames if thread else (),
+            calls=thread.calls if thread else None,
+            pending=flight.pending if flight else None,
+            latest=flight.latest if flight else None,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return a key that is equal for ranks at the same place in the code."""
+        pending = None if self.pending is None else (self.pending.op, self.pending.group, self.pending.seq)
+        return pending, self.calls, tuple(frame.short for frame in self.frames)
+
+    def __str__(self) -> str:
+        own = own_frame(self.frames)
+        if self.pending is not None:
+            return f"in {self.pending}" + (f", called at {own}" if own else "")
+        if own is None:
+            return "in no Python code"
+        where = self._place(own)
+        return where if self.latest is None else f"{where}; its last collective was {self.latest.op} {self.latest.seq}"
+
+    def _place(self, own: Frame) -> str:
+        top = self.frames[0]
+        if own is not top:
+            return f"in {top.function} ({top.short[0]}:{top.line}), called at {own}"
+        return f"in {self.calls.removeprefix('.')}, called at {own}" if self.calls else f"at {own}"
+
+
+def own_frame(frames: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame outside of libraries and Python, else the innermost frame; None without frames."""
+    return next((frame for frame in frames if not is_library(frame.file)), frames[0] if frames else None)
+
+
+def is_library(file: str) -> bool:
+    """Return whether `file` belongs to an installed package or to Python, and not to the training code."""
+    return any(part in _LIBRARIES for part in PurePath(file).parts) or is_standard_library(file)
+
+
+def is_standard_library(file: str) -> bool:
+    """Return whether `file` is part of Python itself, such as /usr/lib/python3.11/threading.py."""
+    parts = PurePath(file).parts
+    if any(part in _LIBRARIES for part in parts):
+        return False
+    return file.startswith("<frozen") or any(
+        one == "lib" and two.startswith("python3") for one, two in itertools.pairwise(parts)
+    )
 
 
 def stacks_text(dump: StackDump) -> str:

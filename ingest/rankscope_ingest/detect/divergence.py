@@ -13,6 +13,7 @@ A tensor that continues to differ is reported once. The tensor can be reported a
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,12 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.collective_format import parse_ranks
+from rankscope_contract.model.collective_format import MOST_RANKS
 from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
-from rankscope_contract.model.rank_groups import ranks_text
 from rankscope_ingest.reporting.rows import Row, Stamp, event_row
 from rankscope_ingest.runs.incident import Symptom
 from rankscope_ingest.runs.models import AttemptKey
+from rankscope_ingest.runs.rank_groups import ranks_text
 from rankscope_ingest.runs.text import divergence_text
 
 WAIT_SECONDS: Final = 10.0
@@ -44,6 +45,8 @@ MAX_EVENTS: Final = 200
 Without this limit, a model that was never synchronised would cause one event for each of its tensors.
 """
 
+_SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
+_LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")
 _COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
 
 Name = tuple[str, str, int | None]
@@ -342,3 +345,17 @@ def divergence_symptom(found: Sequence[Diverged]) -> Symptom:
         message=first.text + (f" and {len(found) - 1} more tensors" if len(found) > 1 else ""),
         ranks=None if len(first.ranks) == 1 else ranks_text(first.ranks),
     )
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks in `0-7`, `0-24:8` (every eighth) or `0,3,5`, in ascending order.
+
+    Raises ValueError if the text has another form.
+    """
+    if span := _SPAN.fullmatch(text):
+        first, last, step = int(span[1]), int(span[2]), int(span[3] or 1)
+        if first <= last and step >= 1 and (last - first) // step < MOST_RANKS:
+            return tuple(range(first, last + 1, step))
+    elif _LIST.fullmatch(text):
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    raise ValueError(f"{text!r} is no group of ranks: write 0-7, 0-24:8 or 0,3,5")

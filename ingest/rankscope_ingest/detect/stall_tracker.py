@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import RUN_STALLED, EventType, RunState
-from rankscope_contract.model.rank_groups import Standing
-from rankscope_contract.model.stacks import FlightRecord, StackDump
+from rankscope_contract.model.stacks import FlightRecord, StackDump, Standing
 from rankscope_ingest.detect.symptoms import parse_details
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.incident import Incident, run_incident

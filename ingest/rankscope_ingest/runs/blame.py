@@ -27,9 +27,17 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Final
 
-from rankscope_contract.model.rank_groups import Standing, is_library, is_standard_library, ranks_text
-from rankscope_contract.model.stacks import FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.model.stacks import (
+    FlightRecord,
+    Frame,
+    StackDump,
+    Standing,
+    ThreadStack,
+    is_library,
+    is_standard_library,
+)
 from rankscope_ingest.runs.collective_calls import Call, Records, calls_of_note
+from rankscope_ingest.runs.rank_groups import ranks_text
 
 
 class Place(enum.Enum):

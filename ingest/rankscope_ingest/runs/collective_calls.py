@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.collective_format import CallState, bytes_text, dtype_text, is_even, ranks_in
-from rankscope_contract.model.rank_groups import Standing, is_library, own_frame, ranks_text
-from rankscope_contract.model.stacks import Collective, FlightRecord
+from rankscope_contract.model.collective_format import EVEN, CallState, bytes_text, dtype_text, ranks_in
+from rankscope_contract.model.stacks import Collective, FlightRecord, Standing, is_library, own_frame
+from rankscope_ingest.runs.rank_groups import ranks_text
 
 MOST_SENTENCES: Final = 5
 """Maximum number of sentences about single collective calls that `sentences` returns.
@@ -204,7 +204,7 @@ def _forms(entries: Mapping[int, Collective]) -> tuple[tuple[str, tuple[int, ...
     """
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, entry in sorted(entries.items(), key=lambda item: (not item[1].dtypes, item[0])):
-        form: tuple[object, ...] = (entry.op, entry.dtypes, entry.bytes if is_even(entry.op) else None)
+        form: tuple[object, ...] = (entry.op, entry.dtypes, entry.bytes if _is_even(entry.op) else None)
         if not entry.dtypes:
             form = next((known for known in found if known[0] == entry.op), form)
         found.setdefault(form, []).append(rank)
@@ -216,6 +216,11 @@ def _form(entry: Collective) -> str:
     size = None if entry.bytes is None else bytes_text(entry.bytes)
     message = " ".join(filter(None, (size, dtype_text(entry.dtypes))))
     return f"{entry.op} ({message})" if message else entry.op
+
+
+def _is_even(op: str) -> bool:
+    """Return whether all ranks transfer equal numbers of bytes in `op`, which may be the name that any backend uses."""
+    return any(op.strip("_").startswith(name) for name in EVEN)
 
 
 def _numbered(text: str, seq: int) -> str:

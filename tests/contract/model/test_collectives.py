@@ -11,20 +11,22 @@ from tests.contract.model.flights import entry, record
 from rankscope_contract.model.collective_format import (
     MOST_RANKS,
     message_bytes,
-    parse_ranks,
     ranks_in,
     spans,
 )
-from rankscope_contract.model.rank_groups import Standing, grouped, own_frame, ranks_text
 from rankscope_contract.model.stacks import (
     Collective,
     FlightRecord,
     Frame,
     StackDump,
+    Standing,
     ThreadStack,
+    own_frame,
     stacks_text,
 )
 from rankscope_exporter.adapters import placement
+from rankscope_ingest.detect.divergence import parse_ranks
+from rankscope_ingest.runs.rank_groups import grouped, ranks_text
 
 F, L = ["Float"], ["Long"]
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
+from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS, SCALARS_WITH_OWN_METRIC, MetricSpec
+from rankscope_contract.model import phases
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_contract.model.schema import IMPORTED_FROM
 from rankscope_storage.connection import Connection
@@ -31,6 +32,35 @@ _NOT_OWN: Final = MONITOR_SCALARS | _COUNTS | {"loss_scale"}
 MOST_LINES: Final = 24
 """Largest number of lines of a metric, which a chart shows."""
 
+_ABBREVIATIONS: Final = {"gpu": "GPU", "cpu": "CPU", "ecc": "ECC", "xid": "XID", "pcie": "PCIe", "nvlink": "NVLink"}
+_SYMBOLS: Final = {"seconds": "s", "joules": "J", "watts": "W", "celsius": "°C", "hertz": "Hz"}
+_TITLES: Final = {
+    phases.PHASE_SECONDS: "Time by phase since the start, s",
+    phases.STEP_PHASE_SECONDS: "Time of a step by phase, s",
+    phases.PRE_COLLECTIVE_SECONDS: "Time of a step before collectives, s",
+    phases.PRE_COLLECTIVE_TOTAL: "Time before collectives since the start, s",
+    "overhead_seconds": "CPU time of Rankscope by thread since the start, s",
+    "sampling_stretch": "Factor of the sampling interval",
+    "step_seconds": "Step time, s",
+    "tflops_per_gpu": "TFLOP/s of the device",
+    "mfu": "Share of the peak FLOP/s (MFU)",
+    "device_memory_ooms_total": "Device memory failures in total",
+}
+
+
+def _title(scalar: str, spec: MetricSpec) -> str:
+    plain = scalar if scalar.endswith("memory_total_bytes") else scalar.removesuffix("_total")
+    words = [_ABBREVIATIONS.get(word, word) for word in plain.removesuffix(f"_{spec.unit}").split("_")]
+    total = " in total" if spec.type == "counter" else ""
+    unit = "share" if plain.endswith("utilization") else _SYMBOLS.get(spec.unit or "", spec.unit)
+    return f"{words[0][:1].upper()}{' '.join(words)[1:]}{total}{f', {unit}' if unit and unit != plain else ''}"
+
+
+SCALAR_TITLES: Final = {
+    name: _TITLES.get(name) or _title(name, SCALARS_WITH_OWN_METRIC[name])
+    for name in sorted(HARDWARE_SCALARS | MONITOR_SCALARS)
+}
+"""Titles with units, for people, of the scalars that the monitor adds to those of the training script."""
 
 _SUMMARIES: Final = """\
 SELECT name, labels, count(*) AS rows, arg_max(value, (attempt, cumulative_step)) AS last,

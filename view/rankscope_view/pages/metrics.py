@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from rankscope_contract.metrics.catalogue import SCALAR_TITLES
-from rankscope_view.data.metrics import HARDWARE, MONITOR, UNGROUPED, Metric
+from rankscope_view.data.metrics import HARDWARE, MONITOR, SCALAR_TITLES, UNGROUPED, Metric
 from rankscope_view.pages.format import count, text
 from rankscope_view.pages.parts import icon, panel
 

@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_contract.metrics.catalogue import SCALAR_TITLES
 from rankscope_view.data.advice import Advice
 from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smoothing, notice
 from rankscope_view.data.detail import (
@@ -23,7 +22,7 @@ from rankscope_view.data.detail import (
 )
 from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
-from rankscope_view.data.metrics import Metrics
+from rankscope_view.data.metrics import SCALAR_TITLES, Metrics
 from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages import svg

@@ -41,8 +41,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
-from rankscope_contract.model.rank_groups import Standing
-from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, FlightRecord, Frame, StackDump, ThreadStack
+from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, FlightRecord, Frame, StackDump, Standing, ThreadStack
 from rankscope_exporter.monitors.flight_recorder.poller import OUR_CODE, take_flight_record
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable
 from rankscope_exporter.process.lifecycle import exit_event

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_contract.model.rank_groups import Standing
+from rankscope_contract.model.stacks import Standing
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis, StackSignal
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
