@@ -1,26 +1,33 @@
-"""Builds and connects all objects that exist between attach and detach for one monitored model."""
+"""Builds and connects all objects that exist between attach and detach for one monitored model, and its notices."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import ExitReason
+from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
+from rankscope_contract.model.identity import Identity
+from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
+from rankscope_contract.model.phases import shares_text
+from rankscope_contract.model.schema import PlanEntry
+from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
-from rankscope_exporter.api.wiring import KernelWarmUp, Notices, build_active_quantities, open_rows
 from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
 from rankscope_exporter.control.anomaly_reactions import AnomalyCallback, CaptureController, FindCallback, SampleIds
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import TIMES, ChangeQueue, change_log_of
 from rankscope_exporter.control.overhead_controller import OverheadController
-from rankscope_exporter.measure.kernels.compiled import warm_up_seconds
+from rankscope_exporter.measure.kernels.compiled import KernelWarmUp, warm_up_seconds
+from rankscope_exporter.measure.table import Measurement
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
@@ -28,23 +35,27 @@ from rankscope_exporter.monitors.hardware import HardwarePoller, ResourceObserve
 from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
 from rankscope_exporter.monitors.throughput import Parallel, Throughput
 from rankscope_exporter.process import lifecycle
-from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
 from rankscope_exporter.process.identity import resolve_identity
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, SilentKinds
-from rankscope_exporter.publish.console import Console
+from rankscope_exporter.publish.console import Console, records_note
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.rank_state import RankServerSources
+from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
+from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.records.record import StepEvents, StepRecord
+from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.model_changes import ModelChanges
 from rankscope_exporter.training.recorder import Recorder
-from rankscope_exporter.training.sampling_config import SamplingConfig, selected_parts
+from rankscope_exporter.training.sampling import ActiveQuantities
+from rankscope_exporter.training.sampling_config import Part, SamplingConfig, selected_parts
 from rankscope_exporter.training.step_tracker import CurrentStep, StepTracker
 
 CATCH_UP_SECONDS: Final = 1.0
@@ -76,6 +87,79 @@ The overhead controller ignores them, because a longer sampling interval does no
 """
 
 
+class Notices:
+    """Publishes notices for the user: on the console, and as events of type `note`."""
+
+    def __init__(self, console: Console, identity: Identity, current: CurrentStep) -> None:
+        self._console = console
+        self._identity = identity
+        self._current = current
+        self._published: set[str] = set()
+
+    def say(self, message: str) -> None:
+        self._console.line(f"rank {self._identity.rank}: {message}")
+
+    def tell(self, message: str) -> None:
+        """Print a line on the console and publish it as an event of type `note`."""
+        self.say(message)
+        text = encodable(message)
+        self._current.publish_event(Event(type=EventType.NOTE, severity=Severity.WARNING, message=text))
+
+    def registered(self, config: MonitorConfig, attempt: int, first_step: int) -> None:
+        """Print on rank 0 that the service has accepted the rank; of a restart, its first step and the new rules."""
+        if self._identity.rank == 0:
+            values = {rule.name: getattr(rule, "after_values", getattr(rule, "fewest", 0)) for rule in config.rules}
+            first = ", ".join(f"{name} from value {number + 1}" for name, number in values.items() if number)
+            rules = f"; rules begin again without earlier values: {first}" if first else ""
+            again = f" as attempt {attempt}, with steps from {first_step} on (first_step){rules}" if attempt else ""
+            self._console.line(f"registered with service {config.serve.ingest_url}{again}")
+
+    def uncommitted(self, records: int, spool: SpoolWriter | None, config: ServeConfig) -> None:
+        """Print the folder with the records that no service has committed. Only one rank of a host prints the folder.
+
+        If some of them are in no file, print that they are lost with the process.
+        """
+        lost = records if spool is None else spool.unwritten
+        if config.ingest_url:
+            lost = min(lost, records)
+        if lost and (config.ingest_url or config.spool_dir):
+            self.say(f"{lost} records are lost with this process: they are in no file")
+        if spool is not None and spool.records and self._identity.local_rank == 0:
+            for line in records_note(spool.root, spool.records):
+                self._console.line(line)
+
+    def time_spent(self, seconds: Mapping[str, float]) -> None:
+        """Print on rank 0 where the time of its steps went: the share of each phase in `seconds`."""
+        shares = shares_text(seconds) if self._identity.rank == 0 else ""
+        if shares:
+            self._console.line(f"step time of rank 0: {shares}")
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """Publish an error inside the monitor as an event; called once for each operation `where` and type of error."""
+        text = encodable(fault_text(where, error))
+        self._current.publish_event(Event(type=EventType.FAULT, severity=Severity.WARNING, message=text))
+
+    def about(self, config: MonitorConfig, rules: Sequence[AnomalyRule], published: Mapping[str, Ops]) -> None:
+        """Publish the notices about a configuration, each only once.
+
+        A notice is about a setting without an effect, or about a rule that reads a statistic which is not published.
+        """
+        options = [
+            (f"options.{name}.", table["ops"]) for name, table in config.options.items() if table.get("ops") is not None
+        ]
+        sentences = [*config.remarks]
+        sentences += [f"{where}{text}" for where, names in [("", config.ops), *options] for text in op_notices(names)]
+        left_out = {rule.name for rule in RANK_RULES} - {rule.name for rule in rules}
+        if rules and left_out and self._identity.rank == 0:
+            sentences.append(
+                f'rules replaces the default rules {", ".join(sorted(left_out))}: add "default" to keep them'
+            )
+        for sentence in (*sentences, *rule_notices(rules, published)):
+            if sentence not in self._published:
+                self._published.add(sentence)
+                self.tell(sentence)
+
+
 @dataclass(eq=False, kw_only=True)
 class Session:
     """Builds the parts of the monitor for one model, and connects them by constructor arguments.
@@ -100,7 +184,7 @@ class Session:
         self.identity = identity = resolve_identity(os.environ, config.run, default_group())
         self.console = Console(identity.rank, enabled=config.console)
         self._device = monitored.device  # reads all parameters
-        self.active_quantities = build_active_quantities(monitored, config, identity.rank, boundary, self._device)
+        self._build_quantities()
         self.steps = StepQueue()
         self.current_step = CurrentStep(self.steps.put, self.steps.is_due.set)
         self.notices = Notices(self.console, identity, self.current_step)
@@ -126,6 +210,21 @@ class Session:
         )
         self._announce_kinds()
         boundary.on_first = self.notices.fault
+
+    def _build_quantities(self) -> None:
+        """Build the configured quantities; none if there is a switch file, which then selects the quantities."""
+        monitored, config, rank = self.monitored, self.config, self.identity.rank
+        captured: list[Part] = []
+        if config.capture is not None:
+            of_captures = replace(config, capture=None, **config.capture.settings(config.options))
+            captured = selected_parts(monitored, of_captures, rank, ignore_start=True)
+        self.active_quantities = ActiveQuantities(
+            [] if config.switch_file is not None else selected_parts(monitored, config, rank),
+            captured,
+            device=self._device,
+            boundary=self.boundary,
+            measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
+        )
 
     def _build_serving(self) -> None:
         """Build the server, and the watchdog, which detects hangs and reports them through the server."""
@@ -378,7 +477,7 @@ class Session:
         with self.current_step.lock:
             step = self.current_step.pending
             if step is not None and step.step is not None and step.sampled:
-                rows = tuple(open_rows(step.step, *self.active_quantities.peek(), kinds))
+                rows = tuple(_open_rows(step.step, *self.active_quantities.peek(), kinds))
         if not rows:
             self.publisher.catch_up(CATCH_UP_SECONDS)
             records = reversed(self.channel.ring.after(-1, 1 << 62).records)
@@ -413,3 +512,18 @@ class Session:
             "capture_events": self.captures.worker.dropped,
             **self.sinks.missed,
         }
+
+
+def _open_rows(step: int, entries: Sequence[PlanEntry], finished: Finished, kinds: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the rows of statistics of a step that has not been published yet.
+
+    `kinds` are the kinds of tensors to return; all kinds if empty.
+    """
+    values, counts = finished.values.tolist(), finished.counts.tolist()
+    for position, is_present in enumerate(finished.present.tolist()):
+        entry = entries[position]
+        if is_present and (not kinds or entry.kind in kinds):
+            row = {
+                op: None if math.isnan(of[position]) else of[position] for op, of in zip(VALUE_OPS, values, strict=True)
+            }
+            yield Row(step, entry, row | {op: of[position] for op, of in zip(COUNT_OPS, counts, strict=True)})

@@ -26,11 +26,30 @@ from rankscope_exporter.measure.kernels.c_kernel import c_kernel
 from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Kernel, StatisticsTable
 from rankscope_exporter.process.threads import OwnThread
+from rankscope_exporter.records.record import StepObserver
 
 log = logging.getLogger("rankscope_exporter.measure.kernels")
 
 _FORK_WAITS_SECONDS: Final = 10.0
 _CPU: Final = torch.device("cpu")
+
+WARM_UP_AT_STEP: Final = 3
+"""The number of a training's steps after which the compiled kernel for statistics on a CUDA device is built.
+
+A script that only inspects its model makes fewer steps, and does not wait for the build.
+"""
+
+COMPILED_FROM_STEP: Final = 10
+"""The number of a training's steps after which the compiled kernel measures.
+
+The first steps that take 0.1 s or longer leave enough time for a build that the cache of Triton contains.
+"""
+
+BUILD_SECONDS: Final = 5.0
+"""Longest time in seconds that this step waits for the build.
+
+If the build takes longer, as on a loaded machine, the steps with ten, a hundred times this number try again.
+"""
 
 
 class LazyKernel:
@@ -168,3 +187,34 @@ def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:
         return "torch" if c_kernel() is None else "C"
     found = kernel_of(device) if device.type == "cuda" else None
     return "torch" if found is None or not (found.kernel or (coming and found.is_possible)) else found.package
+
+
+class KernelWarmUp(StepObserver):
+    """Builds the compiled kernel for a CUDA device, and calls `use` at the step from which on it measures.
+
+    The step depends on the sampling only, and not on the duration of the build unless it exceeds BUILD_SECONDS: the
+    compiled kernel and torch operations round differently, and equal trainings must have equal statistics.
+    """
+
+    def __init__(self, device: torch.device, use: Callable[[], None]) -> None:
+        self._device = device
+        self._use = use
+        self._steps = 0
+        self._try_at = COMPILED_FROM_STEP
+        self._is_started = self._is_decided = False
+
+    def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
+        self._steps += 1
+        if not sampled or self._is_decided:
+            return
+        if not self._is_started and self._steps >= WARM_UP_AT_STEP:
+            self._is_started = True
+            warm_up(self._device)
+        elif self._is_started and self._steps >= self._try_at:
+            self._try_at *= 10
+            build = warm_up(self._device)
+            if build is not None:
+                build.join(BUILD_SECONDS)
+            if build is None or not build.is_alive():
+                self._is_decided = True
+                self._use()
