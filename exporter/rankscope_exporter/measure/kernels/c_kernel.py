@@ -48,11 +48,9 @@ class CKernel:
         Returns 0 if nothing remains to be done.
         """
         self.measure: Callable[[int], None] = _function(self._library.rankscope_measure, None, ctypes.c_void_p)
-        """Measures the tensors of a request, given its address."""
+        """Measures the tensors of a request, given its address, or adds up the products of the signs of its pairs."""
         self.measure_locked: Callable[[int], None] = _function(locked.rankscope_measure, None, ctypes.c_void_p)
         """The same without a release of the interpreter lock, for which another thread may let it wait for 5 ms."""
-        self.compare: Callable[[int], None] = _function(self._library.rankscope_compare, None, ctypes.c_void_p)
-        """Adds up the products of the signs of the pairs of tensors of a request, given its address."""
         self.python = _python_functions()
 
     @functools.cache  # noqa: B019 - there is one kernel

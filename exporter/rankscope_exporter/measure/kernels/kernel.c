@@ -50,11 +50,6 @@ typedef union {
     int64_t count;
 } Number;
 
-/* The bits of minimum and maximum. */
-typedef struct {
-    int64_t least, most;
-} Extremes;
-
 /* A sum that only some ops need, over `size` finite elements. */
 typedef double Sum(const double *elements, int64_t size);
 
@@ -99,7 +94,7 @@ typedef struct {
     int64_t most_elements;    /* that `rankscope_read` measures */
     int64_t count;
     Job *jobs;
-    Number *parts; /* the statistics of all chunks, if several threads measure: ROWS and one number per extra sum */
+    Number *parts; /* the statistics of all chunks: ROWS and one number per extra sum */
     int64_t next;  /* the next chunk that no thread has begun */
 } Request;
 
@@ -127,13 +122,12 @@ INLINE float from_float16(int16_t bits)
     return value * AS_FLOAT(((int32_t)bits & (int32_t)0x80000000) | 0x3f800000);
 }
 
-/* Define a function that measures a block of elements of `type` in one loop, and returns the bits of the largest
-   magnitude. `sum` is the type of the partial sums, and `integer` that of the bits. `ahead` is the next block. */
-#define MEASURE(name, type, converted, sum, integer, largest)                                                          \
-    INLINE integer name(const void *block, const char *ahead, int64_t size, integer zero, Extremes *extremes,          \
-                        Number *found)                                                                                 \
+/* Define a function that measures a block of elements in one loop, and returns the bits of the largest magnitude.
+   `from_bits` returns the number with given bits, which are of type `integer`. `sum` is the type of the partial sums, and
+   `ahead` is the next block. */
+#define MEASURE(name, from_bits, sum, integer, largest)                                                                \
+    INLINE integer name(const void *block, const char *ahead, int64_t size, integer zero, Number *found)               \
     {                                                                                                                  \
-        const type *elements = block;                                                                                  \
         const integer __attribute__((may_alias)) *patterns = block;                                                    \
         sum squares[LANES] = {0}, total[LANES] = {0};                                                                  \
         integer high[LANES], few[LANES] = {0};                                                                         \
@@ -143,10 +137,10 @@ INLINE float from_float16(int16_t bits)
         for (int lane = 0; lane < LANES; lane++)                                                                       \
             tiny[lane] = largest, high[lane] = -largest - 1;                                                           \
         for (; i + LANES <= size; i += LANES) {                                                                        \
-            prefetch(ahead, i, sizeof(type));                                                                          \
+            prefetch(ahead, i, sizeof(integer));                                                                       \
             for (int lane = 0; lane < LANES; lane++) {                                                                 \
-                sum x = converted(elements[i + lane]);                                                                 \
                 integer bits = patterns[i + lane];                                                                     \
+                sum x = from_bits(bits);                                                                               \
                 squares[lane] += x * x;                                                                                \
                 total[lane] += x;                                                                                      \
                 high[lane] = LARGER(bits, high[lane]);                                                                 \
@@ -155,8 +149,8 @@ INLINE float from_float16(int16_t bits)
             }                                                                                                          \
         }                                                                                                              \
         for (; i < size; i++) {                                                                                        \
-            double x = converted(elements[i]);                                                                         \
             integer bits = patterns[i];                                                                                \
+            double x = from_bits(bits);                                                                                \
             all_squares += x * x;                                                                                      \
             all_total += x;                                                                                            \
             high[0] = LARGER(bits, high[0]);                                                                           \
@@ -188,15 +182,16 @@ INLINE float from_float16(int16_t bits)
         found[SQUARES].value = all_squares;                                                                            \
         found[TOTAL].value = all_total;                                                                                \
         found[ZEROS].count = all_few;                                                                                  \
-        *extremes = (Extremes){least, most};                                                                           \
+        found[LEAST].value = from_bits(least);                                                                         \
+        found[MOST].value = from_bits(most);                                                                           \
         return magnitude;                                                                                              \
     }
-MEASURE(measure_float32, float, (float), float, int32_t, INT32_MAX)
-MEASURE(measure_bfloat16, int16_t, from_bfloat16, float, int16_t, INT16_MAX)
-MEASURE(measure_float16, int16_t, from_float16, float, int16_t, INT16_MAX)
-MEASURE(measure_float64, double, (double), double, int64_t, INT64_MAX)
-MEASURE(measure_float32_widely, float, (float), double, int32_t, INT32_MAX)
-MEASURE(measure_bfloat16_widely, int16_t, from_bfloat16, double, int16_t, INT16_MAX)
+MEASURE(measure_float32, AS_FLOAT, float, int32_t, INT32_MAX)
+MEASURE(measure_bfloat16, from_bfloat16, float, int16_t, INT16_MAX)
+MEASURE(measure_float16, from_float16, float, int16_t, INT16_MAX)
+MEASURE(measure_float64, AS_DOUBLE, double, int64_t, INT64_MAX)
+MEASURE(measure_float32_widely, AS_FLOAT, double, int32_t, INT32_MAX)
+MEASURE(measure_bfloat16_widely, from_bfloat16, double, int16_t, INT16_MAX)
 
 /* Whether 4096 squares of numbers of at most this magnitude neither overflow float32 nor lose more than 4e-7 of their
    sum. This is so for 0, and from 1e-14 to 1e17. */
@@ -206,30 +201,22 @@ INLINE int is_precise(int32_t magnitude) { return !magnitude || (magnitude >= 0x
 INLINE int measure_finite(const void *block, const char *ahead, int64_t size, int64_t dtype, int64_t zero,
                           Number *found)
 {
-    Extremes bits;
     int32_t magnitude;
     switch (dtype) {
     case FLOAT64:
-        if (measure_float64(block, ahead, size, zero, &bits, found) >= INFINITE64)
-            return 0;
-        found[LEAST].value = AS_DOUBLE(bits.least), found[MOST].value = AS_DOUBLE(bits.most);
-        return 1;
+        return measure_float64(block, ahead, size, zero, found) < INFINITE64;
+    case FLOAT16:
+        return measure_float16(block, ahead, size, (int16_t)zero, found) < INFINITE16;
     case FLOAT32:
-        magnitude = measure_float32(block, ahead, size, (int32_t)zero, &bits, found);
+        magnitude = measure_float32(block, ahead, size, (int32_t)zero, found);
         if (magnitude < INFINITE32 && !is_precise(magnitude))
-            measure_float32_widely(block, ahead, size, (int32_t)zero, &bits, found);
-        found[LEAST].value = AS_FLOAT((int32_t)bits.least), found[MOST].value = AS_FLOAT((int32_t)bits.most);
-        return magnitude < INFINITE32;
-    case BFLOAT16:
-        magnitude = measure_bfloat16(block, ahead, size, (int16_t)zero, &bits, found) << 16;
-        if (magnitude < INFINITE32 && !is_precise(magnitude))
-            measure_bfloat16_widely(block, ahead, size, (int16_t)zero, &bits, found);
-        found[LEAST].value = from_bfloat16((int16_t)bits.least), found[MOST].value = from_bfloat16((int16_t)bits.most);
+            measure_float32_widely(block, ahead, size, (int32_t)zero, found);
         return magnitude < INFINITE32;
     default:
-        magnitude = measure_float16(block, ahead, size, (int16_t)zero, &bits, found);
-        found[LEAST].value = from_float16((int16_t)bits.least), found[MOST].value = from_float16((int16_t)bits.most);
-        return magnitude < INFINITE16;
+        magnitude = measure_bfloat16(block, ahead, size, (int16_t)zero, found) << 16;
+        if (magnitude < INFINITE32 && !is_precise(magnitude))
+            measure_bfloat16_widely(block, ahead, size, (int16_t)zero, found);
+        return magnitude < INFINITE32;
     }
 }
 
@@ -317,14 +304,6 @@ static void measure_chunk(const Request *request, const Job *job, int64_t chunk,
     }
 }
 
-/* The memory that one thread measures after a chunk; 0 if there is none. */
-INLINE const char *next_of(const Job *job, int64_t chunk, const Job *end)
-{
-    if (chunk + 1 < chunks_of(job))
-        return job->address + (chunk + 1) * CHUNK * itemsize_of(job->dtype);
-    return job + 1 < end && job[1].size > 0 ? job[1].address : 0;
-}
-
 /* Define the sum of sign(a) * sign(b) over `size` elements, of which the bits are of type `integer`. The next block is `ahead` bytes
    further. The sign of 0 and NaN is 0. */
 #define COMPARE(name, integer, largest, infinite)                                                                      \
@@ -369,6 +348,14 @@ static int64_t compare_chunk(const Job *job, int64_t chunk)
     return sum;
 }
 
+/* The memory that a thread without others measures after a chunk; 0 if there is none. */
+INLINE const char *next_of(const Job *job, int64_t chunk, const Job *end)
+{
+    if (chunk + 1 < chunks_of(job))
+        return job->address + (chunk + 1) * CHUNK * itemsize_of(job->dtype);
+    return job + 1 < end && job[1].size > 0 ? job[1].address : 0;
+}
+
 /* Measure or compare chunks that no thread has begun, until there are none. */
 static void work(void *argument)
 {
@@ -381,38 +368,36 @@ static void work(void *argument)
             before += chunks_of(job++);
         if (job == end)
             return;
+        const char *next = request->threads > 1 ? 0 : next_of(job, chunk - before, end);
         if (job->other)
             __atomic_fetch_add(&request->table[job->column].count, compare_chunk(job, chunk - before), __ATOMIC_RELAXED);
         else
-            measure_chunk(request, job, chunk - before, 0, request->parts + chunk * (ROWS + request->extra_count));
+            measure_chunk(request, job, chunk - before, next, request->parts + chunk * (ROWS + request->extra_count));
     }
 }
 
-/* Measure all tensors, and write the statistics of each to its column of the table. */
+/* Measure all tensors, and write the statistics of each to its column of the table; or compare all pairs, and add up the
+   products of their signs there. */
 void rankscope_measure(Request *request)
 {
     int64_t width = ROWS + request->extra_count, chunks = 0;
     const Job *end = request->jobs + request->count;
-    Number found[width], own[width], *part = request->parts = 0;
-    if (request->parallel && request->threads > 1) {
-        for (const Job *job = request->jobs; job < end; job++)
-            chunks += chunks_of(job);
-        part = request->parts = malloc(chunks * width * sizeof(Number));
-    }
-    if (part) {
-        request->next = 0;
+    for (const Job *job = request->jobs; job < end; job++)
+        chunks += chunks_of(job);
+    Number found[width], *part = request->parts = malloc(chunks * width * sizeof(Number));
+    if (chunks && !part)
+        return; /* without memory, all are absent */
+    request->next = 0;
+    if (request->parallel && request->threads > 1)
         request->parallel(work, request, (unsigned)request->threads, 0);
-    }
+    else
+        work(request);
     for (const Job *job = request->jobs; job < end; job++) {
-        if (job->size < 0)
+        if (job->size < 0 || job->other)
             continue;
         clear(found, width);
-        for (int64_t chunk = 0; chunk < chunks_of(job); chunk++) {
-            if (!part)
-                measure_chunk(request, job, chunk, next_of(job, chunk, end), own);
-            add(part ? part : own, request->extra_count, found);
-            part = part ? part + width : part;
-        }
+        for (int64_t chunk = 0; chunk < chunks_of(job); chunk++, part += width)
+            add(part, request->extra_count, found);
         found[NUMEL].count = job->size;
         for (int64_t row = 0; row < width; row++)
             request->table[row * request->columns + job->column] = found[row];
@@ -528,15 +513,6 @@ int64_t rankscope_read(Request *request, void *tensors)
         return all;                                                                                                    \
     }
 EXTRA_SUM(sum_of_fourth_powers, (x * x) * (x * x))
-
-/* Add up the products of the signs of all pairs. */
-void rankscope_compare(Request *request)
-{
-    if (request->parallel && request->threads > 1)
-        request->parallel(work, request, (unsigned)request->threads, 0);
-    else
-        work(request);
-}
 
 /* A hash of the source, by which `c_kernel.py` finds a library that was compiled from another one. */
 const char rankscope_source[] = SOURCE;

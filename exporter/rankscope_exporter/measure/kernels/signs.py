@@ -34,7 +34,7 @@ def sums_of_signs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, compile
             sums[place] = _sum(a, b)
     team, count = (openmp_parallel(), torch.get_num_threads()), len(jobs) // JOB_FIELDS
     request = array.array("q", (sums.data_ptr(), 0, 0, 0, *team, 0, 0, 0, count, jobs.buffer_info()[0], 0, 0))
-    kernel.compare(request.buffer_info()[0])
+    kernel.measure(request.buffer_info()[0])
     return sums
 
 

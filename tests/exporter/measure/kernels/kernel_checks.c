@@ -45,7 +45,7 @@ int main(void)
             Job pair = {memory, size, 0, dtype, 0, memory};
             Request pairs = {table, 1, 0, 0, twice, 1 + place % 2, 0, 0, 0, 1, &pair, 0, 0};
             table[0].count = 0;
-            rankscope_compare(&pairs);
+            rankscope_measure(&pairs);
             printf("%lld\n", (long long)table[0].count);
             free(memory);
         }
