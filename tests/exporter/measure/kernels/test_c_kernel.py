@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.exporter.measure.kernels.conftest import CPU, numbers
 
-from rankscope_exporter.measure.kernels import c_kernel
+from rankscope_exporter.measure.kernels import c_kernel, compiled
 from rankscope_exporter.measure.kernels.compiled import COMPILED_FROM_STEP, KernelWarmUp, backend_name
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
@@ -40,7 +40,7 @@ def test_sanitizers_find_no_fault_and_each_processor_gives_the_same_bits(require
 
 THREADS = """
 import os, torch
-from rankscope_exporter.measure.kernels.compiled import COMPILED_FROM_STEP, KernelWarmUp, backend_name
+from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 from tests.exporter.measure.kernels.conftest import CPU, numbers
@@ -142,9 +142,7 @@ def test_step_from_which_a_device_kernel_measures_is_fixed(monkeypatch):
             return False
 
     events: list[object] = []
-    monkeypatch.setattr(
-        "rankscope_exporter.measure.kernels.compiled.warm_up", lambda _device: events.append("built") or Build()
-    )
+    monkeypatch.setattr(compiled, "warm_up", lambda _device: events.append("built") or Build())
     warm_up = KernelWarmUp(torch.device("cuda", 0), lambda: events.append("used"))
     for step in range(1, 12 * COMPILED_FROM_STEP):
         warm_up.on_sampling_decided(step % 2 == 0)
