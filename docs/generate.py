@@ -26,7 +26,7 @@ from typer.models import ArgumentInfo
 from rankscope.commands import subcommands
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
-from rankscope_contract.model.fields import Field, FieldType, ListOf, StructOf
+from rankscope_contract.model.schema import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
 from rankscope_exporter import CaptureConfig, MonitorConfig
 from rankscope_exporter.config.sections import TABLES

@@ -19,8 +19,7 @@ import pytest_asyncio
 from aiohttp import web
 from tests.ingest import builders
 
-from rankscope_contract.model.fields import arrow_schema
-from rankscope_contract.model.schema import WIRE_FIELDS, WIRE_METADATA, Plan
+from rankscope_contract.model.schema import WIRE_FIELDS, WIRE_METADATA, Plan, arrow_schema
 from rankscope_contract.wire.channel import ARROW_STREAM
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.reporting.progress import Progress

@@ -10,7 +10,7 @@ from typing import Final
 
 from rankscope_contract.metrics import hardware
 from rankscope_contract.metrics.spec import MetricSpec as MetricSpec  # noqa: PLC0414 - readers of the catalogue import it from here
-from rankscope_contract.metrics.spec import counter, gauge, service_counter, service_gauge
+from rankscope_contract.metrics.spec import counter, gauge, logged_counter, logged_gauge, service_counter, service_gauge
 from rankscope_contract.model import phases
 
 TENSOR_VALUE = gauge(
@@ -56,66 +56,52 @@ REPLICA_HASH = gauge(
     "replicas",
 )
 REPLICA_HASH_STEP = gauge(
-    "rankscope_replica_hash_step", "Step of the latest replica hash.", "replicas", unit="steps", stored_as="hashes.step"
+    "rankscope_replica_hash_step", "Step of the latest replica hash.", "replicas", stored_as="hashes.step"
 )
-KIND_STEP = gauge("rankscope_kind_step", "Latest sampled step of a kind.", "kind", unit="steps")
-STEP = gauge(
-    "rankscope_step", "Latest completed step, including skipped steps.", unit="steps", stored_as="tensor_stats.step"
-)
-STEPS_PLANNED = gauge(
-    "rankscope_steps_planned", "Planned number of training steps.", unit="steps", stored_as="runs.planned_steps"
-)
-LOSS = gauge("rankscope_loss", "Latest logged loss.", "loss", scalar="loss")
-LEARNING_RATE = gauge("rankscope_learning_rate", "Learning rate of a parameter group.", "group", scalar="learning_rate")
-GRAD_NORM = gauge("rankscope_grad_norm", "Gradient norm that the training script logged.", scalar="grad_norm")
+KIND_STEP = gauge("rankscope_kind_step", "Latest sampled step of a kind.", "kind")
+STEP = gauge("rankscope_step", "Latest completed step, including skipped steps.", stored_as="tensor_stats.step")
+STEPS_PLANNED = gauge("rankscope_steps_planned", "Planned number of training steps.", stored_as="runs.planned_steps")
+LOSS = logged_gauge("rankscope_loss", "Latest logged loss.", "loss")
+LEARNING_RATE = logged_gauge("rankscope_learning_rate", "Learning rate of a parameter group.", "group")
+GRAD_NORM = logged_gauge("rankscope_grad_norm", "Gradient norm that the training script logged.")
 SCALAR = gauge(
     "rankscope_scalar",
     "Latest value of a logged scalar that has no metric of its own.",
     "name",
     stored_as="scalars.value",
 )
-TOKENS = counter(
-    "rankscope_tokens_total", "Tokens on which this rank has trained.", unit="tokens", scalar="tokens_total"
-)
-SAMPLES = counter(
-    "rankscope_samples_total", "Samples on which this rank has trained.", unit="samples", scalar="samples_total"
-)
-STEP_SECONDS = gauge("rankscope_step_seconds", "Duration of the latest step.", scalar="step_seconds")
-SKIPPED_STEPS = counter(
-    "rankscope_skipped_steps_total", "Steps without an optimizer update.", unit="steps", stored_as="events.type"
-)
+TOKENS = logged_counter("rankscope_tokens_total", "Tokens on which this rank has trained.")
+SAMPLES = logged_counter("rankscope_samples_total", "Samples on which this rank has trained.")
+STEP_SECONDS = logged_gauge("rankscope_step_seconds", "Duration of the latest step.")
+SKIPPED_STEPS = counter("rankscope_skipped_steps_total", "Steps without an optimizer update.", stored_as="events.type")
 PHASE_SECONDS = counter(
     "rankscope_phase_seconds_total",
     "Time spent in a phase since the monitor was attached. The sum over all phases is the elapsed time.",
     phases.LABEL,
-    scalar=phases.PHASE_SECONDS,
+    stored_as=f"scalars:{phases.PHASE_SECONDS}",
 )
-STEP_PHASE_SECONDS = gauge(
+STEP_PHASE_SECONDS = logged_gauge(
     "rankscope_step_phase_seconds",
     "Duration of each phase in one step: the latest step with a known end.",
     phases.LABEL,
-    scalar=phases.STEP_PHASE_SECONDS,
 )
-PRE_COLLECTIVE_SECONDS = gauge(
+PRE_COLLECTIVE_SECONDS = logged_gauge(
     "rankscope_pre_collective_seconds",
     "Compute time in the latest step before the rank waits for other ranks. High on a straggler. Absent if unknown.",
-    scalar=phases.PRE_COLLECTIVE_SECONDS,
 )
-PRE_COLLECTIVE_TOTAL = counter(
+PRE_COLLECTIVE_TOTAL = logged_counter(
     "rankscope_pre_collective_seconds_total",
     "Sum of rankscope_pre_collective_seconds since the monitor was attached, without the first step.",
-    scalar=phases.PRE_COLLECTIVE_TOTAL,
 )
 OVERHEAD_SECONDS = counter(
     "rankscope_overhead_seconds_total",
     "CPU time of Rankscope on this rank: its hooks in the training thread, torch threads they use, its own threads.",
     "thread",
-    scalar="overhead_seconds",
+    stored_as="scalars:overhead_seconds",
 )
-SAMPLING_STRETCH = gauge(
+SAMPLING_STRETCH = logged_gauge(
     "rankscope_sampling_stretch",
     "Factor by which max_overhead multiplies the sampling interval; 1 without a reduction.",
-    scalar="sampling_stretch",
 )
 COLLECTIVE_CALLS = counter(
     "rankscope_collective_calls_total",
@@ -248,7 +234,6 @@ RUN_STEP = service_gauge(
     "rankscope_run_step",
     "Highest step received from any rank of the latest attempt.",
     "run",
-    unit="steps",
     stored_as="attempts.last_step",
 )
 RUN_LAST_STEP = service_gauge(
@@ -260,7 +245,6 @@ RUN_STEPS_PLANNED = service_gauge(
     "rankscope_run_steps_planned",
     "Planned number of steps of a run; absent if unknown.",
     "run",
-    unit="steps",
     stored_as="attempts.planned_steps",
 )
 RUN_PROGRESS = service_gauge(
@@ -357,5 +341,5 @@ HARDWARE_SCALARS: Final = frozenset(
 
 MONITOR_SCALARS: Final = frozenset(SCALARS_WITH_OWN_METRIC).difference(
     HARDWARE_SCALARS, ("loss", "learning_rate", "grad_norm")
-) | {phases.PHASE_SECONDS, phases.STEP_PHASE_SECONDS, phases.PRE_COLLECTIVE_SECONDS, phases.PRE_COLLECTIVE_TOTAL}
+)
 """Names of the other scalars that the monitor adds to those of the training script."""

@@ -9,8 +9,8 @@ from typing import Final, Literal
 from rankscope_contract.model.identity import IDENTITY_LABELS
 
 MetricType = Literal["gauge", "counter"]
-_UNITS: Final = ("bytes", "seconds", "joules", "watts", "celsius", "hertz")
-"""Units that Prometheus requires as the last word of a metric's name, before `_total`."""
+_UNITS: Final = ("bytes", "seconds", "joules", "watts", "celsius", "hertz", "tokens", "samples")
+"""Units, which are the last word of a metric's name, before `_total`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,13 @@ class MetricSpec:
     type: MetricType
     help: str
     labels: tuple[str, ...] = ()
-    unit: str | None = None
     stored_as: str | None = None
     page: Literal["rank", "service"] = "rank"
+
+    @property
+    def unit(self) -> str | None:
+        word = self.name.removesuffix("_total").rpartition("_")[2]
+        return word if word in _UNITS else None
 
     @property
     def all_labels(self) -> tuple[str, ...]:
@@ -43,24 +47,23 @@ def metric(
     help: str,  # noqa: A002 - Prometheus' word
     labels: str = "",
     *,
-    unit: str | None = None,
     stored_as: str | None = None,
-    scalar: str | None = None,
 ) -> MetricSpec:
-    """Return a metric family.
-
-    `labels` are separated by blanks. `scalar` names the rows of `scalars` that contain the history of the metric.
-    Without `unit`, the unit is the last word of the name, if this word is one of Prometheus' base units.
-    """
-    word = name.removesuffix("_total").rpartition("_")[2]
-    unit = unit or (word if word in _UNITS else None)
-    stored_as = f"scalars:{scalar}" if scalar else stored_as
-    return MetricSpec(
-        name=name, type=type, help=help, labels=tuple(labels.split()), unit=unit, stored_as=stored_as, page=page
-    )
+    """Return a metric family. `labels` are separated by blanks."""
+    return MetricSpec(name=name, type=type, help=help, labels=tuple(labels.split()), stored_as=stored_as, page=page)
 
 
 gauge = partial(metric, "gauge", "rank")
 counter = partial(metric, "counter", "rank")
 service_gauge = partial(metric, "gauge", "service")
 service_counter = partial(metric, "counter", "service")
+
+
+def _logged(type: MetricType, name: str, help: str, labels: str = "") -> MetricSpec:  # noqa: A002 - Prometheus' words
+    """Return a metric whose history is in the rows of `scalars` with its name, without `rankscope_` and `_ratio`."""
+    scalar = name.removeprefix("rankscope_").removesuffix("_ratio")
+    return metric(type, "rank", name, help, labels, stored_as=f"scalars:{scalar}")
+
+
+logged_gauge = partial(_logged, "gauge")
+logged_counter = partial(_logged, "counter")

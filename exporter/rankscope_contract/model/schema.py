@@ -1,8 +1,10 @@
-"""Fields of every dataset, and of the record that a rank sends.
+"""Fields of every dataset, and of the record that a rank sends; types of fields, and their conversion to Arrow.
 
 A dataset is one table of the store. A wire record is one `StepRecord`: it contains rows of several datasets, and refers
 to tensors by their position in a plan. The fields of datasets, records and plans are defined here together because they
 describe the same data.
+
+The contract imports only the standard library. Therefore callers pass the pyarrow module as an argument.
 
 Columns and buckets of the rollup datasets, which replace rows that are older than the retention period.
 
@@ -17,12 +19,67 @@ import json
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, Literal
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.model.fields import Field, ListOf, ScalarName, StructOf, required
 from rankscope_contract.model.kinds import BASELINE_OPS, OPS
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name, short_name
+
+ScalarName = Literal["bool", "int32", "int64", "float32", "float64", "string", "timestamp"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """Field type: a list of values of one type."""
+
+    item: FieldType
+
+
+@dataclass(frozen=True, slots=True)
+class StructOf:
+    """Field type: a struct of named fields."""
+
+    fields: tuple[Field, ...]
+
+
+FieldType = ScalarName | ListOf | StructOf
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One column of a dataset: name, type, documentation, unit if it has one, and whether it may be null."""
+
+    name: str
+    type: FieldType
+    doc: str = ""
+    unit: str | None = None
+    nullable: bool = True
+
+
+def required(name: str, type: FieldType, doc: str = "", unit: str | None = None) -> Field:  # noqa: A002 - field word
+    """Return a field that must not be null."""
+    return Field(name, type, doc, unit, nullable=False)
+
+
+def arrow_type(pa: ModuleType, type: FieldType) -> Any:  # noqa: A002 - field word
+    """Return the Arrow type of the field type `type`; `pa` is the pyarrow module. Timestamps are UTC microseconds."""
+    if isinstance(type, ListOf):
+        return pa.list_(pa.field("item", arrow_type(pa, type.item)))
+    if isinstance(type, StructOf):
+        return pa.struct([arrow_field(pa, field) for field in type.fields])
+    return pa.timestamp("us", tz="UTC") if type == "timestamp" else getattr(pa, type if type != "bool" else "bool_")()
+
+
+def arrow_field(pa: ModuleType, field: Field) -> Any:
+    """Return the Arrow field of `field`; `pa` is the pyarrow module."""
+    return pa.field(field.name, arrow_type(pa, field.type), nullable=field.nullable)
+
+
+def arrow_schema(pa: ModuleType, fields: tuple[Field, ...], metadata: dict[str, str] | None = None) -> Any:
+    """Return the Arrow schema of `fields` with `metadata`; `pa` is the pyarrow module."""
+    return pa.schema([arrow_field(pa, field) for field in fields], metadata=metadata)
+
 
 BUCKET_STEPS: Final = 100
 """Number of steps in one bucket of a rollup dataset: 0 to 99, 100 to 199, …"""
@@ -67,16 +124,6 @@ _NONFINITE: Final = (
     Field("first_nonfinite_step", "int64", "Lowest step of rows with a non-finite statistic or non-finite elements."),
 )
 
-TENSOR_ROLLUP_FIELDS: Final = (
-    *_SPAN,
-    *(field for op in OPS.values() if op.rollup == "summary" for field in _summary(op.name, "float32")),
-    *(field for op in OPS.values() if op.rollup == "total" for field in _total(op.name)),
-    *_NONFINITE,
-)
-
-SCALAR_ROLLUP_FIELDS: Final = (*_SPAN, *_summary("value", "float64"), *_NONFINITE)
-
-
 _STEP: Final = Field("step", "int64", "Step number of the training; may restart at a lower number in a new attempt.")
 _MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null if the row covers the whole step.")
 _VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one.")
@@ -102,14 +149,6 @@ TENSOR_FIELDS: Final = (
     Field("placement", "string", "Placement of the tensor on this rank: full, shard, partial or replica."),
     Field("shard_group", "string", "Ranks that hold the other shards; null unless sharded."),
     Field("call_seq", "int64", "Order of the call within the step, if a tensor is measured more than once per step."),
-)
-
-STATISTIC_FIELDS: Final = (
-    *(
-        Field(op.name, op.dtype, op.doc, unit="elements" if op.dtype == "int64" else None)
-        for op in sorted(OPS.values(), key=lambda op: op.dtype == "int64")
-    ),
-    *(Field(name, "float32", "Baseline with which the rules compared the statistic.") for name in BASELINE_OPS),
 )
 
 SCALAR_FIELDS: Final = (
@@ -191,13 +230,6 @@ EVENT_FIELDS: Final = (
     Field("details", "string", "Details of the event as JSON; the keys depend on the type."),
 )
 
-SAMPLE_FIELDS: Final = (
-    required("target", "string"),
-    required("metric", "string"),
-    Field("labels", "string", "Labels of the sample as canonical JSON object."),
-    Field("value", "float64", "Value of the sample; null at a staleness marker, the mark that the series has ended."),
-)
-
 RUN_FIELDS: Final = (
     required("state", "string", "State of the run: see RunState."),
     Field("started_at", "timestamp"),
@@ -210,27 +242,6 @@ RUN_FIELDS: Final = (
     Field("reason", "string", "Reason of the end of the run, as text."),
 )
 
-LABEL_FIELDS: Final = (
-    Field("tags", "string", "Tags that users set, as JSON object; null in row versions that do not change them."),
-    Field("note", "string", "Text about the run, written by users; null in row versions that do not change it."),
-)
-
-ATTEMPT_FIELDS: Final = (
-    *RUN_FIELDS,
-    Field("launch_id", "string", "Id of the launch, which is equal on all its ranks."),
-)
-
-TENSOR_DIMENSION_FIELDS: Final = (
-    required("kind", "string"),
-    required("tensor", "string"),
-    Field("index", "int32", "Number of the tuple slot; null for the whole tensor."),
-    Field("shape", ListOf("int64"), "Shape of the tensor on the rank; null if it differs between steps."),
-    Field("dtype", "string"),
-    Field("numel", "int64", unit="elements"),
-    Field("module", "string"),
-    Field("aliases", ListOf("string"), "Other names of tensors with the same storage (tied weights)."),
-)
-
 
 def _dataset(*fields: Field) -> tuple[Field, ...]:
     """Return the fields of a dataset: the fields in COMMON_FIELDS, which all datasets have, then `fields`."""
@@ -240,7 +251,14 @@ def _dataset(*fields: Field) -> tuple[Field, ...]:
 
 
 DATASETS: Final[dict[str, tuple[Field, ...]]] = {
-    "tensor_stats": _dataset(*TENSOR_FIELDS, *STATISTIC_FIELDS),
+    "tensor_stats": _dataset(
+        *TENSOR_FIELDS,
+        *(
+            Field(op.name, op.dtype, op.doc, unit="elements" if op.dtype == "int64" else None)
+            for op in sorted(OPS.values(), key=lambda op: op.dtype == "int64")
+        ),
+        *(Field(name, "float32", "Baseline with which the rules compared the statistic.") for name in BASELINE_OPS),
+    ),
     "features": _dataset(*FEATURE_FIELDS),
     "histograms": _dataset(*HISTOGRAM_FIELDS),
     "hashes": _dataset(*HASH_FIELDS),
@@ -248,12 +266,42 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
     "modules": _dataset(*MODULE_FIELDS),
     "scalars": _dataset(*SCALAR_FIELDS),
     "events": _dataset(*EVENT_FIELDS),
-    "samples": _dataset(*SAMPLE_FIELDS),
-    "runs": _dataset(*RUN_FIELDS, *LABEL_FIELDS),
-    "attempts": _dataset(*ATTEMPT_FIELDS),
-    "tensors": _dataset(*TENSOR_DIMENSION_FIELDS),
-    "tensor_rollups": _dataset(*TENSOR_FIELDS, *TENSOR_ROLLUP_FIELDS),
-    "scalar_rollups": _dataset(*(field for field in SCALAR_FIELDS if field.name != "value"), *SCALAR_ROLLUP_FIELDS),
+    "samples": _dataset(
+        required("target", "string"),
+        required("metric", "string"),
+        Field("labels", "string", "Labels of the sample as canonical JSON object."),
+        Field(
+            "value", "float64", "Value of the sample; null at a staleness marker, the mark that the series has ended."
+        ),
+    ),
+    "runs": _dataset(
+        *RUN_FIELDS,
+        Field("tags", "string", "Tags that users set, as JSON object; null in row versions that do not change them."),
+        Field("note", "string", "Text about the run, written by users; null in row versions that do not change it."),
+    ),
+    "attempts": _dataset(
+        *RUN_FIELDS, Field("launch_id", "string", "Id of the launch, which is equal on all its ranks.")
+    ),
+    "tensors": _dataset(
+        required("kind", "string"),
+        required("tensor", "string"),
+        Field("index", "int32", "Number of the tuple slot; null for the whole tensor."),
+        Field("shape", ListOf("int64"), "Shape of the tensor on the rank; null if it differs between steps."),
+        Field("dtype", "string"),
+        Field("numel", "int64", unit="elements"),
+        Field("module", "string"),
+        Field("aliases", ListOf("string"), "Other names of tensors with the same storage (tied weights)."),
+    ),
+    "tensor_rollups": _dataset(
+        *TENSOR_FIELDS,
+        *_SPAN,
+        *(field for op in OPS.values() if op.rollup == "summary" for field in _summary(op.name, "float32")),
+        *(field for op in OPS.values() if op.rollup == "total" for field in _total(op.name)),
+        *_NONFINITE,
+    ),
+    "scalar_rollups": _dataset(
+        *(field for field in SCALAR_FIELDS if field.name != "value"), *_SPAN, *_summary("value", "float64"), *_NONFINITE
+    ),
 }
 """Columns of each dataset, in the order of the columns in the table."""
 

@@ -24,8 +24,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.fields import arrow_schema
-from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA
+from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, WIRE_METADATA, arrow_schema
 from rankscope_contract.wire.channel import NOTHING
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.publish.serving_config import MIN_RING_RECORDS

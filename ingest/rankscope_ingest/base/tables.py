@@ -11,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model import redaction
-from rankscope_contract.model.fields import arrow_schema
-from rankscope_contract.model.schema import DATASETS, canonical_labels
+from rankscope_contract.model.schema import DATASETS, arrow_schema, canonical_labels
 
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"

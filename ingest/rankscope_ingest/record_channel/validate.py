@@ -23,8 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.fields import Field, arrow_field
-from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, Plan, PlanEntry, plan_hash
+from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, Field, Plan, PlanEntry, arrow_field, plan_hash
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.tables import cleaned, coded_schema, rows_table
 

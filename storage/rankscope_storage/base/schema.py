@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.model.fields import arrow_schema
-from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.model.schema import DATASETS, arrow_schema
 from rankscope_contract.wire.escaping import sql_identifier
 from rankscope_storage.base.errors import BatchError
 

@@ -14,7 +14,6 @@ from tests.properties import examples
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.events import causal_key
-from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.identity import (
     LONGEST_NAME,
     check_run_name,
@@ -41,6 +40,7 @@ from rankscope_contract.model.schema import (
     WIRE_FIELDS,
     Plan,
     PlanEntry,
+    arrow_schema,
     canonical_labels,
     plan_hash,
 )

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.model.events import Event, EventType, Severity
-from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import (
     NESTED,
@@ -21,6 +20,7 @@ from rankscope_contract.model.schema import (
     WIRE_METADATA,
     WIRE_VALUE_OPS,
     PlanEntry,
+    arrow_schema,
     canonical_labels,
 )
 from rankscope_exporter.publish.rank_server import ClockWatch

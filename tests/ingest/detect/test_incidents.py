@@ -10,9 +10,8 @@ from tests.ingest import builders
 from tests.ingest.builders import rank_of
 
 from rankscope_contract.model.events import RUN_FAILED, SLOW_RANK, RunState, causal_key
-from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.kinds import CAUSAL_STAGE
-from rankscope_contract.model.schema import DATASETS
+from rankscope_contract.model.schema import DATASETS, arrow_schema
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms

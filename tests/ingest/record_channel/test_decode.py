@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.ingest.conftest import encode_records
 from tests.properties import examples
 
-from rankscope_contract.model.fields import arrow_schema
 from rankscope_contract.model.schema import (
     DATASETS,
     NESTED,
@@ -25,6 +24,7 @@ from rankscope_contract.model.schema import (
     WIRE_VALUE_OPS,
     Plan,
     PlanEntry,
+    arrow_schema,
     plan_hash,
 )
 from rankscope_exporter.publish.ring import encode, stream
