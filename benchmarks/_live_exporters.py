@@ -67,8 +67,8 @@ def _channel(rank: int, ranks: Ranks) -> RankServer:
         run=ranks.run, launch_id=ranks.run, rank=rank, world_size=ranks.ranks, incarnation=uuid.uuid4().hex
     )
     return RankServer(
-        identity,
-        ServeConfig(spool_dir=None, ingest_url=ranks.ingest_url),
+        identity=identity,
+        config=ServeConfig(spool_dir=None, ingest_url=ranks.ingest_url),
         rules=(),
         settings={},
         planned_steps=10_000,

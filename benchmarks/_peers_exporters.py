@@ -54,8 +54,8 @@ def _channel(rank: int, ranks: Ranks) -> RankServer:
         run="peers", launch_id="peers", rank=rank, world_size=ranks.targets, incarnation=uuid.uuid4().hex
     )
     return RankServer(
-        identity,
-        ServeConfig(spool_dir=None, ingest_url=ranks.ingest_url, page_ops="all", series_budget=1_000_000),
+        identity=identity,
+        config=ServeConfig(spool_dir=None, ingest_url=ranks.ingest_url, page_ops="all", series_budget=1_000_000),
         rules=(),
         settings={},
         planned_steps=None,

@@ -118,8 +118,8 @@ def _into(folder: Path) -> list[Row]:
 def _channel(rank: int) -> RankServer:
     identity = Identity(run="bench", launch_id="bench", rank=rank, world_size=RANKS, incarnation=f"{rank:032x}")
     return RankServer(
-        identity,
-        ServeConfig(spool_dir=None),
+        identity=identity,
+        config=ServeConfig(spool_dir=None),
         rules=(),
         settings={},
         planned_steps=None,

@@ -46,8 +46,8 @@ def live(order: dict[str, Any]) -> None:
     )
     config = MonitorConfig().with_environment({**os.environ, **order["environment"]}).serve
     channel = RankServer(
-        identity,
-        dataclasses.replace(config, ring_records=order["ring"]),
+        identity=identity,
+        config=dataclasses.replace(config, ring_records=order["ring"]),
         rules=(),
         settings={},
         planned_steps=None,

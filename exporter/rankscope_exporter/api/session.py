@@ -42,7 +42,7 @@ from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, SilentK
 from rankscope_exporter.publish.console import Console, records_note
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publish.rank_server import RankServer
-from rankscope_exporter.publish.rank_state import RankServerSources
+from rankscope_exporter.publish.routes import RankServerSources
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.sinks import sink_class
 from rankscope_exporter.publish.sinks.base import Sinks
@@ -230,8 +230,8 @@ class Session:
         """Build the server, and the watchdog, which detects hangs and reports them through the server."""
         config, boundary = self.config, self.boundary
         self.channel = RankServer(
-            self.identity,
-            config.serve,
+            identity=self.identity,
+            config=config.serve,
             rules=config.rules,
             settings={**public_settings(config), "device": str(self._device)},
             planned_steps=self.planned_steps,

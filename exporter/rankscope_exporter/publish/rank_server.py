@@ -12,13 +12,13 @@ from them, such as tokens per second, subtract the offset of the record.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
@@ -28,7 +28,7 @@ from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS, jump_details,
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_contract.wire.channel import Registration, RegistrationReply
+from rankscope_contract.wire.channel import NOTHING, STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
 from rankscope_contract.wire.spool.reader import service_name
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
@@ -36,10 +36,9 @@ from rankscope_exporter.publish.exposition import ExporterStats, Exposition
 from rankscope_exporter.publish.http_server import HttpServer, open_server
 from rankscope_exporter.publish.latest_values import LatestValues
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
-from rankscope_exporter.publish.rank_state import RankServerSources, RankState
 from rankscope_exporter.publish.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.publish.ring import Ring, encode
-from rankscope_exporter.publish.routes import Routes
+from rankscope_exporter.publish.routes import RankServerSources, Routes
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.spool import spool_of
 from rankscope_exporter.records.record import StepRecord, monotonic_microseconds, now_microseconds
@@ -73,7 +72,7 @@ class ClockWatch:
                 ts = record.monotonic + self._apart
         if not self._offset and events is record.events:
             return record
-        return dataclasses.replace(record, ts=ts, clock_offset=self._offset, events=events)
+        return replace(record, ts=ts, clock_offset=self._offset, events=events)
 
 
 def _jump_event(jump: int, offset: int) -> Event:
@@ -90,60 +89,63 @@ T = TypeVar("T")
 
 _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
 """Types of events after which the rank asks the service for an immediate poll."""
-_INERT: Final = -1
-"""Sequence number that `publish` returns in a forked child, which has no server."""
 
 
+@dataclass(eq=False, kw_only=True)
 class RankServer:
-    """Keeps the records of one process and serves them over HTTP. Has no socket and no thread before `start()`."""
+    """Keeps the records of one process and serves them over HTTP. Has no socket and no thread before `start()`.
 
-    def __init__(
-        self,
-        identity: Identity,
-        config: ServeConfig,
-        *,
-        rules: Sequence[AnomalyRule],
-        settings: Mapping[str, Any],
-        planned_steps: int | None,
-        on_fault: Callable[[str, BaseException], None],
-        overhead: Callable[[], Mapping[str, float]],
-        dropped: Callable[[], Mapping[str, int]],
-        faults: Callable[[], int],
-        on_registered: Callable[[int], None] = lambda _: None,
-        sources: RankServerSources | None = None,
-    ) -> None:
-        """`overhead`, `dropped` and `faults` are functions that return statistics for the metrics page.
+    `overhead`, `dropped` and `faults` are functions that return statistics for the metrics page: the CPU seconds, the
+    dropped records and the errors of other components of the monitor. `on_registered` is called on the registration
+    thread, with the number of the attempt, when the service has accepted this rank for the first time.
+    """
 
-        The statistics are the CPU seconds, the dropped records and the errors of other components of the monitor.
-        `on_registered` is called on the registration thread, with the number of the attempt, when the service has
-        accepted this rank for the first time.
-        """
-        self.state = RankState(identity.incarnation)
+    identity: Identity
+    config: ServeConfig
+    rules: Sequence[AnomalyRule]
+    settings: Mapping[str, Any]
+    planned_steps: int | None
+    on_fault: Callable[[str, BaseException], None]
+    overhead: Callable[[], Mapping[str, float]]
+    dropped: Callable[[], Mapping[str, int]]
+    faults: Callable[[], int]
+    on_registered: Callable[[int], None] = lambda _: None
+    sources: RankServerSources = field(default_factory=RankServerSources)
+
+    def __post_init__(self) -> None:
+        config, on_fault = self.config, self.on_fault
+        # Converted here to the form that a JSON reader gets: values without a JSON form become text on this thread.
+        self.settings = json.loads(json.dumps(dict(self.settings), default=str), parse_constant=str)
+        self.incarnation = self.identity.incarnation
         self.service_url = config.ingest_url
         self.url: str | None = None
-        self._identity = identity
-        self._config = config
+        self.step: int | None = None
+        """Number of the step of the record that was published last."""
+        self.phase: str | None = None
+        """Name of the phase that the script announced, such as an evaluation."""
+        self.lease: str | None = None
+        """Lease, a token that the service returned when it registered this rank; None before the first registration.
+
+        Only the holder of the lease may mark records as committed.
+        """
+        self.state = STATE_RUNNING  # or STATE_DRAINING, while the rank waits for the commit of its last records
+        self.is_closed = False
+        self._unencodable = 0  # rows of nested datasets, such as events, whose values do not fit the columns
         self._meter = CpuMeter()
-        self.spool = spool_of(config, identity.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
+        self.spool = spool_of(config, self.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
         self.orphans: OrphanRecovery | None = None
         is_kept = None if self.spool is None else self.spool.holds
         self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=is_kept)
-        # Converted here to the form that a JSON reader gets: values without a JSON form become text on this thread.
-        self._settings: dict[str, Any] = json.loads(json.dumps(dict(settings), default=str), parse_constant=str)
-        self._planned_steps = planned_steps
-        self._on_fault, self._on_registered = on_fault, on_registered
-        self._overhead, self._dropped, self._faults = overhead, dropped, faults
-        self._sources = RankServerSources() if sources is None else sources
-        self._latest = LatestValues(rules)
+        self._latest = LatestValues(self.rules)
         self.exposition = Exposition(
-            identity,
+            self.identity,
             self._latest,
             self._stats,
-            rules=rules,
+            rules=self.rules,
             series_budget=config.series_budget,
             all_ops=config.page_ops == "all",
-            planned_steps=planned_steps,
-            device=str(settings.get("device", "")),
+            planned_steps=self.planned_steps,
+            device=str(self.settings.get("device", "")),
         )
         self._started_at = now_microseconds()
         self._clock = ClockWatch(self._started_at, monotonic_microseconds())
@@ -156,55 +158,41 @@ class RankServer:
             self._parts.callback(self.spool.close)
 
     def start(self) -> str:
-        """Start the server and the registration, and return the URL of this rank for other machines. Raises ServeError.
+        """Start the server and the registration, and return the URL of this rank for other machines.
 
-        An error of the spools of dead processes is reported and not raised, because they are optional.
+        Raises ServeError; the caller then calls `close`. An error of the spools of dead processes is reported and not
+        raised, because they are optional.
         """
-        if self._server is not None or self.state.is_closed:
+        if self._server is not None or self.is_closed:
             raise ServeError("this server was started before: create a new one")
-        config = self._config
+        config = self.config
         client = service_client(config)
         if self.spool is not None and client is not None and config.ingest_url is not None:
-            service, own = service_name(config.ingest_url), self._identity.incarnation
+            service, own = service_name(config.ingest_url), self.incarnation
             self.orphans = OrphanRecovery(
-                self.spool.root, own, client, lambda: self.url, service=service, on_fault=self._on_fault
+                self.spool.root, own, client, lambda: self.url, service=service, on_fault=self.on_fault
             )
             self._parts.callback(self.orphans.stop)
-        routes = Routes(
-            state=self.state,
-            ring=self.ring,
-            spool=self.spool,
-            orphans=self.orphans,
-            sources=self._sources,
-            exposition=self.exposition,
-            settings=self._settings,
-            token=config.secret,
-            is_guarded=config.is_guarded,
-            on_poll=self._on_poll,
-        )
-        self._server = open_server(config, routes, on_fault=self._on_fault, meter=self._meter)
+        routes = Routes(self, token=config.secret, is_guarded=config.is_guarded)
+        self._server = open_server(config, routes, on_fault=self.on_fault, meter=self._meter)
         self._parts.callback(self._server.stop)
-        address = config.advertised(self._server.port, self._identity.host)
+        address = config.advertised(self._server.port, self.identity.host)
         self.url = f"{config.scheme}://{address}"
         if config.discovery_dir is not None and config.ingest_url is None:
-            discovery = DiscoveryFile(config.discovery_dir, self._identity)
+            discovery = DiscoveryFile(config.discovery_dir, self.identity)
             self._parts.callback(discovery.remove)
-            try:
-                discovery.write(str(address), config.scheme)
-            except ServeError:
-                self.close()
-                raise
+            discovery.write(str(address), config.scheme)
         self._server.start()
         if client is not None:
             self._registration = RegistrationLoop(
-                client, self._introduce, self._on_reply, on_fault=self._on_fault, meter=self._meter
+                client, self._introduce, self._on_reply, on_fault=self.on_fault, meter=self._meter
             )
             self._parts.callback(self._registration.stop)
             if self.orphans is not None:
                 try:
                     self.orphans.start()
                 except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
-                    self._on_fault("serving spools of dead processes", error)
+                    self.on_fault("serving spools of dead processes", error)
             self._registration.start()
         return self.url
 
@@ -214,19 +202,19 @@ class RankServer:
     def publish(self, record: StepRecord) -> int:
         """Store a finished record and return its sequence number.
 
-        Never waits for the network. May be called from any thread.
+        Never waits for the network. May be called from any thread. A forked child, which has no server, gets -1.
         """
         if self._abandoned:
-            return _INERT
+            return NOTHING
         with self._publishing:  # spool, ring and exposition must receive the records in the same order
             record = self._clock.corrected(record)
             encoded = encode(record)
-            self.state.unencodable += encoded.unencodable
+            self._unencodable += encoded.unencodable
             if self.spool is not None:
                 self.spool.write(self.ring.head + 1, encoded)
             seq = self.ring.append(encoded)
             if record.step is not None:
-                self.state.step = record.step
+                self.step = record.step
             self._latest.update(record)
         if self._registration is not None and any(event.type in _URGENT for event in record.events):
             self._registration.poke()
@@ -237,9 +225,9 @@ class RankServer:
 
         This ensures that a long evaluation does not count as a stall.
         """
-        if self._abandoned or phase == self.state.phase:
+        if self._abandoned or phase == self.phase:
             return
-        self.state.phase = phase
+        self.phase = phase
         if self._registration is not None:
             self._registration.send_now()
 
@@ -250,20 +238,20 @@ class RankServer:
         """
         if self._abandoned:
             return 0
-        self.state.is_draining = True
+        self.state = STATE_DRAINING
         deadline = time.monotonic() + timeout_seconds
         if self._registration is not None:
             self._registration.wait_attempted(timeout_seconds)
-        if self._registration is None or self.state.lease is None:
+        if self._registration is None or self.lease is None:
             return self.ring.uncommitted
         self._registration.drain()
-        return self.ring.wait_committed(deadline - time.monotonic(), stop=lambda: self.state.is_closed)
+        return self.ring.wait_committed(deadline - time.monotonic(), stop=lambda: self.is_closed)
 
     def close(self) -> None:
         """Close the server and end its threads. A second call has no effect."""
-        if self._abandoned or self.state.is_closed:
+        if self._abandoned or self.is_closed:
             return
-        self.state.is_closed = True
+        self.is_closed = True
         self._parts.close()
 
     def abandon_after_fork(self) -> None:
@@ -273,22 +261,19 @@ class RankServer:
         """
         self._abandoned = True
         with contextlib.ExitStack() as stack:  # abandons all of them, then raises the first error
-            if self.spool is not None:
-                stack.callback(self.spool.abandon)
-            if self.orphans is not None:
-                stack.callback(self.orphans.abandon)
-            if self._server is not None:
-                stack.callback(self._server.abandon)
-            self.ring = Ring(self._config.ring_records, self._config.ring_bytes)
+            for part in (self.spool, self.orphans, self._server):
+                if part is not None:
+                    stack.callback(part.abandon)
+            self.ring = Ring(self.config.ring_records, self.config.ring_bytes)
 
     def progress(self) -> tuple[int | None, str | None]:
         """Return the number of the last published step, and the name of the phase that the script has announced."""
-        return self.state.step, self.state.phase
+        return self.step, self.phase
 
     def overhead_seconds(self) -> Mapping[str, float]:
         return self._meter.totals()
 
-    def _on_poll(self, committed: int, has_notice: bool) -> None:  # noqa: FBT001 - passed by Routes alone
+    def on_poll(self, committed: int, *, has_notice: bool) -> None:
         if self._registration is not None:
             (self._registration.send_now if has_notice else self._registration.on_poll)()
         self._commit(committed)
@@ -301,13 +286,13 @@ class RankServer:
     def _stats(self) -> ExporterStats:
         empty: Mapping[str, Any] = {}
         of_spool = {} if self.spool is None else self.spool.dropped
-        own = {"ring_overrun": self.ring.overrun, "unencodable": self.state.unencodable, **of_spool}
+        own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable, **of_spool}
         return ExporterStats(
-            sampling_stretch=self._read("the sampling interval multiplier", self._sources.stretch, None),
-            collectives=self._read("collectives", self._sources.collectives, empty),
-            faults=self._faults(),
-            dropped={**own, **self._read("dropped records", self._dropped, empty)},
-            overhead_seconds={**self._read("overhead", self._overhead, empty), **self._meter.totals()},
+            sampling_stretch=self._read("the sampling interval multiplier", self.sources.stretch, None),
+            collectives=self._read("collectives", self.sources.collectives, empty),
+            faults=self.faults(),
+            dropped={**own, **self._read("dropped records", self.dropped, empty)},
+            overhead_seconds={**self._read("overhead", self.overhead, empty), **self._meter.totals()},
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
         )
@@ -320,7 +305,7 @@ class RankServer:
         try:
             return source()
         except Exception as error:  # noqa: BLE001 - see above
-            self._on_fault(f"{part} on the page", error)
+            self.on_fault(f"{part} on the page", error)
             return default
 
     def _introduce(self) -> Registration:
@@ -329,29 +314,28 @@ class RankServer:
         return self._describe()
 
     def _describe(self) -> Registration:
-        state = self.state
         torch = getattr(sys.modules.get("torch"), "__version__", "")
         versions = {"rankscope": __version__, "python": sys.version.split()[0], "pyarrow": pa.__version__}
         return Registration(
-            **dataclasses.asdict(self._identity),
+            **asdict(self.identity),
             pid=os.getpid(),
             url=self.url or "",
             started_at=self._started_at,
-            state=state.name,
+            state=self.state,
             head=self.ring.head,
-            queued=self._sources.queued(),
-            step=state.step,
-            phase=state.phase,
-            planned_steps=self._planned_steps,
-            config=self._settings,
+            queued=self.sources.queued(),
+            step=self.step,
+            phase=self.phase,
+            planned_steps=self.planned_steps,
+            config=dict(self.settings),
             versions=versions | ({"torch": str(torch)} if torch else {}),
         )
 
     def _on_reply(self, reply: RegistrationReply) -> None:
-        is_first, self.state.lease = self.state.lease is None, reply.lease
+        is_first, self.lease = self.lease is None, reply.lease
         try:
             self._commit(reply.committed)
             if is_first:
-                self._on_registered(reply.attempt)
+                self.on_registered(reply.attempt)
         except Exception as error:  # noqa: BLE001 - a wrong cursor or a disk error must not end the heartbeats
-            self._on_fault("registration", error)
+            self.on_fault("registration", error)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import hmac
 import json
 import re
+import threading
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.wire import channel
@@ -21,7 +23,6 @@ from rankscope_exporter.process.errors import ConfigError, ShareError
 from rankscope_exporter.publish.exposition import Exposition
 from rankscope_exporter.publish.http_server import Answer, Request
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
-from rankscope_exporter.publish.rank_state import RankServerSources, RankState, RecentClients
 from rankscope_exporter.publish.ring import CursorError, Ring, Window, stream
 from rankscope_exporter.publish.spool import SpoolWriter
 
@@ -44,35 +45,114 @@ class BadRequestError(ValueError):
     """Error: a parameter or the body of a request is invalid. The text names the parameter."""
 
 
-@dataclass(kw_only=True, eq=False)
-class Routes:
-    """The application behind the rank's HTTP server: one handler for each path and method."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankServerSources:
+    """Functions of other components of the monitor that the server calls while it answers a request.
 
-    state: RankState
+    The server calls all of them on its own threads. A rank without a function for a request answers 503.
+    """
+
+    take_stacks: Callable[[], Mapping[str, Any]] | None = None
+    """Function for POST /stacks.
+
+    It reads and publishes the stacks of all threads, and returns a JSON object with the stacks.
+    """
+    change_sampling: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """Function for PUT /config.
+
+    It changes the sampling, and returns the current and the pending settings. Raises ConfigError if the request is
+    invalid.
+    """
+    sampling_state: Callable[[], Mapping[str, Any]] | None = None
+    """Function for GET /config.
+
+    It returns the current sampling settings, which the answer contains under the key `measuring`.
+    """
+    queued: Callable[[], int] = lambda: 0
+    """Function that returns the number of records which the service must count as lost if this process dies now.
+
+    They are the records of ended steps that are not published, and the dropped ones that no event has reported.
+    """
+    stretch: Callable[[], int | None] = lambda: None
+    """Function for the metrics page.
+
+    It returns the factor by which the overhead controller has multiplied the sampling interval.
+    """
+    collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
+    """Function for the metrics page. It returns the number of calls and of bytes for each collective operation."""
+
+
+class ServedRank(Protocol):
+    """The rank whose data the routes send: a `RankServer`, which imports this module."""
+
+    incarnation: str
+    settings: Mapping[str, Any]
+    sources: RankServerSources
+    exposition: Exposition
     ring: Ring
     spool: SpoolWriter | None
     orphans: OrphanRecovery | None
-    sources: RankServerSources
-    exposition: Exposition
-    settings: Mapping[str, Any]
-    token: str | None
-    is_guarded: bool
-    """True if only processes on this machine, or clients with a token or certificate, can send requests."""
-    on_poll: Callable[[int, bool], None]
-    """Function that is called for each poll by the service that holds the lease of this rank.
+    lease: str | None
+    state: str
+    is_closed: bool
 
-    Its arguments are the sequence number up to which the service has committed the records, and whether the service has
-    a notice for the rank. May raise CursorError.
+    def on_poll(self, committed: int, *, has_notice: bool) -> None:
+        """Mark records up to the sequence number `committed` as committed. Raises CursorError.
+
+        Called for each poll by the service that holds the lease. `has_notice` states that it has a notice for the rank.
+        """
+
+
+MOST_CLIENTS: Final = 8
+_LONGEST_NAME: Final = 80
+_LISTED_PATHS: Final = frozenset({channel.METRICS_PATH, channel.RECORDS_PATH})
+
+
+class RecentClients:
+    """The clients that most recently requested a page of this rank, at most 8 (MOST_CLIENTS).
+
+    All methods may be called from any thread.
     """
 
-    def __post_init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, str], float] = {}  # the most recent client is the last entry
+
+    def note(self, path: str, agent: str) -> None:
+        """Record the time at which the client `agent` requested `path`."""
+        if path not in _LISTED_PATHS:
+            return
+        name = "".join(char if char.isprintable() else "?" for char in agent[:_LONGEST_NAME]) or "unnamed"
+        with self._lock:
+            self._seen.pop((path, name), None)
+            self._seen[path, name] = self._clock()
+            if len(self._seen) > MOST_CLIENTS:
+                del self._seen[next(iter(self._seen))]
+
+    def latest(self) -> list[dict[str, Any]]:
+        """Return path, client name and seconds since the last request of each client, the most recent client first."""
+        with self._lock:
+            seen = list(reversed(self._seen.items()))
+        now = self._clock()
+        return [{"page": path, "by": by, "seconds_ago": round(now - at, 1)} for (path, by), at in seen]
+
+
+class Routes:
+    """The application behind the HTTP server of a rank: one handler for each path and method."""
+
+    def __init__(self, rank: ServedRank, *, token: str | None, is_guarded: bool) -> None:
+        """`is_guarded`: only processes on this machine, or clients with a token or certificate, can send requests."""
+        self._rank = rank
+        self._token = token
+        self._is_guarded = is_guarded
         self._clients = RecentClients()
         change = self._change_config
         self._table: Mapping[str, Mapping[str, Callable[[Request], Answer]]] = {
             channel.HEALTH_PATH: {"GET": self._health},
             channel.RECORDS_PATH: {"GET": self._records},
             channel.PLAN_PATH: {"GET": self._plan},
-            channel.METRICS_PATH: {"GET": lambda request: _page(request, self.exposition.pieces())},
+            channel.METRICS_PATH: {"GET": lambda request: _page(request, rank.exposition.pieces())},
             channel.CONFIG_PATH: {"GET": self._show_config, "PUT": change, "POST": change},
             channel.STACKS_PATH: {"POST": self._take_stacks},
         }
@@ -99,44 +179,44 @@ class Routes:
             return Answer.text(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_authorized(self, request: Request) -> bool:
-        if self.token is None:
+        if self._token is None:
             return True
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return hmac.compare_digest(given.strip().encode(), self.token.encode()) and scheme.lower() == "bearer"
+        return hmac.compare_digest(given.strip().encode(), self._token.encode()) and scheme.lower() == "bearer"
 
     def _health(self, _request: Request) -> Answer:
-        state = self.state
-        health = {"status": "ok", "state": state.name, "incarnation": state.incarnation, "head": self.ring.head}
+        rank = self._rank
+        health = {"status": "ok", "state": rank.state, "incarnation": rank.incarnation, "head": rank.ring.head}
         return _json({**health, "readers": self._clients.latest()})
 
     def _records(self, request: Request) -> Answer:
         if refusal := _negotiate(request):
             return refusal
-        query = request.query
-        incarnation = query.get("incarnation", self.state.incarnation)  # a client such as curl may leave it out
+        query, rank = request.query, self._rank
+        incarnation = query.get("incarnation", rank.incarnation)  # a client such as curl may leave it out
         after = _integer(query, "after", channel.NOTHING, least=channel.NOTHING)
         committed = _integer(query, "committed", None, least=channel.NOTHING)
         max_bytes = min(_integer(query, "max_bytes", channel.DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT)
-        if incarnation != self.state.incarnation:
-            orphan = None if self.orphans is None else self.orphans.get(incarnation)
-            if self.orphans is None or orphan is None:
-                return self._refuse(HTTPStatus.CONFLICT, f"this process is {self.state.incarnation}")
+        if incarnation != rank.incarnation:
+            orphan = None if rank.orphans is None else rank.orphans.get(incarnation)
+            if rank.orphans is None or orphan is None:
+                return self._refuse(HTTPStatus.CONFLICT, f"this process is {rank.incarnation}")
             own = committed if _holds_lease(request, orphan.lease) else None
             answer = orphan_answer(orphan, self._state_headers(), after, own, max_bytes)
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                self.orphans.finished(orphan)
+                rank.orphans.finished(orphan)
             return answer
         try:
-            if committed is not None and _holds_lease(request, self.state.lease):
-                self.on_poll(committed, channel.NOTICE_HEADER.lower() in request.headers)
-            records = None if self.spool is None else self.spool.after(after, max_bytes, self.ring.first)
+            if committed is not None and _holds_lease(request, rank.lease):
+                rank.on_poll(committed, has_notice=channel.NOTICE_HEADER.lower() in request.headers)
+            records = None if rank.spool is None else rank.spool.after(after, max_bytes, rank.ring.first)
             if records is not None:
                 return _records_answer(records.data, records, self._state_headers(), after)
-            window = self.ring.after(after, max_bytes)
+            window = rank.ring.after(after, max_bytes)
         except CursorError as error:
             return self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, str(error))
         if not window.encoded:
-            if self.state.is_draining and not self.ring.uncommitted:
+            if rank.state == channel.STATE_DRAINING and not rank.ring.uncommitted:
                 text = "drained: all records are committed, the process exits"
                 return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text)
             return Answer(HTTPStatus.NO_CONTENT, headers=self._state_headers())
@@ -145,11 +225,11 @@ class Routes:
     def _state_headers(self) -> dict[str, str]:
         return {
             channel.SCHEMA_HEADER: str(SCHEMA_VERSION),
-            channel.INCARNATION_HEADER: self.state.incarnation,
-            channel.HEAD_HEADER: str(self.ring.head),
-            channel.QUEUED_HEADER: str(self.sources.queued()),
-            channel.RING_FILL_HEADER: f"{self.ring.fill:.3f}",
-            channel.STATE_HEADER: self.state.name,
+            channel.INCARNATION_HEADER: self._rank.incarnation,
+            channel.HEAD_HEADER: str(self._rank.ring.head),
+            channel.QUEUED_HEADER: str(self._rank.sources.queued()),
+            channel.RING_FILL_HEADER: f"{self._rank.ring.fill:.3f}",
+            channel.STATE_HEADER: self._rank.state,
         }
 
     def _refuse(self, status: int, text: str) -> Answer:
@@ -157,30 +237,30 @@ class Routes:
 
     def _plan(self, request: Request) -> Answer:
         plan_hash = request.path.removeprefix(channel.PLAN_PATH)
-        plan = self.ring.plan(plan_hash)
-        on_disk = (source.plan(plan_hash) for source in (self.spool, self.orphans) if source is not None)
+        plan = self._rank.ring.plan(plan_hash)
+        on_disk = (source.plan(plan_hash) for source in (self._rank.spool, self._rank.orphans) if source is not None)
         text = next(filter(None, on_disk), None) if plan is None else plan.json
         if text is None:
             return Answer.text(HTTPStatus.NOT_FOUND, "no record of this process uses this plan")
         return Answer(HTTPStatus.OK, (text.encode(),), _JSON, {"Cache-Control": "max-age=31536000, immutable"})
 
     def _take_stacks(self, _request: Request) -> Answer:
-        if not self.is_guarded:
+        if not self._is_guarded:
             return Answer.text(HTTPStatus.FORBIDDEN, _STACKS_REFUSED)
-        take = self.sources.take_stacks
-        if take is None or self.state.is_closed:
+        take = self._rank.sources.take_stacks
+        if take is None or self._rank.is_closed:
             return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, _ENDING)
         return _json(take(), indent=None)
 
     def _show_config(self, _request: Request) -> Answer:
-        state = self.sources.sampling_state
-        return _json(self.settings if state is None else {**self.settings, "measuring": state()})
+        state = self._rank.sources.sampling_state
+        return _json(self._rank.settings if state is None else {**self._rank.settings, "measuring": state()})
 
     def _change_config(self, request: Request) -> Answer:
-        if self.token is None:
+        if self._token is None:
             return Answer.text(HTTPStatus.FORBIDDEN, _CHANGE_REFUSED)
-        change, document = self.sources.change_sampling, _document(request)
-        if change is None or self.state.is_closed:
+        change, document = self._rank.sources.change_sampling, _document(request)
+        if change is None or self._rank.is_closed:
             return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, _ENDING)
         try:
             return _json(change(document), HTTPStatus.ACCEPTED)

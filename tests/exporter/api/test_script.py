@@ -167,7 +167,7 @@ def test_nested_phases_have_totals_and_events():
     """A phase of another thread remains when a training phase ends: a checkpoint that ends after an evaluation."""
     shown: list[str | None] = []
     with Training() as training:
-        state = training.session.channel.state
+        state = training.session.channel
 
         @training.monitor.phase("evaluation")
         def evaluate(again: bool) -> None:

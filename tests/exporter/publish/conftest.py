@@ -20,7 +20,7 @@ from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, Registrati
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.http_server import Answer, HttpServer
 from rankscope_exporter.publish.rank_server import RankServer
-from rankscope_exporter.publish.rank_state import RankServerSources
+from rankscope_exporter.publish.routes import RankServerSources
 from rankscope_exporter.publish.serving_config import Address, ServeConfig
 from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Statistics, StepRecord
@@ -99,7 +99,7 @@ class Rank:
     def records(self, after: int, **query_and_headers: Any) -> Got:
         query = {name: value for name, value in query_and_headers.items() if name in ("committed", "max_bytes")}
         headers = {name: value for name, value in query_and_headers.items() if name not in query}
-        path = f"/records?incarnation={self.channel.state.incarnation}&after={after}"
+        path = f"/records?incarnation={self.channel.incarnation}&after={after}"
         return self.get(path + "".join(f"&{name}={value}" for name, value in query.items()), **headers)
 
 
@@ -201,8 +201,8 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
         who = {"run": run, "rank": rank, "incarnation": incarnation}
         identity = Identity(launch_id="launch-1", world_size=2, host="node-1", **who)
         channel = RankServer(
-            identity,
-            ServeConfig(**{"spool_dir": None, **config}),
+            identity=identity,
+            config=ServeConfig(**{"spool_dir": None, **config}),
             rules=RULES,
             settings=settings or {"quantities": ["weights"]},
             planned_steps=100,
@@ -210,7 +210,7 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
             overhead=lambda: {"publisher": 0.25},
             dropped=lambda: {"publisher_behind": 0},
             faults=lambda: len(faults),
-            sources=sources,
+            sources=sources or RankServerSources(),
         )
         ranks.append(Rank(channel, faults))
         if started:
@@ -255,7 +255,7 @@ def new_server() -> Iterator[Callable[..., Any]]:
 def leased(new_rank: Callable[..., Rank], service: ServiceDouble, eventually: Callable[..., Any]) -> Rank:
     """Return a rank that the service double has registered."""
     rank = new_rank(ingest_url=service.url)
-    eventually(lambda: rank.channel.state.lease)
+    eventually(lambda: rank.channel.lease)
     return rank
 
 

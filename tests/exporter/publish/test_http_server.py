@@ -21,8 +21,8 @@ from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish import http_server
 from rankscope_exporter.publish.http_server import Answer, HttpServer, open_server
-from rankscope_exporter.publish.rank_state import MOST_CLIENTS, RankServerSources, RecentClients
 from rankscope_exporter.publish.registration import RefusedError, ServiceClient, UnreachableError
+from rankscope_exporter.publish.routes import MOST_CLIENTS, RankServerSources, RecentClients
 from rankscope_exporter.publish.serving_config import Address, ServeConfig, ServeError, client_tls, server_tls
 
 

@@ -62,7 +62,7 @@ def test_records_of_several_threads_get_distinct_sequence_numbers(rank):
 def test_close_frees_the_port_and_ends_the_threads_immediately(own_threads, new_rank, service, until, monkeypatch):
     monkeypatch.setattr(http_server, "_SWEEP_SECONDS", 60.0)
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease)
+    until(lambda: rank.channel.lease)
     begun = time.monotonic()
     rank.channel.close()
     rank.channel.close()
@@ -107,7 +107,7 @@ def test_drain_ends_by_the_committed_value_of_the_reply(new_rank, service, until
     if not is_registered:
         service.hold.clear()
     rank = new_rank(ingest_url=service.url)
-    until(lambda: rank.channel.state.lease or not is_registered)
+    until(lambda: rank.channel.lease or not is_registered)
     rank.fill(1)
     service.committed = 0
     threading.Timer(0.2, service.hold.set).start()
@@ -345,7 +345,7 @@ def leased_for(new_rank, service, until):
     def make(heartbeat_seconds):
         service.heartbeat_seconds = heartbeat_seconds
         rank = new_rank(ingest_url=service.url)
-        until(lambda: rank.channel.state.lease)
+        until(lambda: rank.channel.lease)
         return rank
 
     return make
@@ -435,10 +435,10 @@ def test_refusal_is_logged_once_until_the_service_accepts_the_rank(new_rank, ser
     until(lambda: len(service.registrations) >= 3)
 
     assert 1 == sum("outside networks.allowed" in message for message in caplog.messages)
-    assert rank.channel.state.lease is None
+    assert rank.channel.lease is None
 
     service.refusal = None
-    until(lambda: rank.channel.state.lease)
+    until(lambda: rank.channel.lease)
     assert [] == rank.faults
 
 
@@ -471,7 +471,7 @@ def test_invalid_reply_is_not_a_lease(new_rank, service, until, caplog, text):
     rank = new_rank(ingest_url=service.url)
     until(lambda: caplog.messages)
 
-    assert rank.channel.state.lease is None
+    assert rank.channel.lease is None
     assert "invalid registration reply" in caplog.text
 
 
@@ -514,6 +514,7 @@ def test_unwritable_discovery_folder_is_refused(new_rank, tmp_path):
     with pytest.raises(ServeError, match="RANKSCOPE_DISCOVERY_DIR"):
         rank.channel.start()
 
+    rank.channel.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", rank.port), timeout=1)
 
@@ -544,6 +545,6 @@ def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until
     plant(OrphanRecovery, "start", RuntimeError("can't start new thread"))
     monkeypatch.setattr(orphan_recovery, "OLDER_LAUNCHES_SECONDS", 0.05)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
-    until(lambda: rank.channel.state.lease)
+    until(lambda: rank.channel.lease)
 
     assert "serving spools of dead processes" in {where for where, _ in rank.faults}

@@ -112,7 +112,7 @@ def test_only_the_holder_of_the_lease_moves_committed(leased, rank, service, unt
 
     service.lease = "lease-2"
     leased.channel.set_phase("evaluation")
-    until(lambda: leased.channel.state.lease == "lease-2")
+    until(lambda: leased.channel.lease == "lease-2")
     leased.records(-1, committed=4, Rankscope_Lease="lease-1")
 
     assert 3 == ring.committed

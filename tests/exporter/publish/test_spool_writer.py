@@ -238,7 +238,7 @@ def test_removed_spool_folder_is_reported_in_one_line(spooled, tmp_path, caplog)
 def test_hanging_delete_does_not_block_commits(spooled, service, until, monkeypatch):
     """Commits are noted during a poll and during a heartbeat; neither may block."""
     rank = spooled(8, ingest_url=service.url, spool_bytes=60_000)
-    until(lambda: rank.channel.state.lease)
+    until(lambda: rank.channel.lease)
     answers, real = threading.Event(), os.unlink
 
     def unlink(path: Any, *arguments: Any, **named: Any) -> None:
@@ -297,7 +297,7 @@ def test_record_refused_by_the_ring_is_not_spooled(spooled, record, tmp_path):
 
 def test_spool_has_the_registration_and_is_deleted_when_all_is_committed(spooled, service, until, tmp_path):
     rank = spooled(3, ingest_url=service.url, settings={"every": 5})
-    until(lambda: rank.channel.state.lease)
+    until(lambda: rank.channel.lease)
     known = json.loads((tmp_path / OWN / "identity.json").read_text())["registration"]
     ours = {"run": "run-1", "launch_id": "launch-1", "rank": 0, "world_size": 2, "host": "node-1", "incarnation": OWN}
 

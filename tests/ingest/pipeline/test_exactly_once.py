@@ -88,8 +88,8 @@ def make_service(tmp_path, free_port):
 def open_channel(service, rank, *, world_size=2, launch_id="launch"):
     who = {"run": "r", "launch_id": launch_id, "rank": rank, "world_size": world_size, "host": "h"}
     channel = RankServer(
-        Identity(**who, incarnation=f"{launch_id}-{rank}"),
-        ServeConfig(ingest_url=service.url, spool_dir=None),
+        identity=Identity(**who, incarnation=f"{launch_id}-{rank}"),
+        config=ServeConfig(ingest_url=service.url, spool_dir=None),
         rules=(),
         settings={},
         planned_steps=1000,
