@@ -10,7 +10,7 @@ from tests.exporter.conftest import wait_until
 from tests.programs import run_command, run_program, start_script
 from tests.view.test_site import read
 
-from rankscope_contract.wire.spool.reader import folders
+from rankscope_contract.wire.spool import folders
 from rankscope_storage.connection import connect
 from rankscope_view.data.events import event_lines
 from rankscope_view.data.incidents import incidents, sentence_of

@@ -23,7 +23,7 @@ from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_contract.model.stacks import FlightRecord, StackDump
 from rankscope_contract.wire.channel import Registration, RegistrationReply
-from rankscope_contract.wire.spool.reader import SpoolError, SpoolReader, read_identity, write_identity
+from rankscope_contract.wire.spool import SpoolError, SpoolReader, read_identity, write_identity
 from rankscope_exporter.publish.registration import ServiceClient, UnreachableError
 from rankscope_ingest.base.config import ExporterListSection
 from rankscope_ingest.base.errors import ConfigError, DecodeError, FetchError, IngestError, RegistrationError

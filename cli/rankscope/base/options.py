@@ -77,7 +77,7 @@ def _found_store(context: typer.Context, store: Path) -> Path:
 
     An argument that is a file or folder names what to read, too.
     """
-    from rankscope_contract.wire.spool.reader import DEFAULT_SPOOL_DIR, spool_folders
+    from rankscope_contract.wire.spool import DEFAULT_SPOOL_DIR, spool_folders
     from rankscope_storage.api.store import is_store
 
     source = context.get_parameter_source("store")

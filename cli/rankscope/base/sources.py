@@ -286,7 +286,7 @@ def _is_run(name: str, store: Path) -> bool:
 
 
 def _has_store(path: Path) -> bool:
-    from rankscope_contract.wire.spool.reader import spool_folders
+    from rankscope_contract.wire.spool import spool_folders
     from rankscope_storage.api.store import is_store
 
     return is_store(path) or bool(spool_folders(path))

@@ -22,7 +22,7 @@ def readable_store(folder: Path) -> Iterator[Path]:
 
     Raises CommandError if the records cannot be read.
     """
-    from rankscope_contract.wire.spool.reader import spool_folders
+    from rankscope_contract.wire.spool import spool_folders
 
     if not spool_folders(folder):
         yield folder

@@ -102,7 +102,7 @@ def import_(
 
     rankscope import outputs/ --explain
     """
-    from rankscope_contract.wire.spool.reader import spool_folders
+    from rankscope_contract.wire.spool import spool_folders
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import Options
     from rankscope_storage.base.errors import StoreError

@@ -103,7 +103,7 @@ def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
 
 
 def _close(store: Path, run: str, number: int | None, note: str) -> None:
-    from rankscope_contract.wire.spool.reader import spool_folders
+    from rankscope_contract.wire.spool import spool_folders
     from rankscope_storage.base.errors import StoreError
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.runs.incidents import close_incidents

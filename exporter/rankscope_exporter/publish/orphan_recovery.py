@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.wire.channel import STATE_DRAINING
-from rankscope_contract.wire.spool import Orphan, SpoolError
-from rankscope_contract.wire.spool.reader import folders, read_service
+from rankscope_contract.wire.spool import Orphan, SpoolError, folders, read_service
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publish.registration import RefusedError, ServiceClient, UnreachableError, retry_seconds
 from rankscope_exporter.publish.spool import needed_plans

@@ -29,7 +29,7 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.wire.channel import NOTHING, STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
-from rankscope_contract.wire.spool.reader import service_name
+from rankscope_contract.wire.spool import service_name
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.exposition import ExporterStats, Exposition

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from rankscope_contract.wire.spool.reader import DEFAULT_SPOOL_DIR
+from rankscope_contract.wire.spool import DEFAULT_SPOOL_DIR
 from rankscope_contract.wire.tls import Reloading, reloading_client, server_context
 from rankscope_contract.wire.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_exporter.process.errors import ServeError

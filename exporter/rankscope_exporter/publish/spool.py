@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import pyarrow as pa
 
+from rankscope_contract.wire import spool as files
 from rankscope_contract.wire.channel import NOTHING, Registration
-from rankscope_contract.wire.spool import FolderLock, SpoolError, SpoolReader, SpoolRecords, reader
-from rankscope_contract.wire.spool.orphan import remove_folder
+from rankscope_contract.wire.spool import SpoolError, SpoolReader, SpoolRecords, take_lock
 from rankscope_exporter.process.threads import CpuMeter, OwnThread, no_fork
 from rankscope_exporter.publish.ring import OPTIONAL, EncodedRecord, schema_of, stream
 from rankscope_exporter.publish.serving_config import ServeConfig
@@ -39,7 +39,7 @@ SEGMENT_INFLATED_BYTES: Final = 64 * 1024 * 1024
 """Maximum size in bytes of a spool file before compression.
 
 A reader decompresses a whole file, and zeros compress well, so a limit on the bytes on disk would not limit the memory
-of the reader.
+of the files.
 """
 
 KEPT_COLUMNS: Final = 256
@@ -91,7 +91,7 @@ class Spool:
         self._columns: frozenset[str] = frozenset()  # columns of the open file
         self._used: dict[str, int] = {}  # the last sequence number with a value, by column
         self._file = -1
-        self._lock: FolderLock | None = None
+        self._lock: BinaryIO | None = None
         self._reader = SpoolReader(self.folder, needed_plans)
 
     def open(self, registration: Registration) -> None:
@@ -99,16 +99,19 @@ class Spool:
 
         The folder gets its final name after it is locked and contains the identity file.
         """
-        unfinished = self.folder.with_name(reader.UNFINISHED_PREFIX + self.folder.name)
+        unfinished = self.folder.with_name(files.UNFINISHED_PREFIX + self.folder.name)
         _make_folder(unfinished)
-        lock = FolderLock.create(unfinished)
+        (unfinished / files.LOCK_NAME).touch(mode=0o600, exist_ok=False)
+        lock = take_lock(unfinished)
+        if lock is None:
+            raise SpoolError(f"{unfinished}: the new lock file is already locked: another process uses this folder")
         try:
-            reader.write_identity(unfinished, registration, service=self._service, sync=self._sync)
+            files.write_identity(unfinished, registration, service=self._service, sync=self._sync)
             unfinished.rename(self.folder)
             if self._sync:
-                reader.sync_folder(self.folder.parent)
+                files.sync_folder(self.folder.parent)
         except BaseException:
-            lock.release()
+            lock.close()
             raise
         self._lock = lock
 
@@ -190,12 +193,12 @@ class Spool:
             with self._changed:
                 done = not self._segments or self._segments[-1].last <= self._committed
             if done:
-                remove_folder(self.folder)
-                if self.folder.parent.name == reader.DEFAULT_SPOOL_DIR:
+                files.remove_folder(self.folder)
+                if self.folder.parent.name == files.DEFAULT_SPOOL_DIR:
                     with contextlib.suppress(OSError):  # another process has records there
                         self.folder.parent.rmdir()
         finally:
-            lock.release()
+            lock.close()
 
     def abandon(self) -> None:
         """Close the inherited files in a forked child and change nothing on disk. The parent keeps the lock."""
@@ -204,7 +207,7 @@ class Spool:
             os.close(self._file)
             self._file = -1
         if lock is not None:
-            lock.forget()
+            lock.close()
 
     def _append(self, seq: int, record: EncodedRecord) -> bool:
         statistics = record.record.statistics
@@ -218,7 +221,7 @@ class Spool:
             self._close_file()
             self._columns = frozenset(self._used)
         schema = schema_message(self._columns)
-        message = memoryview(stream(seq, [record], self._columns))[len(schema) : -len(reader.END_OF_STREAM)]
+        message = memoryview(stream(seq, [record], self._columns))[len(schema) : -len(files.END_OF_STREAM)]
         if not self._make_room(len(schema) + len(message)):
             self.drop(FULL)
             return False
@@ -229,9 +232,9 @@ class Spool:
         return True
 
     def _write_plan(self, plan: NamedPlan) -> None:
-        reader.write_whole(self.folder / reader.plan_name(plan.hash), plan.json, sync=self._sync)
+        files.write_whole(self.folder / files.plan_name(plan.hash), plan.json, sync=self._sync)
         if self._sync:
-            reader.sync_folder(self.folder)
+            files.sync_folder(self.folder)
         self._plans.add(plan.hash)
 
     def _make_room(self, size: int) -> bool:
@@ -264,14 +267,14 @@ class Spool:
                 segment.inflated += inflated
                 return segment
             self._close_file()
-        path = self.folder / reader.segment_name(seq)
+        path = self.folder / files.segment_name(seq)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         segment = _Segment(path, first=seq, last=seq - 1, inflated=inflated)
         with self._changed:
             self._segments.append(segment)
         self._write(segment, memoryview(schema_message(self._columns)))
         if self._sync:
-            reader.sync_folder(self.folder)
+            files.sync_folder(self.folder)
         return segment
 
     def _write(self, segment: _Segment, data: memoryview) -> None:
@@ -573,6 +576,6 @@ def spool_of(
         why = "because the working directory was removed or cannot be read"
         log.warning("records are not written to disk, %s: %s", why, remedy)
         return None
-    service = None if config.ingest_url is None else reader.service_name(config.ingest_url)
+    service = None if config.ingest_url is None else files.service_name(config.ingest_url)
     spool = Spool(root, incarnation, max_bytes=config.spool_bytes, sync=config.spool_sync, service=service)
     return SpoolWriter(spool, describe, on_fault=on_fault, meter=meter)

@@ -19,8 +19,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import STATE_DRAINING, STATE_RUNNING, Registration
-from rankscope_contract.wire.spool import Orphan, SpoolError
-from rankscope_contract.wire.spool.reader import LOCK_NAME, folders
+from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, folders
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
 from rankscope_ingest.network.dialing import Address

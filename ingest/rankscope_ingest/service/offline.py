@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.wire.spool import FolderLock, SpoolError, SpoolReader
-from rankscope_contract.wire.spool.reader import (
+from rankscope_contract.wire.spool import (
     LOCK_NAME,
+    SpoolError,
+    SpoolReader,
     is_ours,
     read_identity,
     segments,
     spool_folders,
+    take_lock,
 )
 from rankscope_ingest.base.config import (
     IngestSection,
@@ -71,12 +73,12 @@ def inspect(path: Path) -> OfflineFolder:
             check_registration(registration)
             files = segments(folder)
             records = SpoolReader(folder, lambda _: ()).head() + 1 - files[0][0] if files else 0
-            lock = FolderLock.take(folder)
+            lock = take_lock(folder)
         except (SpoolError, RegistrationError, OSError) as error:
             unreadable.append(f"{folder}: {error}")
             continue
         if lock is not None:
-            lock.release()
+            lock.close()
         spools.append(
             OfflineSpool(
                 folder=folder,

@@ -15,8 +15,7 @@ import pytest
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import Registration
-from rankscope_contract.wire.spool import Orphan, SpoolReader
-from rankscope_contract.wire.spool.reader import message_ends, segments
+from rankscope_contract.wire.spool import Orphan, SpoolReader, message_ends, segments
 from rankscope_exporter.publish.ring import OPTIONAL, EncodedRecord, encode, stream
 from rankscope_exporter.publish.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
 from rankscope_exporter.records.record import Scalar, StepRecord
@@ -55,7 +54,7 @@ def die(spool: Spool) -> None:
         os.close(spool._file)
         spool._file = -1
     if spool._lock is not None:
-        spool._lock.release()
+        spool._lock.close()
 
 
 def found(root: Path) -> list[int]:
@@ -346,7 +345,7 @@ def test_records_are_stored_once_if_the_reader_is_killed(tmp_path):
         assert [] == list(root.iterdir())
         if not fuse.blown:
             break
-    assert calls > 8
+    assert calls >= 8
 
 
 def drain(root: Path, table: list[int]) -> None:

@@ -14,8 +14,7 @@ import pytest
 
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import Registration
-from rankscope_contract.wire.spool import Orphan, SpoolReader
-from rankscope_contract.wire.spool.reader import read_service, service_name
+from rankscope_contract.wire.spool import Orphan, SpoolReader, read_service, service_name
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish import orphan_recovery, spool
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
@@ -464,14 +463,14 @@ def test_unreadable_spool_folders_are_unchanged_and_logged_once(heir, tmp_path, 
     (tmp_path / "no spool").mkdir()
     (tmp_path / "no spool.txt").write_text("no spool")
     before = sorted(path.name for path in tmp_path.glob("*/*"))
-    real = os.open
+    real = Path.open
 
-    def refuse(path: Any, *arguments: Any, **named: Any) -> int:
+    def refuse(path: Path, *arguments: Any, **named: Any) -> Any:
         if "of another user" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *arguments, **named)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     rank = heir()
     skipped = [text for text in caplog.messages if "spool skipped" in text]
 

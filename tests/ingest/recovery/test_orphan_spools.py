@@ -13,7 +13,7 @@ from tests.programs import run_command
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.wire.channel import Registration
-from rankscope_contract.wire.spool import FolderLock
+from rankscope_contract.wire.spool import take_lock
 from rankscope_exporter.publish.ring import encode
 from rankscope_exporter.publish.spool import Spool
 from rankscope_ingest.recovery import orphan_spools
@@ -40,7 +40,7 @@ def make_spool(
     for seq in range(first, steps):
         spool.append(seq, encode(record(seq, *(events if seq == steps - 1 else ()))))
     if spool._lock is not None and first == steps:
-        spool._lock.release()  # `close` deletes a spool without records
+        spool._lock.close()  # `close` deletes a spool without records
     else:
         spool.close()
     return spool
@@ -129,13 +129,13 @@ async def test_stored_records_of_a_spool_are_not_stored_again(drained, root):
 async def test_spool_of_a_live_process_is_not_read(start_service, eventually, root):
     make_spool(root, "dead", 3)
     spool = make_spool(root, "alive", 3)
-    lock = FolderLock.take(root / "alive")
+    lock = take_lock(root / "alive")
     assert lock is not None
     async with start_service(**settings(root)) as service:
         await eventually(lambda: [path.name for path in root.iterdir()] == ["alive"])
         await eventually(lambda: service.snapshots)
         assert (spool.folder / f"{0:012d}.arrows").exists()
-        lock.release()
+        lock.close()
         await eventually(lambda: not any(root.iterdir()))
     assert {"dead", "alive"} == {row["incarnation"] for row in service.rows(SEQS)}
 

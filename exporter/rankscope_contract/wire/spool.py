@@ -1,15 +1,25 @@
-"""Read complete messages from spool files, which may end in the middle of a message.
+"""Records on disk that outlive their process.
 
-The module does not import Arrow: a message is bytes. Record i of a file has sequence number `first + i`, because the
-writer starts a new file wherever a record is missing. The reader therefore finds a record without decompression. The
-caller passes the function `needed_plans`, which checks the content: it returns the hashes of the plans that a stream
-uses, or None if the stream cannot be read.
+A rank writes them. The service, or a process of a rank that starts later on the same host, reads them.
 
-The module also has the file names and the JSON documents of a spool folder. It does not lock folders.
+    <folder>/<incarnation>/lock                  locked with flock while the process is alive
+                           identity.json         identity of the process: its registration
+                           plan-<hash>.json      a plan of the records
+                           <first seq>.arrows    an Arrow IPC stream, one record per message, without gaps in seq
+
+A file is readable up to its last complete message, whenever its writer was killed. Record i of a file has sequence
+number `first + i`, because the writer starts a new file wherever a record is missing. The reader therefore finds a
+record without decompression. The module does not import Arrow: a message is bytes. The caller passes the function
+`needed_plans`, which checks the content: it returns the hashes of the plans that a stream uses, or None if the stream
+cannot be read.
+
+A held lock shows that the process is alive; the system releases it when the process ends. The process that then holds
+the lock of the spool reads all records and then removes the spool.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,13 +27,16 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final, Self
 from urllib.parse import urlsplit
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import plan_hash
 from rankscope_contract.wire.channel import NOTHING, Registration
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SPOOL_DIR: Final = "rankscope-records"
 """Folder in the working directory of a training where each rank writes its records until a store has committed them."""
@@ -86,10 +99,7 @@ def _began(folder: Path) -> float:
 
 def is_spool(path: Path) -> bool:
     """Return whether `path` is a spool folder, complete or damaged, or a folder that this user may not read."""
-    try:
-        return not path.name.startswith(UNFINISHED_PREFIX) and (path / LOCK_NAME).is_file()
-    except OSError:
-        return True  # not readable: the caller that opens the spool reports the error
+    return not path.name.startswith(UNFINISHED_PREFIX) and _may_exist(path / LOCK_NAME)
 
 
 def spool_folders(path: Path) -> list[Path]:
@@ -103,12 +113,12 @@ def spool_folders(path: Path) -> list[Path]:
         found = [path] if is_spool(path) else folders(path)
     except OSError:
         return []
-    return [folder for folder in found if _may_have_identity(folder)]
+    return [folder for folder in found if _may_exist(folder / IDENTITY_NAME)]
 
 
-def _may_have_identity(folder: Path) -> bool:
+def _may_exist(path: Path) -> bool:
     try:
-        return (folder / IDENTITY_NAME).exists()
+        return path.exists()
     except OSError:
         return True  # not readable: the caller that opens the spool reports the error
 
@@ -177,18 +187,18 @@ def read_identity(folder: Path) -> Registration:
         document = json.loads(path.read_bytes())
         facts = document["registration"]
         found = document["format"], facts["schema_version"]
-        registration = Registration.from_json(json.dumps(facts)) if found == _READABLE else None
+        if found != _READABLE:
+            raise SpoolError(
+                f"{folder} has format {found[0]} and schema version {found[1]}; this release reads {FORMAT} and "
+                f"{SCHEMA_VERSION}. Import it with the release that wrote it"
+            )
+        registration = Registration.from_json(json.dumps(facts))
     except OSError as error:
         raise SpoolError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SpoolError(
             f"{path} is incomplete or no spool file ({error!r}): the process that wrote these records is unknown"
         ) from error
-    if registration is None:
-        raise SpoolError(
-            f"{folder} has format {found[0]} and schema version {found[1]}; this release reads {FORMAT} and "
-            f"{SCHEMA_VERSION}. Import it with the release that wrote it"
-        )
     for name, kind in _REQUIRED.items():
         if not isinstance(getattr(registration, name), kind):
             raise SpoolError(f"{path} is incomplete or no spool file: {name} is {getattr(registration, name)!r}")
@@ -198,8 +208,6 @@ def read_identity(folder: Path) -> Registration:
         )
     return registration
 
-
-log = logging.getLogger(__name__)
 
 END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 MAX_FILE_BYTES: Final = 1 << 29
@@ -350,3 +358,119 @@ class SpoolReader:
         if at != size and (path.name, at) not in self._reported:
             self._reported.add((path.name, at))
             log.warning("%s %s", path, problem)
+
+
+def take_lock(folder: Path) -> BinaryIO | None:
+    """Acquire the lock of a spool folder, and return its open file. Closing the file releases the lock.
+
+    Return None if another process holds the lock or removed the folder. Raises OSError or SpoolError if the lock file
+    cannot be opened or locked. A forked child must close its copy of the file; otherwise the lock would remain held
+    after the parent has ended.
+    """
+    path = folder / LOCK_NAME
+    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as undo:
+        file = undo.enter_context(path.open("r+b", buffering=0))
+        # Another process may have removed the folder between the open and the lock.
+        if _lock(file, folder) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            undo.pop_all()
+            return file
+    return None
+
+
+def _lock(file: BinaryIO, folder: Path) -> bool:
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows, where all except the spool works
+    except ImportError as error:
+        remedy = "remove spool_dir from the configuration"
+        raise SpoolError(f"a spool needs flock, which this system does not have: {remedy}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # another process holds it
+        return False
+    except OSError as error:
+        remedy = "choose a folder on a local disk, or mount with locks (for Lustre: -o flock)"
+        raise SpoolError(f"{folder}: the file system does not support flock ({error.strerror}): {remedy}") from error
+    return True
+
+
+class Orphan:
+    """The spool of a dead process, locked by this process.
+
+    A file is deleted when all its records are committed.
+    """
+
+    def __init__(self, folder: Path, needed_plans: NeededPlans, lock: BinaryIO) -> None:
+        self.folder = folder
+        self.reader = SpoolReader(folder, needed_plans)
+        self.registration = read_identity(folder)
+        self.incarnation = self.registration.incarnation
+        self.head = self.reader.head()
+        self.committed = NOTHING
+        self.lease: str | None = None
+        self._lock = lock
+
+    @classmethod
+    def take(cls, folder: Path, needed_plans: NeededPlans) -> Self | None:
+        """Lock and return the spool in `folder`.
+
+        Return None if the process of the spool is alive or another process reads the spool. Raises SpoolError or
+        OSError if the spool cannot be read.
+        """
+        lock = take_lock(folder)
+        if lock is None:
+            return None
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(lock)
+            if not (folder / IDENTITY_NAME).exists() and not segments(folder):
+                remove_folder(folder)  # its reader was killed while it removed the folder
+                return None
+            orphan = cls(folder, needed_plans, lock)
+            undo.pop_all()
+        return orphan
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether a store has committed all records of the spool."""
+        return self.committed >= self.head
+
+    def after(self, cursor: int, max_bytes: int) -> SpoolRecords | None:
+        """Return the next records after sequence number `cursor`, or None if there are no more. Raises OSError."""
+        records = self.reader.after(cursor, max_bytes)
+        if records is None and cursor < self.head:
+            self.head = max(cursor, self.committed)  # the remaining records are damaged: no further record will come
+        return records
+
+    def commit(self, seq: int) -> None:
+        """Record that a store has committed all records up to `seq`, and delete files that contain no later record."""
+        if seq <= self.committed:
+            return
+        self.committed = seq
+        for (_, path), (next_first, _) in pairwise(segments(self.folder)):
+            if next_first <= seq + 1:
+                path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the spool folder and release its lock. Call this after a store has committed all records."""
+        try:
+            remove_folder(self.folder)
+        finally:
+            self._lock.close()
+
+    def release(self) -> None:
+        """Release the lock of the spool folder and keep its files, so that another process can read them."""
+        self._lock.close()
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete the folder of a spool, the files of records first.
+
+    If this process is killed meanwhile, the remaining records are still readable. Raises OSError.
+    """
+    last = {IDENTITY_NAME: 1, LOCK_NAME: 2}
+    ours = [path for path in folder.iterdir() if is_ours(path.name)]
+    for path in sorted(ours, key=lambda path: (last.get(path.name, 0), not path.name.endswith(".arrows"), path.name)):
+        path.unlink(missing_ok=True)
+    if any(folder.iterdir()):
+        log.warning("%s contains files that do not belong to a spool; the folder and these files are kept", folder)
+        return
+    folder.rmdir()
