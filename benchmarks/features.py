@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from _rows import Row, cpu_seconds
 
-from rankscope_exporter.measure.formulas.attention import Mask, attention_sums
-from rankscope_exporter.measure.formulas.spectral import lanczos_steps, norms, spectral_numbers
+from rankscope_exporter.measure.formulas import Mask, attention_sums, lanczos_steps, norms, spectral_numbers
 
 BATCH, HEADS, WIDTH = 2, 8, 64
 SIZE = 1024

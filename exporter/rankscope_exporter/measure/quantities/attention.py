@@ -22,8 +22,15 @@ from torch.nn.functional import linear
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.torch_private import saved_causality, saves_no_mask
-from rankscope_exporter.measure.formulas import without_autocast, working_type
-from rankscope_exporter.measure.formulas.attention import HIDING, Mask, attention_sums, broadcast, hides_of
+from rankscope_exporter.measure.formulas import (
+    HIDING,
+    Mask,
+    attention_sums,
+    broadcast,
+    hides_of,
+    without_autocast,
+    working_type,
+)
 from rankscope_exporter.measure.kernels.tensor_access import why_not_measurable
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (

@@ -14,7 +14,7 @@ from torch import nn
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
-from rankscope_exporter.measure.formulas.spectral import batches, norms, spectral_numbers
+from rankscope_exporter.measure.formulas import batches, norms, spectral_numbers
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
@@ -54,7 +54,7 @@ class Linear(ModuleQuantity):
     """Two features of the weight of each module. The weight is read when a step begins.
 
     `spectral_norm` is the largest singular value σ₁. The computed value is never too high, and is too low by a relative
-    error of at most `tolerance` (see measure/formulas/spectral.py). `stable_rank` is ‖W‖_F / σ₁;
+    error of at most `tolerance` (see measure/formulas.py). `stable_rank` is ‖W‖_F / σ₁;
     papers call the square of this number the stable rank. Both are NaN if the weight contains a NaN or an
     Inf. A weight of zeros, or without elements, has no `stable_rank`.
 

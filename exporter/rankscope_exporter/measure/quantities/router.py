@@ -15,7 +15,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.pytree import Found, ObjectSpec, received, returned
 from rankscope_exporter.adapters.torch_private import entry, parameters_of
-from rankscope_exporter.measure.formulas.routing import product, routing_sums, similarity
+from rankscope_exporter.measure.formulas import product, routing_sums, similarity
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,

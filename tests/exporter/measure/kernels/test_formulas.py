@@ -8,9 +8,19 @@ import pytest
 import torch
 from tests.exporter.measure.kernels.conftest import Operations, normal
 
-from rankscope_exporter.measure.formulas.attention import Mask, attention_sums, broadcast, hides_of, sampled_rows
-from rankscope_exporter.measure.formulas.routing import routing_sums, similarity
-from rankscope_exporter.measure.formulas.spectral import batches, lanczos_steps, norms, spectral_numbers
+from rankscope_exporter.measure.formulas import (
+    Mask,
+    attention_sums,
+    batches,
+    broadcast,
+    hides_of,
+    lanczos_steps,
+    norms,
+    routing_sums,
+    sampled_rows,
+    similarity,
+    spectral_numbers,
+)
 
 BATCH, HEADS, WIDTH = 3, 4, 8
 
@@ -140,7 +150,7 @@ def test_broadcast_returns_none_for_a_mask_that_does_not_fit(shape):
 
 
 def test_routing_equals_the_reference_per_token(monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.measure.formulas.routing._TOKENS", 12)
+    monkeypatch.setattr("rankscope_exporter.measure.formulas._TOKENS", 12)
     logits = normal(2, 9, 5)
     logits[1, 3, 2] = -math.inf
     logits[0, 0, 4] = -math.inf
@@ -283,8 +293,8 @@ def test_norms_of_zero_and_non_finite_weights():
 
 
 def test_large_weight_is_processed_in_blocks(monkeypatch):
-    monkeypatch.setattr("rankscope_exporter.measure.formulas.spectral.MAX_ELEMENTS", 1000)
-    monkeypatch.setattr("rankscope_exporter.measure.formulas.spectral._BLOCK", 500)
+    monkeypatch.setattr("rankscope_exporter.measure.formulas.MAX_ELEMENTS", 1000)
+    monkeypatch.setattr("rankscope_exporter.measure.formulas._BLOCK", 500)
     for weight in (normal(70, 60).bfloat16(), normal(60, 70).bfloat16().t(), normal(400, 30).bfloat16()):
         spectral, frobenius = norms_of([weight], 1e-3)
 
