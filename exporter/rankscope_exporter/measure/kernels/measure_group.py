@@ -1,4 +1,7 @@
-"""Groups of tensors that are measured together at every step, by a compiled kernel or by torch operations."""
+"""Groups of tensors that are measured together at every step, by a compiled kernel or by torch operations.
+
+Agreement of the signs of two tensors: in one pass by the compiled kernel for CPUs, otherwise by torch operations.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.measure.kernels import torch_backend
-from rankscope_exporter.measure.kernels.c_kernel import CODES, CKernel, Read
+from rankscope_exporter.measure.kernels.c_kernel import CODES, CKernel, Read, c_kernel
 from rankscope_exporter.measure.kernels.compiled import ready_kernel
 from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Rows, StatisticsTable, contiguous_rows
@@ -30,7 +33,7 @@ It needs about 5 ms for them, for which Python, too, lets a thread keep the lock
 _TABLE: Final = slice(4)  # the fields of `Request` in kernel.c that are those of the table
 _TEAM: Final = slice(4, 6)
 _REQUEST_FIELDS: Final = 13
-JOB_FIELDS: Final = 6
+_JOB_FIELDS: Final = 6
 _SIZE, _DTYPE, _SHAPE = 1, 3, 4
 _BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -119,7 +122,7 @@ class MeasureGroup:
         with torch.no_grad():
             others, copies = [], []
             for position, tensor in enumerate(tensors):
-                job = _REQUEST_FIELDS + JOB_FIELDS * position
+                job = _REQUEST_FIELDS + _JOB_FIELDS * position
                 if tensor is None or (request[job + _SIZE] >= 0 and not tensor.is_neg()):
                     continue
                 if (readable := readable_by_kernel(tensor, table.device)) is None:
@@ -137,7 +140,7 @@ class MeasureGroup:
                 self._describe(tensors)
 
     def _measure_read(self, kernel: CKernel, request: array.array[int]) -> None:
-        sizes = request[_REQUEST_FIELDS + _SIZE :: JOB_FIELDS]
+        sizes = request[_REQUEST_FIELDS + _SIZE :: _JOB_FIELDS]
         if max(sizes) > _CHUNK:
             request[_TEAM] = array.array("q", (openmp_parallel(), torch.get_num_threads()))
         measure = kernel.measure_locked if sum(sizes) <= _MOST_LOCKED else kernel.measure
@@ -175,7 +178,7 @@ class MeasureGroup:
             if self._described(self.rows[position], tensor):
                 self._known[position] = specs.setdefault(spec, spec)
             elif self._request is not None:
-                self._request[_REQUEST_FIELDS + JOB_FIELDS * position + _SHAPE] = 0
+                self._request[_REQUEST_FIELDS + _JOB_FIELDS * position + _SHAPE] = 0
 
     def _with_torch(
         self, tensors: Sequence[torch.Tensor | None], positions: Sequence[int], table: StatisticsTable
@@ -215,3 +218,33 @@ def _thresholds(zero_below: float) -> array.array[int]:
         wide.append(max(1, int(bound.view(torch.int64))))
         own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype.itemsize]))))
     return array.array("q", own + wide)
+
+
+_EXACT_IN_FLOAT32: Final = 1 << 24
+"""All whole numbers up to this one are exact in float32, and so are sums of as many terms of -1, 0 and 1."""
+
+
+def sums_of_signs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *, compiled: bool = True) -> torch.Tensor:
+    """Return Σ sign(a)·sign(b) of each pair of tensors with equal shapes, [len(pairs)] on their device.
+
+    The sign of 0 and of NaN is 0. The sums are exact. If `compiled` is false, torch operations are used.
+    """
+    kernel = c_kernel() if compiled and all(a.is_cpu and b.is_cpu for a, b in pairs) else None
+    if kernel is None:
+        return torch.stack([_sum(a, b) for a, b in pairs])
+    jobs, sums = array.array("q"), torch.zeros(len(pairs), dtype=torch.int64, device="cpu")
+    for place, (a, b) in enumerate(pairs):
+        is_alike = a.dtype == b.dtype and a.stride() == b.stride()
+        if is_alike and all(readable_by_kernel(item, item.device) is item for item in (a, b)):
+            jobs.extend((a.data_ptr(), a.numel(), place, CODES[a.dtype], 0, b.data_ptr()))
+        else:
+            sums[place] = _sum(a, b)
+    team, count = (openmp_parallel(), torch.get_num_threads()), len(jobs) // _JOB_FIELDS
+    request = array.array("q", (sums.data_ptr(), 0, 0, 0, *team, 0, 0, 0, count, jobs.buffer_info()[0], 0, 0))
+    kernel.measure(request.buffer_info()[0])
+    return sums
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    exact = torch.float32 if a.numel() <= _EXACT_IN_FLOAT32 else torch.float64
+    return a.sign().mul_(b.sign()).sum(dtype=exact)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rankscope_exporter.measure.kernels.c_kernel import CODES
-from rankscope_exporter.measure.kernels.signs import sums_of_signs
+from rankscope_exporter.measure.kernels.measure_group import sums_of_signs
 
 SIZES = (0, 1, 7, 4097, 70_000)
 
