@@ -32,7 +32,7 @@ from rankscope_exporter.measure.kernels.statistics_table import (
     on_device,
 )
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_freed
-from rankscope_exporter.records.plan import ParameterEntries, Placed, PlanItem, PlanVersion, Spec, entry_at
+from rankscope_exporter.records.plan import ParameterEntries, Placed, PlanItem, PlanVersion, entry_at
 from rankscope_exporter.records.record import Deferred, Numbers, Row
 from rankscope_exporter.records.selection import EVERY_OP, Ops
 
@@ -109,16 +109,6 @@ class StepTable:
     def is_of_parameter(self, row: int) -> bool:
         """Return whether the entry at table row `row` belongs to a parameter."""
         return self._owners[row] >= 0
-
-    def specs(self, rows: Rows) -> Sequence[Spec | None]:
-        """Return shape and dtype of the entries at `rows`, if they were added together and have not changed since.
-
-        Otherwise, return None for each of them.
-        """
-        first = self._items[rows[0]] if rows else None
-        if not isinstance(first, Placed) or any(self._items[row] is not first for row in rows):
-            return [None] * len(rows)
-        return first.entries.specs([row - first.first for row in rows])
 
     def version(self) -> PlanVersion:
         """Return the present plan. The object is the same until the plan changes."""
@@ -259,8 +249,7 @@ class Slots:
     def group_of(self, rows: Rows) -> MeasureGroup:
         """Return a new group for some of the rows."""
         how, described = self._table.measurement, None if self._specs is None else self._specs.describe
-        known = self._table.specs(rows)
-        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=described, known=known)
+        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=described)
 
     def move(self, rows: Rows) -> None:
         """Let the slots have other rows of the statistics table."""

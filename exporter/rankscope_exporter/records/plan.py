@@ -9,25 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_exporter.records.selection import Ops, Published, carried_ops, masks
 
-if TYPE_CHECKING:
-    import torch
-
-Spec = tuple[tuple[int, ...], "torch.dtype"]
-"""Shape and dtype of a tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Descriptions:
-    """Descriptions of all parameters, which several kinds of entries have in common."""
-
-    fields: Sequence[tuple[Any, ...]]
-    """The fields of each entry in the order of `PlanEntry`, without the kind."""
-    specs: Sequence[Spec]
+Descriptions = Sequence[tuple[Any, ...]]
+"""Descriptions of all parameters, which several kinds of entries have in common: the fields of each entry in the order
+of `PlanEntry`, without the kind."""
 
 
 class ParameterEntries(Sequence[PlanEntry]):
@@ -36,18 +25,18 @@ class ParameterEntries(Sequence[PlanEntry]):
     def __init__(self, groups: Iterable[tuple[str, Descriptions]] = ()) -> None:
         """Each of `groups` consists of a kind and the descriptions of all parameters for this kind."""
         self._groups = tuple(groups)
-        self._count = len(self._groups[0][1].fields) if self._groups else 0
+        self._count = len(self._groups[0][1]) if self._groups else 0
 
     def __len__(self) -> int:
         return len(self._groups) * self._count
 
     def __iter__(self) -> Iterator[PlanEntry]:
-        return (PlanEntry(kind, *fields) for kind, described in self._groups for fields in described.fields)
+        return (PlanEntry(kind, *fields) for kind, described in self._groups for fields in described)
 
     def __getitem__(self, position: Any) -> Any:
         group, index = divmod(range(len(self))[position], self._count)  # IndexError ends an iteration
         kind, described = self._groups[group]
-        return PlanEntry(kind, *described.fields[index])
+        return PlanEntry(kind, *described[index])
 
     def __add__(self, others: ParameterEntries) -> ParameterEntries:
         return ParameterEntries((*self._groups, *others._groups))
@@ -59,10 +48,6 @@ class ParameterEntries(Sequence[PlanEntry]):
     def by_kind(self) -> Iterator[tuple[str, ParameterEntries]]:
         """Yield each kind with its entries."""
         return ((kind, ParameterEntries([(kind, described)])) for kind, described in self._groups)
-
-    def specs(self, positions: Iterable[int]) -> Sequence[Spec]:
-        """Return shape and dtype of the entries at `positions`."""
-        return [self._groups[position // self._count][1].specs[position % self._count] for position in positions]
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,7 @@ class MeasureGroup:
 
     If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
     called with the entry and the tensor when a tensor is measured for the first time, and when its shape or dtype has
-    changed. If it returns False, it is called again for the next tensor of this entry. It is not called for a first
-    tensor with the shape and dtype that `known` has for the entry.
+    changed. If it returns False, it is called again for the next tensor of this entry.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class MeasureGroup:
         zero_below: float = 0.0,
         compiled: bool = True,
         described: Callable[[int, torch.Tensor], bool] | None = None,
-        known: Sequence[_Spec | None] | None = None,
     ) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
@@ -70,7 +68,7 @@ class MeasureGroup:
         self._address = 0
         self._device_arguments: DeviceArguments | None = None
         self._described = described
-        self._known: list[_Spec | None] = [None] * len(self.rows) if known is None else list(known)
+        self._known: list[_Spec | None] = [None] * len(self.rows)
 
     def measure(self, tensors: Sequence[torch.Tensor | None], table: StatisticsTable) -> None:
         """Compute the raw statistics of `tensors` and write them to the entries of the group in `table`.

@@ -18,11 +18,11 @@ from rankscope_exporter.adapters.hook_context import Gate, Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, target_notices
-from rankscope_exporter.adapters.placement import FULL, Layout
+from rankscope_exporter.adapters.placement import FULL
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import RANKS, Checked, at_least, list_of, validate
-from rankscope_exporter.records.plan import Descriptions, ParameterEntries
+from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.record import ExpectedRows
 from rankscope_exporter.records.selection import chosen_ops
 
@@ -184,45 +184,33 @@ class Quantity:
         shared = {} if "first_entries" in vars(self) else self.monitored.descriptions
         key = local, reduced
         if key not in shared:
-            read = self._readers(local=local, reduced=reduced)
             found = zip(self.monitored.parameters, self.monitored.found(), strict=True)
-            described = [self._described(*item, *read) for item in found]
-            shared[key] = Descriptions([fields for fields, _ in described], [spec for _, spec in described])
+            shared[key] = [self._described(*item, local=local, reduced=reduced) for item in found]
         return ParameterEntries((kind, shared[key]) for kind in kinds)
 
     def parameter_entry(
         self, kind: str, index: int, *, local: bool = False, micro_step: int | None = None
     ) -> PlanEntry:
         """Return the plan entry of `kind` for parameter `index`."""
-        named, parameter = self.monitored.parameters[index], self.monitored.parameter(index)
-        entry = PlanEntry(kind, *self._described(named, parameter, *self._readers(local=local))[0])
-        return entry if micro_step is None else replace(entry, micro_step=micro_step)
-
-    def _readers(
-        self, *, local: bool, reduced: bool = False
-    ) -> tuple[Callable[[nn.Parameter], Layout], Callable[[nn.Parameter], TensorSpec]]:
-        """Return the functions that read the layout and the spec of a parameter or of its gradient."""
-        framework = self.monitored.framework
-        if local:
-            world_size = self.monitored.world_size
-            return lambda parameter: framework.local_layout(parameter, world_size), framework.local_spec
-        return framework.layout, framework.reduced_spec if reduced else framework.spec
+        described = self._described(self.monitored.parameters[index], self.monitored.parameter(index), local=local)
+        return replace(PlanEntry(kind, *described), micro_step=micro_step)
 
     def _described(
-        self,
-        named: NamedParameter,
-        parameter: nn.Parameter | None,
-        layout_of: Callable[[nn.Parameter], Layout],
-        spec_of: Callable[[nn.Parameter], TensorSpec],
-    ) -> tuple[tuple[Any, ...], TensorSpec]:
+        self, named: NamedParameter, parameter: nn.Parameter | None, *, local: bool = False, reduced: bool = False
+    ) -> tuple[Any, ...]:
         """Return the fields of the plan entries of a parameter in the order of `PlanEntry`, without the kind."""
+        framework = self.monitored.framework
         if parameter is None:  # freed: it has no rows
-            layout, spec, vpp_stage = FULL, TensorSpec(named.shape, named.dtype), None
+            layout, spec = FULL, TensorSpec(named.shape, named.dtype)
+        elif local:
+            layout = framework.local_layout(parameter, self.monitored.world_size)
+            spec = framework.local_spec(parameter)
         else:
-            layout, spec = layout_of(parameter), spec_of(parameter)
-            vpp_stage = self.monitored.framework.vpp_stage(parameter)
+            layout = framework.layout(parameter)
+            spec = framework.reduced_spec(parameter) if reduced else framework.spec(parameter)
+        vpp_stage = None if parameter is None else framework.vpp_stage(parameter)
         of_tensor = layout.placement, layout.shard_group, dtype_name(spec.dtype), spec.shape
-        return (named.name, None, vpp_stage, None, None, *of_tensor, named.module, named.aliases), spec
+        return (named.name, None, vpp_stage, None, None, *of_tensor, named.module, named.aliases)
 
     @property
     def placement(self) -> str:
