@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.measure.kernels.isolation import Isolation, without_frames
+from rankscope_exporter.measure.kernels.isolation import Isolation
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import (
     Rows,
@@ -86,7 +86,6 @@ class StepTable:
         self.deferred: list[Deferred] = []
         self.deferred_before = 0
         """Number of `deferred` before the present training forward pass."""
-        self.rows: dict[str, list[Row]] = {}
         self.changes = 0  # of entries that were in the plan before
         self.left_out = 0  # entries that did not fit
         self.has_left = False
@@ -425,20 +424,17 @@ class Table:
         if slots is None:
             return
         group = slots.group = slots.group or slots.group_of(slots.rows)
-        error = None
         if slots not in self._isolation.failures:
             try:
                 group.measure(tensors, self._table.statistics)
-            except Exception as raised:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
-                error = without_frames(raised)
+            except Exception:  # noqa: BLE001, S110 - any error of a tensor subclass, which the isolation reports
+                pass
             else:
                 return
-        self._measure_apart(slots, group, tensors, error)
+        self._measure_apart(slots, group, tensors)
 
-    def _measure_apart(
-        self, slots: Slots, whole: MeasureGroup, tensors: Sequence[torch.Tensor | None], error: Exception | None
-    ) -> None:
-        """Measure `tensors` without those that raise, and report these. `error` is that of all of them together."""
+    def _measure_apart(self, slots: Slots, whole: MeasureGroup, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Measure `tensors` without those that raise, and report these."""
         statistics, rows = self._table.statistics, slots.rows
 
         def compute(positions: Sequence[int]) -> None:
@@ -454,7 +450,7 @@ class Table:
         entry = self._table.entry
         what = lambda: entry(rows[0]).kind  # noqa: E731 - called after an error only
         name = lambda position: entry(rows[position]).label  # noqa: E731 - called after an error only
-        self._isolation.run(slots, tensors, compute, what=what, name=name, undo=undo, error=error)
+        self._isolation.run(slots, tensors, compute, what=what, name=name, undo=undo)
 
     def isolate(
         self,
@@ -509,7 +505,3 @@ class Table:
     def withdraw(self, dataset: str) -> None:
         """Discard the rows of `dataset` that `defer` scheduled at this step, because the caller reads them again."""
         self._table.deferred = [item for item in self._table.deferred if item.dataset != dataset]
-
-    def write(self, dataset: str, row: Row) -> None:
-        """Add a row of `dataset` whose values are already on the host."""
-        self._table.rows.setdefault(dataset, []).append(row)

@@ -545,7 +545,6 @@ class ActiveQuantities:
                     measured.append(member.slots)
         is_wasteful = table.end_step(measured)
         record.deferred, table.deferred = table.deferred, []
-        record.rows, table.rows = table.rows, {}
         record.expected, self._expected = tuple(self._expected.values()), {}
         record.plan = table.version()
         if self.left_out:

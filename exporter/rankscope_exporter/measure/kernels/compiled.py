@@ -8,7 +8,6 @@ the same statistics.
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib
 import importlib.util
 import logging
@@ -53,15 +52,14 @@ If the build takes longer, as on a loaded machine, the steps with ten, a hundred
 
 
 class LazyKernel:
-    """A kernel that `load` compiles on a background thread. `package` is the library that compiles it."""
+    """The kernel for tensors on one CUDA device that computes some optional sums. Triton compiles it on a thread."""
 
-    def __init__(self, package: str, load: Callable[[], DeviceKernel]) -> None:
-        self.package = package
+    def __init__(self, device: torch.device, extra_sums: tuple[str, ...]) -> None:
         self.kernel: DeviceKernel | None = None
         """The compiled kernel; None until it is compiled."""
         self.seconds = 0.0
         """CPU seconds of the import and the compilation."""
-        self._load = load
+        self._device, self._extra_sums = device, extra_sums
         self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         """The thread that compiles or has compiled the kernel."""
@@ -72,7 +70,7 @@ class LazyKernel:
         if self.kernel is not None:
             return True
         try:
-            return importlib.util.find_spec(self.package) is not None
+            return importlib.util.find_spec("triton") is not None
         except ValueError:  # a script has replaced the library by a module of its own
             return False
 
@@ -99,17 +97,15 @@ class LazyKernel:
 
     def _run(self) -> None:
         try:
-            self.kernel = self._load()
+            self.kernel = _compiled_kernel(self._device, self._extra_sums)
         except Exception as error:  # noqa: BLE001 - a compiler raises errors of any type
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning(
-                "%s cannot be used (%s): tensor statistics are computed with torch operations", self.package, reason
-            )
+            log.warning("triton cannot be used (%s): tensor statistics are computed with torch operations", reason)
         finally:
             self.seconds = time.thread_time()
 
 
-def _load_for_device(device: torch.device, extra_sums: tuple[str, ...]) -> DeviceKernel:
+def _compiled_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> DeviceKernel:
     kernels = importlib.import_module("rankscope_exporter.measure.kernels.triton_kernels")
     if not kernels.IS_COMPILED:
         raise RuntimeError("TRITON_INTERPRET is set")
@@ -148,8 +144,7 @@ def kernel_of(device: torch.device, extra_sums: tuple[str, ...] = ()) -> LazyKer
     """Return the kernel for tensors on the CUDA device `device` that also computes `extra_sums`."""
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    load = functools.partial(_load_for_device, device, extra_sums)
-    return _OF_DEVICES.setdefault((device, extra_sums), LazyKernel("triton", load))
+    return _OF_DEVICES.setdefault((device, extra_sums), LazyKernel(device, extra_sums))
 
 
 def ready_kernel(device: torch.device, extra_sums: tuple[str, ...]) -> Kernel | None:
@@ -186,7 +181,7 @@ def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:
     if device.type == "cpu":
         return "torch" if c_kernel() is None else "C"
     found = kernel_of(device) if device.type == "cuda" else None
-    return "torch" if found is None or not (found.kernel or (coming and found.is_possible)) else found.package
+    return "torch" if found is None or not (found.kernel or (coming and found.is_possible)) else "triton"
 
 
 class KernelWarmUp(StepObserver):

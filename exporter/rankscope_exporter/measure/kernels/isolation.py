@@ -71,20 +71,18 @@ class Isolation:
         what: Callable[[], str],
         name: Callable[[int], str],
         undo: Callable[[Sequence[int]], None] = lambda _: None,
-        error: Exception | None = None,
     ) -> None:
         """Call `compute` with the positions of all elements of `tensors` that are measured.
 
         If `compute` raises, call `undo` with the same positions, and then `compute` with each half of the positions.
         Report the single tensors for which it raises. `scope` identifies the batch at later steps. For the report,
         `what` returns a description of the result of `compute`, and `name` the name of the tensor at a position.
-        `error` is the error of a call with all positions that the caller has made, and that is not repeated.
         """
         positions: Sequence[int] = range(len(tensors))
         if failures := self.failures.get(scope):
             left_out = {position for position in tuple(failures) if self._is_left_out(failures, position, tensors)}
             positions = [position for position in positions if position not in left_out] if left_out else positions
-        failed = dict(_failing(positions, compute, undo, error)) if positions else {}
+        failed = dict(_failing(positions, compute, undo)) if positions else {}
         if failed:
             self._note(scope, tensors, failed)
             self._report(what(), {name(position): error for position, error in failed.items()})
@@ -134,15 +132,13 @@ def _failing(
     positions: Sequence[int],
     compute: Callable[[Sequence[int]], None],
     undo: Callable[[Sequence[int]], None],
-    error: Exception | None = None,
 ) -> Iterable[tuple[int, Exception]]:
-    if error is None:
-        try:
-            compute(positions)
-        except Exception as raised:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
-            error = without_frames(raised)
-        else:
-            return ()
+    try:
+        compute(positions)
+    except Exception as raised:  # noqa: BLE001 - any operation of a tensor subclass may raise any error
+        error = _without_frames(raised)
+    else:
+        return ()
     undo(positions)
     if len(positions) == 1:
         return [(positions[0], error)]
@@ -151,7 +147,7 @@ def _failing(
     return list(itertools.chain.from_iterable(parts))
 
 
-def without_frames(error: Exception) -> Exception:
+def _without_frames(error: Exception) -> Exception:
     """Return `error` without frames, which keep tensors alive."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

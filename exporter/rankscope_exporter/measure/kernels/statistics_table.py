@@ -49,7 +49,6 @@ class StatisticsTable:
         self.extra_sums: tuple[str, ...] = ()
         self.free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         """Buffers that no copy uses. They are in pinned memory if the device can copy to it asynchronously."""
-        self._indices: dict[Rows, torch.Tensor] = {}
         self.may_compile = True
         """True if the compiled kernel measures once it is ready."""
         self.kernel: Kernel | None = None
@@ -142,7 +141,7 @@ class StatisticsTable:
     def _place(self, rows: Rows) -> Any:
         if isinstance(rows, range):
             return slice(rows.start, rows.stop)
-        return rows if self.buffer.is_cpu else self.index(rows)
+        return rows if self.buffer.is_cpu else on_device(rows, self.device)
 
     @property
     def sums(self) -> torch.Tensor:
@@ -163,18 +162,6 @@ class StatisticsTable:
         """Store the bits of sums and counts, int64 [rows of the table, n], at the n entries `rows`."""
         self.buffer[:, self._place(rows)] = columns
 
-    def index(self, rows: Rows) -> torch.Tensor:
-        """Return `rows` as an index tensor on the device.
-
-        The tensor is cached, because a list would be copied to the device at each step.
-        """
-        index = self._indices.get(rows)
-        if index is None:
-            if len(self._indices) >= _INDICES_KEPT:
-                self._indices.clear()
-            index = self._indices[rows] = on_device(rows, self.device)
-        return index
-
     def look(self, used: int, ops: Sequence[str] = VALUE_OPS) -> Finished:
         """Return the statistics `ops` of the first `used` entries, without clearing the table. Waits for the device."""
         return _finished(self.buffer.cpu().numpy(), used, self.extra_sums, ops)
@@ -188,7 +175,6 @@ def _new_buffer(table: StatisticsTable, device: torch.device, *, pinned: bool = 
 
 _HOST_BUFFERS_KEPT: Final = 4
 _LEAST_GROWN: Final = 64
-_INDICES_KEPT: Final = 256
 
 
 def contiguous_rows(rows: Sequence[int]) -> Rows:

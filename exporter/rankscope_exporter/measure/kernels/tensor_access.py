@@ -51,13 +51,9 @@ def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """
     if tensor is None or tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE:
         return None
-    if type(tensor) in PLAIN_TYPES:
-        # The result of the general case, in two thirds of its time.
-        if tensor.layout is torch.strided and tensor.is_contiguous() and tensor.data_ptr() >= SUSPICIOUS_BELOW:
-            return tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    elif is_lazy(tensor):
+    if is_lazy(tensor):
         return None
-    else:
+    if type(tensor) not in PLAIN_TYPES:
         tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return None if is_freed(tensor) else _flat(tensor)

@@ -61,14 +61,12 @@ class Calls:
     """The module calls of one step, in order. Finds the original call when checkpointing computes a call again."""
 
     def __init__(self) -> None:
-        self.called: set[str] = set()
         self._counts: dict[tuple[str, int], int] = {}
         self._waiting: list[ModuleCall | None] = []  # in order: calls without gradients; None after a match
         self._next: int | None = None
 
     def begins(self, module: str, micro_step: int, *, with_gradients: bool, pointer: int = 0) -> ModuleCall:
         """Add a module call of the forward pass and return it."""
-        self.called.add(module)
         count = self._counts.get((module, micro_step), 0)
         self._counts[module, micro_step] = count + 1
         call = ModuleCall(module, micro_step, count or None, pointer)
@@ -281,15 +279,6 @@ class _StepTensors:
             memory.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _HookedModule:
-    """A module with hooks, and its tensors that are measured."""
-
-    named: NamedModule
-    objects: frozenset[str]
-    specs: Specs
-
-
 class Activations(ModuleQuantity):
     """Measures `act_in`, `act_out`, `act_grad_in` and `act_grad_out`: one row per tensor, micro-batch and call.
 
@@ -306,14 +295,16 @@ class Activations(ModuleQuantity):
         super().__init__(monitored, options)
         self._step = _StepTensors()
         self._handles = TensorHooks(monitored)
-        self._vpp_stages: dict[str, int | None] = {}  # by name of the module
+        self._objects = self.options.objects
+        self._specs: dict[str, Specs] = {}  # by name of the module
+        self._vpp_stages: dict[str, int | None] = {}
         self._gradient_hook: Hook
 
     def kinds(self) -> set[str]:
-        return {kind for kind, name in _OBJECT.items() if name in self.options.objects}
+        return {kind for kind, name in _OBJECT.items() if name in self._objects}
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        if self.options.objects:
+        if self._objects:
             self._gradient_hook = hooking.guarded("gradients of activations", self._arrived, gate)
             super().install(hooking, gate)
         else:
@@ -323,15 +314,13 @@ class Activations(ModuleQuantity):
         return super()._find(all_modules=all_modules or self.options.all_modules)
 
     def _follow(self, named: NamedModule) -> None:
-        specs, objects, module = self.options.specs_of(named.name, *named.aliases), self.options.objects, named.module
-        hooked = _HookedModule(named, objects & specs.keys() if specs else objects, specs)
+        module, self._specs[named.name] = named.module, self.options.specs_of(named.name, *named.aliases)
         self._vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
-        self._register(named, "inputs of modules", functools.partial(self._begins, hooked), before=True)
-        self._register(named, "outputs of modules", functools.partial(self._ended, hooked))
+        self._register(named, "inputs of modules", functools.partial(self._begins, named), before=True)
+        self._register(named, "outputs of modules", functools.partial(self._ended, named))
 
-    def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        self._note_lost_hooks()
-        self._release()
+    def on_step_begin(self, table: Table) -> None:
+        super().on_step_begin(table)
         self._step = _StepTensors()
 
     def expected(self) -> ExpectedRows:
@@ -345,8 +334,8 @@ class Activations(ModuleQuantity):
         for memory in (step.open, step.measured, step.leaves, step.watched):
             memory.clear()
 
-    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        self._note_uncalled(self._step.calls.called)
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        self._note_uncalled()
         self._release()
 
     def on_backward_end(self, table: Table) -> None:  # noqa: ARG002 - see above
@@ -357,11 +346,11 @@ class Activations(ModuleQuantity):
         self._step.release_tensors()
 
     def _begins(
-        self, hooked: _HookedModule, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, named: NamedModule, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        name = hooked.named.name
-        if module is not hooked.named.module:  # a replica of DataParallel, on another thread
-            self._step.calls.called.add(name)
+        name = named.name
+        if module is not named.module:  # a replica of DataParallel, on another thread
+            self._called.add(name)
             self._notes.add("runs as replicas of DataParallel, which are not measured", name)
             return
         again = in_backward()
@@ -374,7 +363,7 @@ class Activations(ModuleQuantity):
         frames[-1] = call
         if call is not None:
             self._step.leaves.call_begins()
-            self._read(hooked, Kind.ACT_IN, call, found, again=again)
+            self._read(named, Kind.ACT_IN, call, found, again=again)
             self._step.leaves.arguments_read()
 
     def _call(self, name: str, found: Found, *, again: bool) -> ModuleCall | None:
@@ -386,37 +375,39 @@ class Activations(ModuleQuantity):
         if micro_step != self._step.micro_step:  # calls of a forward that raised have not ended
             self._step.micro_step = micro_step
             self._step.leaves.clear()
+        self._called.add(name)
         return self._step.calls.begins(name, micro_step, with_gradients=enabled, pointer=pointer)
 
-    def _ended(self, hooked: _HookedModule, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        frames = self._step.open.get(hooked.named.name) if module is hooked.named.module else None
+    def _ended(self, named: NamedModule, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        frames = self._step.open.get(named.name) if module is named.module else None
         call = frames.pop() if frames else None
         if call is not None:
-            self._read(hooked, Kind.ACT_OUT, call, returned(output), again=in_backward())
+            self._read(named, Kind.ACT_OUT, call, returned(output), again=in_backward())
             self._step.leaves.call_ended()
 
-    def _read(self, hooked: _HookedModule, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
+    def _read(self, named: NamedModule, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:
         for unknown in found.unknown:
-            self.missing(f"{SIDES[kind]} contains an object that is not searched for tensors: {unknown}", hooked.named)
+            self.missing(f"{SIDES[kind]} contains an object that is not searched for tensors: {unknown}", named)
         if not again:
-            for slot in self._chosen(hooked, kind, found):
+            for slot in self._chosen(named, kind, found):
                 memory = self._step.leaves if slot.tensor.is_leaf else self._step.measured
                 self._measure(TensorSite(kind, call, slot.index, slot.path), slot.tensor, memory)
         if self._hooking.grad_enabled:
-            for slot in self._chosen(hooked, _GRADIENT[kind], found):
+            for slot in self._chosen(named, _GRADIENT[kind], found):
                 if slot.tensor.requires_grad:
                     self._watch(TensorSite(_GRADIENT[kind], call, slot.index, slot.path), slot.tensor)
 
-    def _chosen(self, hooked: _HookedModule, kind: Kind, found: Found) -> Sequence[Slot]:
-        if _OBJECT[kind] not in hooked.objects:
+    def _chosen(self, named: NamedModule, kind: Kind, found: Found) -> Sequence[Slot]:
+        specs = self._specs[named.name]
+        spec = specs.get(_OBJECT[kind])
+        if _OBJECT[kind] not in self._objects or (specs and spec is None):
             return ()
-        spec = hooked.specs.get(_OBJECT[kind])
         if spec is None:
             return [slot for slot in found.slots if not is_integer(slot.tensor)]
         slots = spec.select(found)
         if not slots:
             content = f"{SIDES[kind]} has {len(found.slots)} tensors in {found.length} elements"
-            self.missing(f"{content}, which does not match pattern {spec.text!r} of its target", hooked.named)
+            self.missing(f"{content}, which does not match pattern {spec.text!r} of its target", named)
         return slots or ()
 
     def _measure(self, site: TensorSite, tensor: torch.Tensor, memory: TensorCache[Slots] | Leaves[Slots]) -> None:
@@ -469,8 +460,8 @@ class Activations(ModuleQuantity):
     def _release(self) -> None:
         self._handles.remove()  # explicitly, because hooks on leaf tensors outlive the graph
         self._step.release_tensors()
-        if self._step.calls.called:
-            self._note_uncalled(self._step.calls.called)
+        if self._called:
+            self._note_uncalled()
         super()._release()
 
 

@@ -234,7 +234,7 @@ class ModuleQuantity(Quantity):
         self._seen = {key for key in self._seen if key[1] != micro_step}
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
-        self._note_uncalled(self._called)
+        self._note_uncalled()
         self._notes.report(self.tell)
 
     def _is_first_call(self, named: NamedModule, module: nn.Module) -> bool:
@@ -291,16 +291,13 @@ class ModuleQuantity(Quantity):
                 self._lost.add(named.name)
                 self.missing(f"other code has removed the hooks, so {self.missing_result}: {REMEDY}", named)
 
-    def _note_uncalled(self, called: AbstractSet[str]) -> None:
-        """Store which modules were not called in the first sampled step, so that they are reported.
-
-        `called` contains the modules that were called.
-        """
+    def _note_uncalled(self) -> None:
+        """Store which modules were not called in the first sampled step, so that they are reported."""
         if self._has_noted_uncalled:
             return
         self._has_noted_uncalled = True
         for named, _ in self._hooked.values():
-            if named.name not in called:
+            if named.name not in self._called:
                 is_compiled = named.compiled or self.monitored.framework.traits.is_compiled
                 compiled = is_compiled or named.name in self._compiled
                 reason = "is part of compiled code" if compiled else "was not called in a forward of the model"

@@ -128,7 +128,7 @@ def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeyp
 
 def test_library_that_a_script_has_replaced_is_not_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
-    kernel = loading.LazyKernel("triton", lambda: print)
+    kernel = loading.LazyKernel(torch.device("cuda", 14), ())
 
     assert not kernel.is_possible
     assert kernel.warm_up() is None
