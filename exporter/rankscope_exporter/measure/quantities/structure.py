@@ -30,7 +30,7 @@ from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.monitors.flight_recorder.poller import script_frames
 from rankscope_exporter.process.validation import at_least, some_text
-from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE
+from rankscope_exporter.publish.sinks.files import DEFAULT_FOLDER, FOLDER_VARIABLE, create
 from rankscope_exporter.records.record import Row
 
 MODEL: Final = "(the model)"
@@ -280,9 +280,7 @@ class Structure(ModuleQuantity):
         path = Path(folder, "module_struct", f"rank{rank}", STRUCTURE_FILE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(document, indent=4, ensure_ascii=False), encoding="utf-8")
-            temporary.replace(path)
+            create(path, json.dumps(document, indent=4, ensure_ascii=False).encode())
         except OSError as error:
             self.tell(f"{path} cannot be written: {error.strerror}")
 

@@ -33,6 +33,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from rankscope_exporter.adapters.pytree import Slot
 from rankscope_exporter.adapters.torch_private import coalescing_groups
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.quantities.base import SamplingGate
@@ -168,19 +169,14 @@ OPERATIONS: Final = (*_FORMS, BATCH)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPart:
-    """One input or output tensor of a call. `index` is its position in a list of tensors; None for a single tensor."""
-
-    index: int | None
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class CallTensors:
-    """The input and output tensors of a collective call on this rank, and its process group."""
+    """The input and output tensors of a collective call on this rank, and its process group.
 
-    inputs: Sequence[TensorPart] = ()
-    outputs: Sequence[TensorPart] = ()
+    The index of a tensor is its position in a list of tensors; None for a single tensor.
+    """
+
+    inputs: Sequence[Slot] = ()
+    outputs: Sequence[Slot] = ()
     group: Any = None
 
 
@@ -223,20 +219,20 @@ def group_text(group: Any) -> str:
 def _of_batch(operations: Any) -> CallTensors | None:
     if not isinstance(operations, list) or not all(isinstance(item, dist.P2POp) for item in operations):
         return None
-    inputs: list[TensorPart] = []
-    outputs: list[TensorPart] = []
+    inputs: list[Slot] = []
+    outputs: list[Slot] = []
     for position, item in enumerate(operations):
         side = inputs if getattr(item.op, "__name__", "") == _SENDS else outputs
-        side.append(TensorPart(position, item.tensor))
+        side.append(Slot(position, "", item.tensor))
     return CallTensors(inputs, outputs, operations[0].group if operations else None)
 
 
-def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[TensorPart]:
+def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[Slot]:
     value = None if name is None else inputs.get(name)
     if isinstance(value, torch.Tensor):
-        return (TensorPart(None, value),)
+        return (Slot(None, "", value),)
     if isinstance(value, list | tuple):
-        return [TensorPart(position, item) for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
+        return [Slot(position, "", item) for position, item in enumerate(value) if isinstance(item, torch.Tensor)]
     return ()
 
 
@@ -429,7 +425,6 @@ class _Awaited:
     objects that the script has not waited for yet.
     """
 
-    name: str
     outputs: Sequence[Output]
     works: int
 
@@ -441,7 +436,7 @@ class PendingWork:
         self._awaited: dict[int, tuple[weakref.ref[Any], _Awaited]] = {}  # by the identity of the work
         self._lost: list[str] = []
 
-    def expect(self, name: str, works: Sequence[Any], outputs: Sequence[Output], tensors: int) -> None:
+    def expect(self, works: Sequence[Any], outputs: Sequence[Output], tensors: int) -> None:
         """Keep the `outputs` of an asynchronous call until the script has waited for all of its `works`.
 
         `tensors` is the number of tensors that the call sends and receives. A batch of calls has one work object per
@@ -449,9 +444,9 @@ class PendingWork:
         """
         if len(works) == tensors > 1:
             for output in outputs:
-                self._await(works[output.index or 0], _Awaited(name, (output,), 1))
+                self._await(works[output.index or 0], _Awaited((output,), 1))
         else:
-            together = _Awaited(name, outputs, len(works))
+            together = _Awaited(outputs, len(works))
             for work in works:
                 self._await(work, together)
 
@@ -466,7 +461,7 @@ class PendingWork:
 
     def release_tensors(self) -> None:
         """Release the outputs of all calls. Keep only the names of the calls that the script has not waited for."""
-        self._lost += [awaited.name for _, awaited in [*self._awaited.values()]]
+        self._lost += [awaited.outputs[0].name for _, awaited in [*self._awaited.values()]]
         self._awaited.clear()
 
     def missed(self) -> list[str]:
@@ -479,7 +474,7 @@ class PendingWork:
 
         def gone(_work: Any) -> None:  # called by the garbage collector at any time, on any thread
             if self._awaited.pop(key, None) is not None:
-                self._lost.append(awaited.name)
+                self._lost.append(awaited.outputs[0].name)
 
         self._awaited[key] = weakref.ref(work, gone), awaited
 

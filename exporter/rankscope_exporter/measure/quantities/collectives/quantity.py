@@ -30,13 +30,13 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import Targets, target_notices
 from rankscope_exporter.adapters.process_group import has_groups
-from rankscope_exporter.adapters.pytree import MAX_TENSORS
+from rankscope_exporter.adapters.pytree import MAX_TENSORS, Slot
 from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, why_not_measurable
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.collectives import interception
 from rankscope_exporter.measure.quantities.module_quantity import CoverageNotes, in_backward
-from rankscope_exporter.measure.table import Slots, Table
+from rankscope_exporter.measure.table import Table
 from rankscope_exporter.monitors.flight_recorder.poller import read_before, row_of
 from rankscope_exporter.monitors.flight_recorder.torch_api import Raw, Report, ranks_by_group, read_with_stacks
 from rankscope_exporter.process.validation import Checked, at_least, list_of
@@ -82,7 +82,7 @@ class CallLog:
             )
 
 
-def _forms(parts: Sequence[interception.TensorPart]) -> str:
+def _forms(parts: Sequence[Slot]) -> str:
     """Return the dtypes and shapes of inputs or outputs as text, such as "float32[2, 3]"."""
     return some_of(f"{dtype_name(part.tensor.dtype)}{list(part.tensor.shape)}" for part in parts) or "nothing"
 
@@ -190,19 +190,6 @@ _NOT_SEEN: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _MeasuredCall:
-    """A measured call and its outputs.
-
-    `seq` is the number of earlier calls with the same name in this step; None for the first call.
-    """
-
-    name: str
-    seq: int | None
-    sides: interception.CallTensors
-    outputs: list[interception.Output] = field(default_factory=list)
-
-
 @dataclass(slots=True)
 class _StepCalls:
     """The state of the quantity `collectives` during a sampled step.
@@ -236,7 +223,6 @@ class Collectives(Quantity):
         self._has_noted_uncalled = False
         self._log = CallLog()
         self._internal_calls = InternalCalls(self._sites, self.targets)
-        self._failed: set[str] = set()  # sources that could not be read; each is reported once
         self._hooking: HookContext
         self._gate: SamplingGate
 
@@ -322,22 +308,19 @@ class Collectives(Quantity):
                 f"is called more than {self.options.most_calls} times in a step; further calls have no rows", name
             )
             return
-        measured = call.note = _MeasuredCall(name, count or None, sides)
+        seq = count or None
         if self.options.inputs:
-            self._measure(self._placed(Kind.COMM_IN, measured, sides.inputs))
+            self._measure(self._placed(Kind.COMM_IN, name, seq, sides.inputs))
         # Rows now and numbers later: the plan is in the order of the calls, whichever is waited for first.
-        measured.outputs.extend(self._placed(Kind.COMM_OUT, measured, sides.outputs))
+        if outputs := self._placed(Kind.COMM_OUT, name, seq, sides.outputs):
+            call.note = outputs, len(sides.inputs) + len(sides.outputs)
 
     def _ended(self, call: interception.CollectiveCall, result: Any) -> None:
-        measured: _MeasuredCall | None = call.note
-        if measured is None or not measured.outputs:
-            return
-        works = interception.pending_work_of(result)
-        if works:
-            tensors = len(measured.sides.inputs) + len(measured.sides.outputs)
-            self._step.works.expect(measured.name, works, measured.outputs, tensors)
+        outputs, tensors = call.note
+        if works := interception.pending_work_of(result):
+            self._step.works.expect(works, outputs, tensors)
         else:
-            self._measure(measured.outputs)
+            self._measure(outputs)
 
     def _waited(self, work: Any) -> None:
         self._measure(self._step.works.waited(work))
@@ -350,32 +333,27 @@ class Collectives(Quantity):
             else:
                 self._gate.table.measure([output.tensor], output.slot)
 
-    def _placed(
-        self, kind: Kind, measured: _MeasuredCall, parts: Sequence[interception.TensorPart]
-    ) -> list[interception.Output]:
+    def _placed(self, kind: Kind, name: str, seq: int | None, parts: Sequence[Slot]) -> list[interception.Output]:
         """Return those tensors of `parts`, inputs or outputs of a collective call, that can be measured.
 
-        Each tensor is returned with its row in the table of statistics.
+        Each tensor is returned with its row in the table of statistics. `seq` is the number of earlier calls with the
+        same name in this step; None for the first call.
         """
         side = "input" if kind is Kind.COMM_IN else "output"
         if len(parts) > MAX_TENSORS:
-            self._notes.add(f"{side} has {len(parts)} tensors; only the first {MAX_TENSORS} have rows", measured.name)
+            self._notes.add(f"{side} has {len(parts)} tensors; only the first {MAX_TENSORS} have rows", name)
         placed = []
         for part in parts[:MAX_TENSORS]:
             reason = why_not_measurable(part.tensor)
             if reason is not None:
-                self._notes.add(f"{side} is {reason}", measured.name)
+                self._notes.add(f"{side} is {reason}", name)
                 continue
-            slot = self._slot(kind, measured, part)
+            dtype, shape = dtype_name(part.tensor.dtype), tuple(part.tensor.shape)
+            entry = PlanEntry(kind, name, part.index, call_seq=seq, dtype=dtype, shape=shape)
+            slot = self._gate.table.add((kind, name, seq, part.index), lambda: [entry])  # noqa: B023 - called at once
             if slot is not None:
-                placed.append(interception.Output(measured.name, slot, part.tensor, part.index))
+                placed.append(interception.Output(name, slot, part.tensor, part.index))
         return placed
-
-    def _slot(self, kind: Kind, measured: _MeasuredCall, part: interception.TensorPart) -> Slots | None:
-        key = kind, measured.name, measured.seq, part.index
-        dtype, shape = dtype_name(part.tensor.dtype), tuple(part.tensor.shape)
-        entry = PlanEntry(kind, measured.name, part.index, call_seq=measured.seq, dtype=dtype, shape=shape)
-        return self._gate.table.add(key, lambda: [entry])
 
     def _release(self) -> None:
         """Release the state of the last sampled step, and publish notices about calls that were not measured."""
@@ -400,9 +378,7 @@ class Collectives(Quantity):
             self._report("reading the collective calls of torch itself from its flight record", error)
 
     def _report(self, where: str, error: BaseException) -> None:
-        if where not in self._failed:
-            self._failed.add(where)
-            self._notice(f"{where} failed: {error!r}")
+        self._hooking.tell_once(f"collectives: {where} failed: {error!r}")
 
     def _note_uncalled(self) -> None:
         notices = []
