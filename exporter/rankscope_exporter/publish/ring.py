@@ -29,7 +29,7 @@ from rankscope_contract.wire.channel import NOTHING
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.publish.serving_config import MIN_RING_RECORDS
 from rankscope_exporter.records.plan import NamedPlan
-from rankscope_exporter.records.record import StepRecord
+from rankscope_exporter.records.record import Statistics, StepRecord
 
 SCHEMA: Final = arrow_schema(pa, WIRE_FIELDS, WIRE_METADATA)
 
@@ -49,7 +49,7 @@ _FLAT: Final = {name: attrgetter(f"record.{name}") for name in ("step", "micro_s
 _HEAD: Final = struct.Struct("<qiq")
 _REFUSED: Final = (TypeError, ValueError, OverflowError)  # raised by pyarrow for a value that does not fit its column
 _RECORD_BYTES: Final = 256  # fixed columns and the Python objects around them
-_ROW_BYTES: Final = 200  # one scalar, event, feature, …: an upper estimate, so that the byte limit of the ring holds
+_ROW_BYTES: Final = 200  # the Python object of one scalar, event, feature, …: an upper estimate
 
 _ATTRIBUTES: Final = {"scalars": {"labels": "labels_text"}, "events": {}}
 """Datasets whose rows are Python objects.
@@ -86,18 +86,20 @@ def encode(record: StepRecord) -> EncodedRecord:
     _HEAD.pack(record.step or 0, record.micro_step or 0, record.ts)  # a number that does not fit is an error here
     statistics, columns = record.statistics, {}
     if statistics is not None:
+        _check_length(record, statistics)
         columns["values"] = _list("values", statistics.values)
         columns["counts"] = _list("counts", statistics.counts)
     if record.clock_offset:
         columns["clock_offset"] = pa.array([record.clock_offset], pa.int64())
-    unencodable = 0
+    unencodable, size = 0, _RECORD_BYTES
     for dataset in NESTED:
         rows = getattr(record, dataset)
         if rows:
             columns[dataset], refused = _nested(dataset, rows)
             unencodable += refused
+            size += len(rows) * _ROW_BYTES
+    size += sum(column.get_total_buffer_size() for column in columns.values())
     plan_hash = None if statistics is None else statistics.plan.hash
-    size = _bytes(record)
     return EncodedRecord(record=record, columns=columns, plan_hash=plan_hash, size=size, unencodable=unencodable)
 
 
@@ -195,23 +197,8 @@ def _key_getter(name: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda row: row.get(name)  # half the time of operator.methodcaller
 
 
-def _bytes(record: StepRecord) -> int:
-    """Return the approximate uncompressed size of `record`.
-
-    Raises ValueError if the number of statistics does not match the plan.
-    """
-    size = _RECORD_BYTES
-    for dataset in NESTED:
-        size += len(getattr(record, dataset)) * _ROW_BYTES
-    for event in record.events:
-        size += len(event.message) + len(event.details or "")
-    for row in record.modules:
-        size += len(row.get("stack") or "")
-    for row in record.histograms:
-        size += 8 * len(row.get("counts") or ())
-    statistics = record.statistics
-    if statistics is None:
-        return size
+def _check_length(record: StepRecord, statistics: Statistics) -> None:
+    """Raise ValueError if the number of statistics does not match the plan."""
     plan = statistics.plan.plan
     entries = len(plan.entries)
     wanted = (len(plan.value_ops) * entries, len(plan.count_ops) * entries)
@@ -220,10 +207,6 @@ def _bytes(record: StepRecord) -> int:
             f"statistics of step {record.step}: {len(statistics.values)} values and {len(statistics.counts)} counts,"
             f" but the plan of {entries} entries needs {wanted[0]} and {wanted[1]}"
         )
-    return size + 4 * wanted[0] + 8 * wanted[1]
-
-
-_PLANS_KEPT: Final = 64
 
 
 class CursorError(ValueError):
@@ -262,13 +245,11 @@ class Ring:
         self._is_kept = is_kept or (lambda _seq: False)
         self._changed = threading.Condition()
         self._records: deque[EncodedRecord] = deque()
-        self._plans: dict[str, NamedPlan] = {}
         self.head = NOTHING
         """Sequence number of the newest record. Only `append` changes it."""
         self.committed = NOTHING
         """Sequence number up to which a store has committed the records. Only `commit` changes it."""
         self._bytes = 0
-        self._uncommitted_bytes = 0
         self.overrun = 0
         """Number of lost records: overwritten before the commit, and not on disk."""
 
@@ -278,9 +259,6 @@ class Ring:
             self.head += 1
             self._records.append(record)
             self._bytes += record.size
-            self._uncommitted_bytes += record.size
-            if record.record.statistics is not None:
-                self._remember(record.record.statistics.plan)
             while len(self._records) > self._max_records or (
                 self._bytes > self._max_bytes and len(self._records) > MIN_RING_RECORDS
             ):
@@ -296,7 +274,7 @@ class Ring:
         with self._changed:
             if cursor > self.head:
                 raise CursorError(f"after={cursor} is above the sequence number of the newest record: {self.head}")
-            first = self._first
+            first = self.first
             start = max(cursor + 1, first)
             # Copy references under the lock and join outside of it, so that a slow reader does not block `append`.
             records = tuple(islice(self._records, start - first, None))
@@ -311,11 +289,7 @@ class Ring:
         with self._changed:
             if seq > self.head:
                 raise CursorError(f"committed={seq} is above the sequence number of the newest record: {self.head}")
-            if seq <= self.committed:
-                return
-            fresh = islice(self._records, max(self.committed + 1 - self._first, 0), max(seq + 1 - self._first, 0))
-            self._uncommitted_bytes -= sum(record.size for record in fresh)
-            self.committed = seq
+            self.committed = max(seq, self.committed)
             self._changed.notify_all()
 
     def wait_committed(self, timeout_seconds: float, stop: Callable[[], bool] = lambda: False) -> int:
@@ -325,17 +299,18 @@ class Ring:
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while self._uncommitted and not stop():
+            while self.uncommitted and not stop():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(min(left, 0.1))  # polls, since `stop` does not notify the condition
-            return self._uncommitted
+            return self.uncommitted
 
     def plan(self, plan_hash: str) -> NamedPlan | None:
-        """Return the plan if a record of the ring uses it or recently used it."""
+        """Return the plan if a record of the ring uses it."""
         with self._changed:
-            return self._plans.get(plan_hash)
+            plans = (item.record.statistics.plan for item in self._records if item.record.statistics is not None)
+            return next((plan for plan in plans if plan.hash == plan_hash), None)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -344,42 +319,24 @@ class Ring:
     def first(self) -> int:
         """Return the oldest sequence number in the ring; head + 1 if the ring is empty."""
         with self._changed:
-            return self._first
+            return self.head + 1 - len(self._records)
 
     @property
     def uncommitted(self) -> int:
         """Return the number of records in the ring that no store has committed."""
         with self._changed:
-            return self._uncommitted
+            return self.head - max(self.committed, self.first - 1)
 
     @property
     def fill(self) -> float:
         """Return the share of the ring that uncommitted records occupy; at 1, the next record overwrites one."""
         with self._changed:
-            waiting = self._uncommitted
-            by_bytes = min(self._uncommitted_bytes / self._max_bytes, waiting / MIN_RING_RECORDS)
+            waiting = self.uncommitted
+            size = sum(record.size for record in islice(self._records, len(self._records) - waiting, None))
+            by_bytes = min(size / self._max_bytes, waiting / MIN_RING_RECORDS)
             return min(1.0, max(waiting / self._max_records, by_bytes))
 
-    @property
-    def _first(self) -> int:
-        return self.head + 1 - len(self._records)
-
-    @property
-    def _uncommitted(self) -> int:
-        return self.head - max(self.committed, self._first - 1)
-
     def _drop_oldest(self) -> None:
-        if self._first > self.committed:
-            self.overrun += not self._is_kept(self._first)
-            self._uncommitted_bytes -= self._records[0].size
+        if self.first > self.committed:
+            self.overrun += not self._is_kept(self.first)
         self._bytes -= self._records.popleft().size
-
-    def _remember(self, plan: NamedPlan) -> None:
-        self._plans.pop(plan.hash, None)
-        self._plans[plan.hash] = plan  # the newest plan is last
-        if len(self._plans) <= _PLANS_KEPT:
-            return
-        in_use = {item.record.statistics.plan.hash for item in self._records if item.record.statistics is not None}
-        for old in list(self._plans)[:-_PLANS_KEPT]:
-            if old not in in_use:
-                del self._plans[old]
