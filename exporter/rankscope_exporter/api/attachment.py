@@ -45,7 +45,7 @@ from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.control.anomaly_reactions import OnAnomaly
 from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.monitors.throughput import ALONE, parallel_of
-from rankscope_exporter.process import lifecycle, stop_signals
+from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
@@ -314,7 +314,7 @@ class SessionEnd:
         lifecycle.watch(self)
         if self._completes_at_exit:
             lifecycle.note_calls_of_exit()
-        self._boundary.call("stop_signals", stop_signals.install, self, signals)
+        self._boundary.call("stop_signals", lifecycle.handle_signals, self, signals)
 
     def end_of_process(self, reason: ExitReason, error: str | None) -> None:
         """Publish the exit record and wait until the service has committed it. Called when the interpreter exits."""
@@ -341,7 +341,7 @@ class SessionEnd:
 
         Return a function that waits until the service has committed the record.
         """
-        wait_seconds = min(self._exit_wait_seconds, stop_signals.STOP_WAIT_SECONDS)
+        wait_seconds = min(self._exit_wait_seconds, lifecycle.STOP_WAIT_SECONDS)
         session = self.session
         if is_stuck and session is not None:
             session.diagnosis.publish_exit(name)
@@ -376,8 +376,7 @@ class SessionEnd:
         self.ended = _ended_run(session, left, folder)
         # Not earlier: a process that another thread forks meanwhile must release sockets and locks.
         self._ending = None
-        self._boundary.call("detach()", stop_signals.uninstall, self)
-        lifecycle.forget(self)
+        self._boundary.call("detach()", lifecycle.forget, self)
         self._boundary.on_first = None
 
     def _await_end(self, wait_seconds: float) -> None:

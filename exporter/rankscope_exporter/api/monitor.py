@@ -39,7 +39,6 @@ from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable, missing_name
-from rankscope_exporter.process.standard_streams import occupy_standard_descriptors
 from rankscope_exporter.publish.sinks import Sink
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.training.sampling_config import SWITCH, sampling_config_from
@@ -303,7 +302,7 @@ class Monitor(MonitorState):
     def _attach(
         self, model: torch.nn.Module | Stage | Framework, optimizer: Optimizers, groups: Mapping[str, Any]
     ) -> None:
-        occupy_standard_descriptors()
+        lifecycle.occupy_standard_descriptors()
         self._owner = owner = Owner(self._on_anomaly)
         start = functools.partial(
             attached, groups=groups, first_step=self._first_step, total_steps=self._total_steps, owner=owner

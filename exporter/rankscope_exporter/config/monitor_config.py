@@ -52,7 +52,7 @@ from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
 from rankscope_exporter.process.extension import extension
 from rankscope_exporter.process.identity import script_commit
-from rankscope_exporter.process.stop_signals import DEFAULT_SIGNALS
+from rankscope_exporter.process.lifecycle import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (
     REMOVED,
     Allowed,

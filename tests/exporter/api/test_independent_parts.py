@@ -154,7 +154,7 @@ def test_failed_removal_of_hooks_removes_the_others(monkeypatch, caplog):
 
 PARTS = """
 import os, signal, time
-from rankscope_exporter.process import lifecycle, stop_signals
+from rankscope_exporter.process import lifecycle
 
 class Part:
     def __init__(self, name):
@@ -193,7 +193,7 @@ os.wait()
 def test_failed_monitor_at_a_stop_signal_keeps_the_others():
     done = run_program(f"""{PARTS}
 for part in parts:
-    stop_signals.install(part, ["SIGTERM"])
+    lifecycle.handle_signals(part, ["SIGTERM"])
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """)

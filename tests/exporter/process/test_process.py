@@ -326,8 +326,8 @@ def test_unreachable_service_delays_a_stop_signal_by_a_few_seconds():
     """Launchers send SIGKILL some seconds after the signal. The wait does not depend on `exit_wait_seconds`."""
     code, output = run_stopped(
         """
-        import rankscope_exporter.process.stop_signals as stop_signals
-        stop_signals.STOP_WAIT_SECONDS = 0.3
+        from rankscope_exporter.process import lifecycle
+        lifecycle.STOP_WAIT_SECONDS = 0.3
         monitor = attached(exit_wait_seconds=600)
         threading.Timer(30, lambda: os._exit(3)).start()
         stop()
@@ -383,8 +383,8 @@ def test_later_handler_of_the_script_decides_whether_the_process_ends():
 
 STUCK = """
 import ctypes
-import rankscope_exporter.process.stop_signals as stop_signals
-stop_signals.STUCK_SECONDS = 0.2
+from rankscope_exporter.process import lifecycle
+lifecycle.STUCK_SECONDS = 0.2
 monitor = attached()
 monitor._session.diagnosis.hand_over = monitor._session.publisher.publish
 monitor._session.current_step.lock.acquire()
