@@ -1,4 +1,4 @@
-"""The threads with which torch computes on a CPU: the team of each thread, its size, and the native pool.
+"""The OpenMP threads with which torch computes on a CPU: the team of each thread, and its size.
 
 torch divides a CPU operation among an OpenMP team, and each thread that runs such an operation has a separate team.
 With a second team, the process has more OpenMP threads than cores. libgomp then lets the workers of every team sleep
@@ -13,30 +13,16 @@ every thread that the process starts later.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-_TORCH_LIBRARIES: Final = ("libtorch_cpu.so", "libtorch_cpu.dylib")
-_TASKS: Final = Path("/proc/self/task")
 _OPENMP: Final = "ATen parallel backend: OpenMP"
-_NATIVE_POOL: Final = "PTThreadPool"
-"""Name of the threads of torch's pool if torch was built without OpenMP (aten/src/ATen/PTThreadPool.h)."""
-
-_NAMING_SECONDS: Final = 0.1
-"""Maximum seconds until the threads of a new pool have their name, which each thread sets when it begins to run."""
-
-_ELEMENTS_PER_THREAD: Final = 1 << 15
-"""Minimum number of elements per thread of an operation that torch divides (at::internal::GRAIN_SIZE)."""
-
 _PROCESS: Final = os.getpid()
 
 
@@ -59,22 +45,14 @@ def limit_this_thread() -> bool:
 
 
 def intra_op_threads() -> tuple[int, ...]:
-    """Return the native ids of torch's threads that compute for the calling thread; missing ones are started."""
-    if torch.get_num_threads() == 1 or not _TASKS.is_dir():
-        return ()
-    found = _openmp_team() if _OPENMP in torch.__config__.parallel_info() else _native_pool()
-    return tuple(sorted(found - {threading.get_native_id()}))
-
-
-def _openmp_team() -> set[int]:
-    """Return the native ids of the OpenMP team of the calling thread: each thread of the team reports its own id."""
+    """Return the native ids of the other threads of the calling thread's OpenMP team; missing ones are started."""
     found: list[int] = []
     region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     report = region(lambda _: found.append(threading.get_native_id()))
-    if address := _gomp_parallel():
+    if torch.get_num_threads() > 1 and (address := _gomp_parallel()):
         parallel = ctypes.CFUNCTYPE(None, region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
         parallel(report, None, 0, 0)  # 0: as many threads as torch uses
-    return set(found)
+    return tuple(sorted({*found} - {threading.get_native_id()}))
 
 
 @functools.cache
@@ -97,28 +75,6 @@ def _gomp_parallel() -> int:
     return 0
 
 
-def _native_pool() -> set[int]:
-    """Return the native ids of the threads of torch's own pools.
-
-    Threads for operations that run in parallel (`torch.jit.fork`) have the same name, and are included.
-    """
-    expected = torch.get_num_threads() - 1
-    torch.ones(_ELEMENTS_PER_THREAD * (expected + 1), device="cpu").add_(1)  # creates the pool
-    deadline = time.monotonic() + _NAMING_SECONDS
-    while len(found := _threads_with_name(_NATIVE_POOL)) < expected and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return found
-
-
-def _threads_with_name(name: str) -> set[int]:
-    found = set()
-    for task in _TASKS.iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
-            if (task / "comm").read_text().strip() == name:
-                found.add(int(task.name))
-    return found
-
-
 @functools.cache
 def _libraries() -> tuple[Any, ...]:
     """Return the loaded libraries that may contain the OpenMP functions of torch.
@@ -128,24 +84,13 @@ def _libraries() -> tuple[Any, ...]:
     A library handle also finds symbols of linked libraries, so the name of the OpenMP library (libgomp, libomp,
     libiomp5) does not matter.
     """
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    of_torch = {line.split(maxsplit=5)[-1] for line in maps if line.endswith("libtorch_cpu.so")}
     found = []
-    for path in (*_torch_libraries(), None):
-        try:
-            library = ctypes.CDLL(path, mode=ctypes.DEFAULT_MODE if path is None else os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:  # not loaded from there
-            continue
+    for path in (*sorted(of_torch), None):
+        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         if hasattr(library, "omp_set_num_threads"):
             library.omp_set_num_threads.argtypes = [ctypes.c_int]
             library.omp_set_num_threads.restype = None
             found.append(library)
     return tuple(found)
-
-
-def _torch_libraries() -> Iterator[str]:
-    folder = Path(torch.__file__).parent / "lib"
-    yield from (str(folder / name) for name in _TORCH_LIBRARIES)
-    try:  # a build of torch for a distribution keeps it elsewhere
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    yield from sorted({line.split(maxsplit=5)[-1] for line in maps if line.endswith(_TORCH_LIBRARIES)})
