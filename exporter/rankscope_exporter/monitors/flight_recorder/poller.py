@@ -187,25 +187,22 @@ def read_flight_record(
 
     `now` is the current time in seconds since the epoch. `ranks` contains the ranks of each process group by group id.
     """
-    collectives = tuple(
-        Collective(
-            **_call_fields(entry),
-            is_pending=not is_over(entry),
-            age_seconds=round(now - _created_ns(entry) / 1e9, 3),
-            sizes=tuple(tuple(size) for size in entry.get("input_sizes", ())),
-            dtypes=tuple(entry.get("input_dtypes", ())),
+    groups, most = _groups(entries, ranks or {}), KEPT
+    while True:
+        collectives = tuple(
+            Collective(
+                **_call_fields(entry),
+                is_pending=not is_over(entry),
+                age_seconds=round(now - _created_ns(entry) / 1e9, 3),
+                sizes=tuple(tuple(size) for size in entry.get("input_sizes", ())),
+                dtypes=tuple(entry.get("input_dtypes", ())),
+            )
+            for entry in _selected(entries, most)
         )
-        for entry in _selected(entries)
-    )
-    record = FlightRecord(
-        reason=reason, collectives=collectives, recorded=len(entries), groups=_groups(entries, ranks or {})
-    )
-    while len(record.to_json().encode()) > MAX_DETAILS_BYTES and len(record.collectives) > 1:
-        half = record.collectives[len(record.collectives) // 2 :]
-        pending = record.pending
-        kept = half if pending is None or pending in half else (pending, *half[1:])
-        record = FlightRecord(reason=reason, collectives=kept, recorded=len(entries), groups=record.groups)
-    return record
+        record = FlightRecord(reason=reason, collectives=collectives, recorded=len(entries), groups=groups)
+        if most == 1 or len(record.to_json().encode()) <= MAX_DETAILS_BYTES:
+            return record
+        most //= 2
 
 
 def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int, ...]]) -> tuple[GroupProgress, ...]:
@@ -225,13 +222,13 @@ def _groups(entries: Sequence[Mapping[str, Any]], ranks: Mapping[str, tuple[int,
     )
 
 
-def _selected(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return at most KEPT entries of the flight record for the summary of a hang, oldest first."""
+def _selected(entries: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """Return at most `most` entries of the flight record, oldest first: unfinished ones, then the latest finished."""
     # Converting thousands of entries would hold the GIL for too long.
     entries = sorted(entries, key=_created_ns)
-    pending = [entry for entry in entries if not is_over(entry)][:KEPT]
-    others = [entry for entry in entries[-KEPT:] if is_over(entry)]
-    return sorted((*pending, *others[max(0, len(others) + len(pending) - KEPT) :]), key=_created_ns)
+    pending = [entry for entry in entries if not is_over(entry)][:most]
+    finished = [entry for entry in entries[-most:] if is_over(entry)]
+    return sorted((*pending, *finished[max(0, len(finished) + len(pending) - most) :]), key=_created_ns)
 
 
 MOST_STEPS: Final = 16_384
@@ -256,14 +253,9 @@ class _Held:
     """A row of the dataset `collectives` for an entry of the flight record that is not complete yet."""
 
     row: dict[str, Any]
-    record_id: int
     has_step: bool = False
     is_kept: bool = True  # torch has not overwritten it
     is_behind_gap: bool = False  # the entries just before it were overwritten
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.row["t_start"], self.record_id
 
 
 class StepAssignment:
@@ -301,20 +293,15 @@ class StepAssignment:
         """
         overwritten = sum(self._read(recorder, raws, ranks) for recorder, raws in readings.items())
         until = _AT_THE_END if is_last else self._ended_us
-        begins = list(self._begins)
-        for held in sorted(self._held.values(), key=lambda held: held.order):
+        begins, rows = list(self._begins), []
+        for key, held in sorted(self._held.items(), key=lambda item: (item[1].row["t_start"], item[0][1])):
             if held.row["t_start"] < until and not held.has_step:
                 self._assign(held, begins)
-        done = {
-            key: held
-            for key, held in self._held.items()
-            if held.has_step and (held.row["state"] == LEFT or not held.is_kept or is_last)
-        }
-        for key, held in done.items():
-            del self._held[key]
-            if not held.is_kept and held.row["state"] == ENTERED:  # torch has overwritten the entry
-                held.row["state"] = None
-        rows = [held.row for held in sorted(done.values(), key=lambda held: held.order)]
+            if held.has_step and (held.row["state"] == LEFT or not held.is_kept or is_last):
+                del self._held[key]
+                if not held.is_kept and held.row["state"] == ENTERED:  # torch has overwritten the entry
+                    held.row["state"] = None
+                rows.append(held.row)
         # Counts of the last step are kept, because it may have calls after its end.
         last = self._begins[-1][1] if self._begins else None
         self._counts = {step: count for step, count in self._counts.items() if step == last}
@@ -336,7 +323,7 @@ class StepAssignment:
         for raw in raws:
             number = int(raw["record_id"])
             if number > last:
-                self._held[recorder, number] = _Held(row_of(raw, ranks), number, is_behind_gap=number > last + 1)
+                self._held[recorder, number] = _Held(row_of(raw, ranks), is_behind_gap=number > last + 1)
                 missed += number - last - 1
                 last = number
             elif (known := self._held.get((recorder, number))) is not None:
@@ -347,7 +334,7 @@ class StepAssignment:
     def _renumber(self, recorder: str) -> None:
         """Give stored entries of `recorder` negative numbers: it has restarted and counts entries from 0 again."""
         for key in [key for key in self._held if key[0] == recorder and key[1] >= 0]:
-            self._held[recorder, -1 - key[1]] = self._held.pop(key)
+            self._held[recorder, key[1] - _AT_THE_END] = self._held.pop(key)
 
     def _assign(self, held: _Held, begins: Sequence[tuple[int, int | None]]) -> None:
         position = bisect.bisect_right(begins, held.row["t_start"], key=lambda begin: begin[0]) - 1
@@ -392,14 +379,6 @@ class PollSchedule:
         steps = max(1.0, pause / step_seconds) if step_seconds > 0 else 1.0
         self._interval = min(MOST_STEPS_BETWEEN, 1 << math.ceil(math.log2(steps)))
 
-
-MOST_OPS: Final = 64
-"""Maximum number of collective operations with separate counters. torch has about thirty.
-
-Further operations are counted together.
-"""
-
-OTHER: Final = "_other"
 
 MOST_WITH_STACKS: Final = 4096
 """Maximum number of entries for a reading with stacks.
@@ -447,7 +426,7 @@ class FlightRecorderPoller(StepObserver):
         self._entries = 0
         self._wake = threading.Event()
         self._is_last = False
-        self._thread: OwnThread | None = None
+        self._thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=boundary.report)
         self._totals: dict[str, tuple[int, int]] = {}
         self.overwritten = 0
         """Number of entries of the flight record that torch has overwritten before they were read."""
@@ -455,7 +434,7 @@ class FlightRecorderPoller(StepObserver):
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds that the thread that reads the flight record has used so far."""
-        return 0.0 if self._thread is None else self._thread.cpu_seconds
+        return self._thread.cpu_seconds
 
     def totals(self) -> Mapping[str, tuple[int, int]]:
         """Return the number of calls and of bytes of each collective operation since the monitor was created."""
@@ -467,10 +446,9 @@ class FlightRecorderPoller(StepObserver):
     def on_step_end(self, record: StepRecord) -> None:
         if self._share <= 0:
             return
-        if self._thread is None:
+        if self._thread.ident is None:
             if not has_groups():  # there are no collectives
                 return
-            self._thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=self._boundary.report)
             self._thread.start()
         self._ended.append((record.step, self._began_us, now_microseconds()))
         if self._schedule.is_due(record.step, time.monotonic()):
@@ -478,7 +456,7 @@ class FlightRecorderPoller(StepObserver):
 
     def stop(self, seconds: float) -> None:
         """Request the last reading of the flight record, and wait for at most `seconds` until it has ended."""
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._is_last = True
             self._wake.set()
             self._thread.join(seconds)
@@ -515,9 +493,8 @@ class FlightRecorderPoller(StepObserver):
 
     def _publish_rows(self, assigned: AssignedEntries) -> None:
         for row in assigned.rows:
-            op = row["op"] if row["op"] in self._totals or len(self._totals) < MOST_OPS else OTHER
-            calls, total = self._totals.get(op, (0, 0))
-            self._totals[op] = calls + 1, total + (row["bytes"] or 0)
+            calls, total = self._totals.get(row["op"], (0, 0))
+            self._totals[row["op"]] = calls + 1, total + (row["bytes"] or 0)
         self.overwritten += assigned.overwritten
         events = [_overwritten(assigned.overwritten)] if assigned.overwritten else []
         if assigned.rows or events:

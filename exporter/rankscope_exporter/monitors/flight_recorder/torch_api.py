@@ -304,16 +304,11 @@ def _json(recorder: TorchRecorder, *, is_urgent: bool, seconds: float) -> Any:
     if recorder.handler in torch_private.handler_names():
         try:
             return json.loads(ask(recorder.handler, is_urgent=is_urgent, seconds=seconds))
-        except TimeoutError:
-            raise  # the function would wait for the same device and hold the GIL
         except Exception as error:
-            if function is None:
+            # After a timeout, the function would wait for the same device and hold the GIL.
+            if function is None or isinstance(error, TimeoutError):
                 raise
-            log.debug(
-                "torch's handler %s failed, calling the function behind this handler instead: %r",
-                recorder.handler,
-                error,
-            )
+            log.debug("torch's handler %s failed, calling its function instead: %r", recorder.handler, error)
     if function is None:
         return None
     with _while_others_capture(is_urgent=is_urgent) if recorder.asks_device else contextlib.nullcontext():
