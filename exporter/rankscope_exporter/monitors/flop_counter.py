@@ -34,12 +34,6 @@ def restored(model: nn.Module) -> Iterator[None]:
     They are restored at the end of the block, even after errors. At the start of the block all gradients are None, so
     that a backward pass does not add to existing ones.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    tables = [torch_private.buffers_of(module) for module in model.modules()]
-    # A scripted module has another table and replaces no tensors.
-    contents = [(table, dict(table)) for table in tables if isinstance(table, dict)]
-    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
     with contextlib.ExitStack() as undo:
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the state that models draw from
@@ -47,21 +41,19 @@ def restored(model: nn.Module) -> Iterator[None]:
             devices = () if kind == "cpu" else range(torch.get_device_module(kind).device_count())
             undo.enter_context(torch.random.fork_rng(devices, device_type=kind))
         undo.callback(torch.clear_autocast_cache)  # it contains casts of weights with a freed graph
-        for parameter, _ in gradients:
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
+            table = torch_private.buffers_of(module)
+            if isinstance(table, dict):  # a scripted module has another table and replaces no tensors
+                undo.callback(table.update, dict(table))
+                undo.callback(table.clear)  # before the update
+        for buffer in model.buffers():
+            if buffer.device.type != "meta":
+                undo.callback(_restore, buffer, buffer.detach().clone())
+        for parameter in model.parameters():
+            undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                if module.training != training:
-                    module.training = training
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for table, before in contents:
-                table.clear()
-                table.update(before)
-            for buffer, value in values:
-                _restore(buffer, value)
+        yield
 
 
 def _devices(model: nn.Module) -> set[str]:
@@ -270,16 +262,9 @@ def _ends(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for item in output:
             yield from _ends(item)
-    else:
-        named = _named(output)
+    elif isinstance(output, Mapping) or is_dataclass(output):
+        is_mapping = isinstance(output, Mapping)
+        named = output if is_mapping else {field.name: getattr(output, field.name) for field in fields(output)}
         loss = named.get("loss")
         for item in named.values() if loss is None else (loss,):
             yield from _ends(item)
-
-
-def _named(output: Any) -> Mapping[str, Any]:
-    if isinstance(output, Mapping):
-        return output
-    if is_dataclass(output):
-        return {field.name: getattr(output, field.name) for field in fields(output)}
-    return {}

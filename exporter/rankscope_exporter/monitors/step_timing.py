@@ -178,6 +178,7 @@ _COMING: Final = frozenset({"forward_begins", "evaluation_begins", "backward_beg
 """Kinds of marks that determine the phase of an interval before the mark."""
 
 _ACTIVITIES: Final[tuple[tuple[Phase, Kind, Kind], ...]] = (
+    (Phase.OTHER, "gives_up", "closes"),
     (Phase.MONITOR, "reading_begins", "reading_ended"),
     (Phase.EVALUATION, "evaluation_begins", "evaluation_ended"),
     (Phase.FORWARD, "forward_begins", "forward_ended"),
@@ -187,7 +188,8 @@ _ACTIVITIES: Final[tuple[tuple[Phase, Kind, Kind], ...]] = (
 )
 """The phase of each activity, and the kinds of the marks at which the activity begins and ends.
 
-If several activities are in progress, the first of them determines the phase. Reading comes before announced phases.
+If several activities are in progress, the first of them determines the phase. The first two come before announced
+phases.
 """
 
 IntervalPhase = tuple[str, bool]
@@ -270,14 +272,12 @@ def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
     found: list[IntervalPhase] = []
     announced: list[str] = []
     in_progress: set[Phase] = set()
-    since, has_given_up = "opens", False
+    since = "opens"
     for (kind, _, name), (coming, cause) in zip(marks[:-1], _coming(marks)[1:], strict=True):
         if kind == "phase_begins":
             announced.append(name)
         elif kind == "phase_ended":
             announced = announced[:-1]
-        elif kind == "gives_up":
-            has_given_up = True
         for activity, begin, end in _ACTIVITIES:
             if kind == begin:
                 in_progress.add(activity)
@@ -285,20 +285,11 @@ def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
                 in_progress.discard(activity)
         if kind in _STRUCTURE:
             since = kind
-        is_announced, phase = False, ""
-        if has_given_up:
-            phase = Phase.OTHER
-        elif Phase.MONITOR in in_progress:
-            phase = Phase.MONITOR
-        elif announced:
-            is_announced, phase = True, announced[-1]
-        else:
-            for activity, _, _ in _ACTIVITIES:
-                if activity in in_progress:
-                    is_backward = activity == Phase.COLLECTIVE and not traits.shows_reductions
-                    phase = Phase.BACKWARD if is_backward else activity
-                    break
-        found.append((phase or _gap(since, coming, cause, traits), is_announced))
+        active = next((activity for activity, _, _ in _ACTIVITIES if activity in in_progress), None)
+        if active == Phase.COLLECTIVE and not traits.shows_reductions:
+            active = Phase.BACKWARD
+        is_announced = bool(announced) and active not in (Phase.OTHER, Phase.MONITOR)
+        found.append((announced[-1] if is_announced else active or _gap(since, coming, cause, traits), is_announced))
     return found
 
 
@@ -355,8 +346,7 @@ class PhaseCounters:
     The training thread and the publisher thread add seconds; the publisher thread reads the counters.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._pre_collective = 0.0
@@ -383,7 +373,7 @@ class PhaseCounters:
         The list is empty if the last publication was less than EVERY_SECONDS (1 s) ago. If `is_last` is true, the time
         of the last publication has no effect.
         """
-        now = self._clock()
+        now = time.monotonic()
         with self._lock:
             if now - self._published_at < EVERY_SECONDS and not is_last:
                 return []

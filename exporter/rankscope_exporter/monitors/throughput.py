@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Final, Literal
@@ -28,7 +29,7 @@ from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import at_least, number, validate
-from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord, Transfer
+from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +157,11 @@ def compute_dtype(framework: Framework, autocast: torch.dtype | None) -> torch.d
         dtype = getattr(policy, "param_dtype", None)
         if isinstance(dtype, torch.dtype):
             return dtype
-    elements: dict[torch.dtype, int] = {}
+    elements: Counter[torch.dtype] = Counter()
     for parameter in framework.module.parameters():
         if parameter.is_floating_point():
-            elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
-    return max(elements, key=lambda dtype: elements[dtype]) if elements else torch.float32
+            elements[parameter.dtype] += parameter.numel()
+    return max(elements, key=elements.__getitem__, default=torch.float32)
 
 
 def multiplies_in_tf32() -> bool:
@@ -318,11 +319,7 @@ class Throughput(StepObserver):
 
     def _scalars(self, logged: Sequence[Pending], timed: Sequence[Pending]) -> list[Scalar]:
         """Return TFLOP/s and MFU of a step. Waits for copies of logged tensors to the host."""
-        seconds: float | Transfer = 0.0
-        for item in timed:
-            if item.name == "step_seconds":
-                seconds = item.value
-                break
+        seconds = next((item.value for item in timed if item.name == "step_seconds"), 0.0)
         if not isinstance(seconds, float) or seconds <= 0 or (found := self._flops(logged)) is None:
             return []
         flops, method = found
