@@ -262,9 +262,10 @@ def _ends(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, list | tuple):
         for item in output:
             yield from _ends(item)
-    elif isinstance(output, Mapping) or is_dataclass(output):
-        is_mapping = isinstance(output, Mapping)
-        named = output if is_mapping else {field.name: getattr(output, field.name) for field in fields(output)}
+    else:
+        named: Mapping[str, Any] = output if isinstance(output, Mapping) else {}
+        if is_dataclass(output):
+            named = {field.name: getattr(output, field.name) for field in fields(output)}
         loss = named.get("loss")
         for item in named.values() if loss is None else (loss,):
             yield from _ends(item)

@@ -125,8 +125,7 @@ class OwnThread(threading.Thread):
             from rankscope_exporter.process.openmp import limit_this_thread  # noqa: PLC0415 - it imports torch
 
             limit_this_thread()
-        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             for _ in range(_MOST_STARTS):
                 try:
@@ -143,7 +142,7 @@ class OwnThread(threading.Thread):
 
     @property
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds so far; without thread clocks (macOS), 0 until the thread ends."""
+        """CPU seconds that the thread has used so far."""
         if self._spent is None and self._clock is not None:
             with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 return time.clock_gettime(self._clock)
@@ -190,16 +189,14 @@ class BackgroundWorker:
         self._name = name
         self._boundary = boundary
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(MOST_WAITING)
-        self._thread: threading.Thread | None = None
+        own_name = f"rankscope-{name.replace('_', '-')}"
+        self._thread = OwnThread(target=self._run, name=own_name, on_fault=boundary.report)
         self._lock = threading.Lock()
 
     def put(self, chore: Callable[[], object]) -> None:
         """Queue the function `chore` to run on the thread. Never waits. Any thread may call it."""
         with self._lock:
-            if self._thread is None:
-                self._thread = OwnThread(
-                    target=self._run, name=f"rankscope-{self._name.replace('_', '-')}", on_fault=self._boundary.report
-                )
+            if self._thread.ident is None:
                 self._thread.start()
         try:
             self._queue.put_nowait(chore)
@@ -214,7 +211,7 @@ class BackgroundWorker:
         the thread itself, it returns True immediately.
         """
         thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        if thread.ident is None or thread is threading.current_thread():
             return True
         try:
             self._queue.put(None, timeout=timeout_seconds)

@@ -249,10 +249,9 @@ def take_stacks(reason: str, training_thread: int) -> StackDump:
     return replace(dump, threads=tuple(called if other is thread else other for other in dump.threads))
 
 
-def read_stacks(text: str, reason: str, training_thread: int, names: dict[int, str] | None = None) -> StackDump:
+def read_stacks(text: str, reason: str, training_thread: int, names: Mapping[int, str]) -> StackDump:
     """Parse stacks from `text`, the output of faulthandler. Lines in another format are skipped."""
     threads: list[ThreadStack] = []
-    names = _names() if names is None else names
     for ident, is_current, frames in _threads(text):
         name = names.get(ident)
         thread = ThreadStack(
@@ -283,11 +282,8 @@ def within(dump: StackDump, max_bytes: int) -> StackDump:
 
 
 def _dumped() -> str:
-    with (
-        tempfile.TemporaryFile()
-        if not hasattr(os, "memfd_create")
-        else os.fdopen(os.memfd_create("rankscope-stacks"), "w+b") as file
-    ):
+    is_in_memory = hasattr(os, "memfd_create")  # a build of Python for an old release of Linux lacks it
+    with os.fdopen(os.memfd_create("stacks"), "w+b") if is_in_memory else tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file.fileno(), all_threads=True)
         file.seek(0)
         return file.read().decode("utf-8", "replace")
@@ -395,7 +391,7 @@ class Diagnosis:
     def take_written(self, text: str, reason: str) -> None:
         """Publish the stacks that the handler of the setting `stacks_signal` wrote when the signal arrived."""
         with self._lock:
-            self._publish_stacks(read_stacks(text, reason, self._training_thread), Severity.INFO)
+            self._publish_stacks(read_stacks(text, reason, self._training_thread, _names()), Severity.INFO)
 
     def take_flight(self, reason: str) -> None:
         """Read and publish the flight record, without the stacks. Does nothing if torch has no flight record."""
