@@ -278,14 +278,16 @@ def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
             announced.append(name)
         elif kind == "phase_ended":
             announced = announced[:-1]
+        active: Phase | None = None
         for activity, begin, end in _ACTIVITIES:
             if kind == begin:
                 in_progress.add(activity)
             elif kind == end:
                 in_progress.discard(activity)
+            if active is None and activity in in_progress:
+                active = activity
         if kind in _STRUCTURE:
             since = kind
-        active = next((activity for activity, _, _ in _ACTIVITIES if activity in in_progress), None)
         if active == Phase.COLLECTIVE and not traits.shows_reductions:
             active = Phase.BACKWARD
         is_announced = bool(announced) and active not in (Phase.OTHER, Phase.MONITOR)
