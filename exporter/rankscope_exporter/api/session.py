@@ -195,9 +195,9 @@ class Session:
         classes = [sink_class(name) for name in config.sinks]
         self.sinks = Sinks([cls(config.options_of_sink(cls), identity) for cls in classes], boundary)
         self.publisher = Publisher(
-            self.steps,
-            self.active_quantities.backlog,
-            AnomalyDetector(config.rules, tell=self.notices.tell),
+            steps=self.steps,
+            backlog=self.active_quantities.backlog,
+            detector=AnomalyDetector(config.rules, tell=self.notices.tell),
             boundary=boundary,
             events=self.events,
             publish=self.channel.publish,

@@ -157,34 +157,27 @@ class ExporterStats:
     ring_uncommitted: int = 0
 
 
+@dataclass(eq=False)
 class Exposition:
     """Renders the metrics page of one rank from its latest values.
 
     Any number of threads may call the method `pieces` at the same time.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        latest: LatestValues,
-        stats: Callable[[], ExporterStats],
-        *,
-        rules: Sequence[AnomalyRule],
-        series_budget: int,
-        all_ops: bool = False,
-        planned_steps: int | None = None,
-        device: str = "",
-    ) -> None:
-        self._labels = (identity.run, str(identity.rank))
-        self._latest = latest
-        self._stats = stats
-        self._rules = tuple(rules)
-        self._budget = series_budget
-        self._all_ops = all_ops
-        self._planned_steps = planned_steps
-        limits = {rule.name: rule.limit() for rule in rules}
+    identity: Identity
+    latest: LatestValues
+    stats: Callable[[], ExporterStats]
+    rules: Sequence[AnomalyRule]
+    series_budget: int
+    all_ops: bool = False
+    planned_steps: int | None = None
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        self._labels = (self.identity.run, str(self.identity.rank))
+        limits = {rule.name: rule.limit() for rule in self.rules}
         self._thresholds = {name: math.nan if limit is None else limit for name, limit in limits.items()}
-        facts = {**asdict(identity), "device": device}
+        facts = {**asdict(self.identity), "device": self.device}
         self._info = tuple(str(facts[label]) for label in catalogue.RUN_INFO.labels)
         named = zip(TENSOR_VALUE.all_labels, self._labels, strict=False)
         self._of_rank = "".join(f'{name}="{label_value(value)}",' for name, value in named)
@@ -200,7 +193,7 @@ class Exposition:
 
         All statistics of one kind of tensor come from the same record.
         """
-        snapshot = self._latest.snapshot()
+        snapshot = self.latest.snapshot()
         with self._rendering:  # a second scrape of the same step waits for the first one and uses its lines
             if self._rendered_version < snapshot.tensors_version:
                 self._tensor_lines = self._render(snapshot.tensors)
@@ -215,7 +208,7 @@ class Exposition:
         values: list[Any] = []
         baselines: list[Any] = []
         left_out = {"series_budget": 0, "series_ambiguous": 0}
-        left = self._budget
+        left = self.series_budget
         for sampled in tensors:
             statistics, plan = sampled.statistics, sampled.statistics.plan
             micro_steps = self._micro_steps(plan, sampled.kinds)
@@ -266,7 +259,7 @@ class Exposition:
         """
 
         def is_shown(op: str) -> bool:
-            return self._all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self._rules)
+            return self.all_ops or op in JUDGED_OPS or any(rule.judges(kind, op) for rule in self.rules)
 
         carried = (op for op in (*plan.value_ops, *plan.count_ops) if not op.endswith(_BASELINE_SUFFIX))
         return [*filter(is_shown, carried), *(op + _BASELINE_SUFFIX for op in JUDGED_OPS)]
@@ -285,7 +278,7 @@ class Exposition:
                 yield family
 
     def _samples(self, snapshot: Snapshot) -> Iterator[tuple[MetricSpec, Samples]]:
-        stats = self._stats()
+        stats = self.stats()
         torch = getattr(sys.modules.get("torch"), "__version__", "")
         dropped = dict(stats.dropped)
         for reason, left_out in self._most_left_out.items():
@@ -294,7 +287,7 @@ class Exposition:
         yield catalogue.BUILD_INFO, [((__version__, str(SCHEMA_VERSION), str(torch)), 1.0)]
         yield catalogue.RUN_INFO, [(self._info, 1.0)]
         yield catalogue.STEP, _one(snapshot.step)
-        yield catalogue.STEPS_PLANNED, _one(self._planned_steps)
+        yield catalogue.STEPS_PLANNED, _one(self.planned_steps)
         steps = {kind: sampled.step for sampled in snapshot.tensors for kind in sorted(sampled.kinds)}
         yield catalogue.KIND_STEP, _by_name({kind: step for kind, step in steps.items() if step is not None})
         yield catalogue.FEATURE_VALUE, snapshot.features.items()

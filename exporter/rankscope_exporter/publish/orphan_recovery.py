@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -51,25 +51,18 @@ In this time the client can still receive the answer that no record is left.
 """
 
 
+@dataclass(eq=False)
 class OrphanRecovery:
     """The spools of dead processes that this process serves. Methods may be called from any thread."""
 
-    def __init__(
-        self,
-        root: str,
-        own_incarnation: str,
-        client: ServiceClient,
-        url: Callable[[], str | None],
-        *,
-        service: str | None = None,
-        on_fault: Callable[[str, BaseException], None],
-    ) -> None:
-        self._root = Path(root)
-        self._own = own_incarnation
-        self._service = service
-        self._client = client
-        self._url = url
-        self._on_fault = on_fault
+    root: Path
+    own_incarnation: str
+    client: ServiceClient
+    url: Callable[[], str | None]
+    service: str
+    on_fault: Callable[[str, BaseException], None]
+
+    def __post_init__(self) -> None:
         self._changed = threading.Lock()
         self._orphans: dict[str, Orphan] = {}
         self._waiting: list[Path] = []  # found by the search, not yet served
@@ -78,7 +71,7 @@ class OrphanRecovery:
         self._logged: set[str] = set()
         self._stopping = threading.Event()
         self._searched = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-spool", on_fault=on_fault)
+        self._thread = OwnThread(target=self._run, name="rankscope-spool", on_fault=self.on_fault)
 
     def start(self) -> None:
         self._thread.start()
@@ -141,7 +134,7 @@ class OrphanRecovery:
                     self._take(self._waiting.pop(0))
                 is_registered = self._register_all()
             except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
-                self._on_fault("serving spools of dead processes", error)
+                self.on_fault("serving spools of dead processes", error)
                 is_registered = False
             self._searched.set()
             failures = 0 if is_registered else failures + 1
@@ -150,13 +143,13 @@ class OrphanRecovery:
 
     def _search(self) -> None:
         try:
-            found = folders(self._root)
+            found = folders(self.root)
         except FileNotFoundError:  # no process has written records yet
             return
         except OSError as error:
-            self._log_once(f"the spool folder {self._root} cannot be read: {error.strerror or error}")
+            self._log_once(f"the spool folder {self.root} cannot be read: {error.strerror or error}")
             return
-        others = [folder for folder in found if folder.name != self._own]
+        others = [folder for folder in found if folder.name != self.own_incarnation]
         self._waiting = sorted(others, key=lambda folder: folder.name in self._refused)
 
     def _take(self, folder: Path) -> None:
@@ -169,7 +162,7 @@ class OrphanRecovery:
             if folder.name in self._orphans or self._stopping.is_set():
                 return
             service = read_service(folder)
-            if service is not None and self._service is not None and service != self._service:
+            if service is not None and service != self.service:
                 return  # the store of another service owns these records
             try:
                 orphan = Orphan.take(folder, needed_plans)
@@ -195,15 +188,17 @@ class OrphanRecovery:
                 self._give_way(orphan)
                 is_accepted = False
             except UnreachableError as error:
-                what = f"records of dead processes in {self._root}"
+                what = f"records of dead processes in {self.root}"
                 self._log_once(f"the service cannot be reached for {what}, retrying: {error}")
                 return False
         return is_accepted
 
     def _register(self, orphan: Orphan) -> None:
-        url, own = self._url() or "", orphan.registration
-        changed = replace(own, url=url, state=STATE_DRAINING, head=orphan.head, phase=None, served_by=self._own)
-        reply = self._client.register(changed)
+        url, own = self.url() or "", orphan.registration
+        changed = replace(
+            own, url=url, state=STATE_DRAINING, head=orphan.head, phase=None, served_by=self.own_incarnation
+        )
+        reply = self.client.register(changed)
         orphan.lease = reply.lease
         orphan.commit(reply.committed)
         if not orphan.is_done:

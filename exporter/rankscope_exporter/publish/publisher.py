@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
@@ -176,46 +177,32 @@ class StepQueue:
             self.items.put(record)
 
 
+@dataclass(eq=False, kw_only=True)
 class Publisher:
-    """One daemon thread that finishes and publishes the queued records of steps, in the order of the queue."""
+    """One daemon thread that finishes and publishes the queued records of steps, in the order of the queue.
 
-    def __init__(
-        self,
-        steps: StepQueue,
-        backlog: StepBacklog,
-        detector: AnomalyDetector,
-        *,
-        boundary: ErrorBoundary,
-        publish: Callable[[StepRecord], object],
-        events: StepEvents,
-        sinks: Sinks,
-        flush_idle: Callable[[float], None],
-        silent_kinds: SilentKinds,
-        pp_stage: int | None,
-        has_chunks: bool,
-        queries: Callable[[], contextlib.AbstractContextManager[object]],
-    ) -> None:
-        """Store the objects and functions that the thread calls.
+    `publish` stores a record. The `sinks` then receive it. `events` calls observers before a record is published, and
+    after a record with anomalies. `flush_idle` publishes the step that has not ended yet, if no hook was called for the
+    number of seconds in its argument. `pp_stage` is the pipeline stage of this rank. If `has_chunks` is true, names of
+    tensors begin with the number of a model chunk. The thread queries the device within `queries()`.
+    """
 
-        `publish` stores a record. The `sinks` then receive it. `events` calls observers before a record is published,
-        and after a record with anomalies. `flush_idle` publishes the step that has not ended yet, if no hook was called
-        for the number of seconds in its argument. `pp_stage` is the pipeline stage of this rank. If `has_chunks` is
-        true, names of tensors begin with the number of a model chunk. The thread queries the device within `queries()`.
-        """
-        self.publish = publish
-        self._steps = steps
-        self._backlog = backlog
-        self._detector = detector
-        self._boundary = boundary
-        self._events = events
-        self._sinks = sinks
-        self._flush_idle = flush_idle
-        self._silent_kinds = silent_kinds
-        self.skipped = SkippedSteps(self._publish_record, silent_kinds.tell)
-        self._pp_stage = pp_stage
-        self._has_chunks = has_chunks
-        self._queries = queries
-        self._thread = OwnThread(target=self._run, name="rankscope-publisher", on_fault=boundary.report)
+    steps: StepQueue
+    backlog: StepBacklog
+    detector: AnomalyDetector
+    boundary: ErrorBoundary
+    publish: Callable[[StepRecord], object]
+    events: StepEvents
+    sinks: Sinks
+    flush_idle: Callable[[float], None]
+    silent_kinds: SilentKinds
+    pp_stage: int | None
+    has_chunks: bool
+    queries: Callable[[], contextlib.AbstractContextManager[object]]
+
+    def __post_init__(self) -> None:
+        self.skipped = SkippedSteps(self._publish_record, self.silent_kinds.tell)
+        self._thread = OwnThread(target=self._run, name="rankscope-publisher", on_fault=self.boundary.report)
         self._totals = dict.fromkeys(CUMULATIVE.values(), 0.0)
         self._taken = 0  # items that the thread has taken from the queue
         self._reported_lost = 0  # dropped records for which an event was published
@@ -229,8 +216,8 @@ class Publisher:
     @property
     def queued(self) -> int:
         """Return the number of records that wait for this thread, plus the dropped ones that no event has reported."""
-        dropped = self._steps.dropped - self._reported_lost
-        return self._steps.items.qsize() + self._is_publishing + dropped
+        dropped = self.steps.dropped - self._reported_lost
+        return self.steps.items.qsize() + self._is_publishing + dropped
 
     def start(self) -> None:
         self._thread.start()
@@ -240,8 +227,8 @@ class Publisher:
         if self.is_current_thread:
             return False
         reached = threading.Event()
-        self._steps.items.put(reached.set)
-        self._steps.is_due.set()
+        self.steps.items.put(reached.set)
+        self.steps.is_due.set()
         return reached.wait(timeout_seconds)
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -249,8 +236,8 @@ class Publisher:
 
         Wait while the thread publishes at least one record in STALL_SECONDS (10 s), at most `timeout_seconds`.
         """
-        self._steps.items.put(None)
-        self._steps.is_due.set()
+        self.steps.items.put(None)
+        self.steps.is_due.set()
         deadline, taken, taken_at = time.monotonic() + timeout_seconds, -1, 0.0
         while self._thread.is_alive() and (now := time.monotonic()) < deadline:
             if self._taken != taken:
@@ -270,7 +257,7 @@ class Publisher:
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             self._is_blocked = True
-            self._steps.dropped += 1
+            self.steps.dropped += 1
             self._process_queue()
 
     def publish_exit(self, record: StepRecord) -> None:
@@ -287,11 +274,11 @@ class Publisher:
         while True:
             # Also while other records arrive: an evaluation that announces phases must not delay the step before it.
             if time.monotonic() - checked_at >= IDLE_FLUSH_SECONDS / 2:
-                self._call("publishing the last step of an idle training loop", self._flush_idle, IDLE_FLUSH_SECONDS)
+                self._call("publishing the last step of an idle training loop", self.flush_idle, IDLE_FLUSH_SECONDS)
                 self._call("publishing the number of lost records", self._report_lost)
                 checked_at = time.monotonic()
             try:
-                item = self._steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
+                item = self.steps.items.get(timeout=IDLE_FLUSH_SECONDS / 2)
             except queue.Empty:
                 continue
             if item is None:
@@ -301,12 +288,12 @@ class Publisher:
         self._process_queue()
         self._process(self.skipped.finish)
         if not self._is_blocked:
-            self._sinks.close()
+            self.sinks.close()
 
     def _process_queue(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                item = self._steps.items.get_nowait()
+                item = self.steps.items.get_nowait()
                 if item is not None:
                     self._process(item)
 
@@ -315,20 +302,20 @@ class Publisher:
         if not isinstance(item, StepRecord):
             self._call("a function after the records before it", item)
         elif self._drops:
-            self._steps.dropped += 1
+            self.steps.dropped += 1
         else:
             self._is_publishing = True
-            if item.is_skipped is not None and self._steps.items.empty():
-                self._steps.is_due.wait(MOST_DELAYED_SECONDS)
+            if item.is_skipped is not None and self.steps.items.empty():
+                self.steps.is_due.wait(MOST_DELAYED_SECONDS)
             self._call("publishing a step", self._publish, item)
             self._is_publishing = False
 
     def _report_lost(self) -> None:
         """Publish an event with the number of records that were dropped since the last such event."""
-        lost, self._reported_lost = self._steps.dropped - self._reported_lost, self._steps.dropped
+        lost, self._reported_lost = self.steps.dropped - self._reported_lost, self.steps.dropped
         if lost:
             why = "the disk or the machine of the rank was too slow for them"
-            if lost == self._steps.dropped:
+            if lost == self.steps.dropped:
                 log.warning("records of this rank are lost: %s; an event `gap` has the number", why)
             event = Event(
                 type=EventType.GAP,
@@ -342,14 +329,14 @@ class Publisher:
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
         try:
-            with self._queries(), no_fork():
+            with self.queries(), no_fork():
                 function(*args)
         except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
-            self._boundary.report(where, error)
+            self.boundary.report(where, error)
 
     def _publish(self, record: StepRecord) -> None:
-        self._events.on_publish(record)
-        call = self._boundary.call
+        self.events.on_publish(record)
+        call = self.boundary.call
         where = "computing the statistics of a step"
         record.statistics, verdict = call(where, self._statistics, record) or (None, None)
         scalars = self._read("a logged number", record.pending)
@@ -371,17 +358,17 @@ class Publisher:
             scalars += call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record.scalars, record.firing = scalars, frozenset(firing)
         for deferred in record.deferred:
-            read = call(f"rows of {deferred.dataset}", _rows_of, deferred, self._has_chunks)
+            read = call(f"rows of {deferred.dataset}", _rows_of, deferred, self.has_chunks)
             record.rows.setdefault(deferred.dataset, []).extend(read or ())
         if record.expected:
-            call("looking for kinds without rows", self._silent_kinds.judge, record.expected, record.rows)
+            call("looking for kinds without rows", self.silent_kinds.judge, record.expected, record.rows)
         for dataset, items in record.rows.items():
             setattr(record, dataset, items)
         record.release()
         self._publish_record(record)
 
     def _read(self, where: str, numbers: Sequence[Pending]) -> list[Scalar]:
-        read = (self._boundary.call(where, pending.scalar) for pending in numbers)
+        read = (self.boundary.call(where, pending.scalar) for pending in numbers)
         return [scalar for scalar in read if scalar is not None]
 
     def _publish_record(self, record: StepRecord) -> None:
@@ -390,13 +377,13 @@ class Publisher:
         try:
             self.publish(record)
         finally:
-            if self._sinks.by_name and self.is_current_thread:
-                self._sinks.put(record)
+            if self.sinks.by_name and self.is_current_thread:
+                self.sinks.put(record)
             self._is_publishing = False  # from here on, the number of the newest record includes it
             if record.events:
                 anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
                 if anomalies:
-                    self._events.on_anomalies(record.step, anomalies)
+                    self.events.on_anomalies(record.step, anomalies)
 
     def _statistics(self, record: StepRecord) -> tuple[Statistics | None, StepVerdict | None]:
         version = record.plan
@@ -406,12 +393,12 @@ class Publisher:
         try:
             finished = record.copy.finish(plan.plan.value_ops)
         finally:
-            self._backlog.published += 1
+            self.backlog.published += 1
         if record.expected:
-            self._silent_kinds.see(plan.plan, finished.present)
+            self.silent_kinds.see(plan.plan, finished.present)
         finished = published.only(finished) if published is not None else finished
-        self._detector.follow(version.entries, version.owners)
-        verdict = self._detector.observe(finished, record.arrived)
+        self.detector.follow(version.entries, version.owners)
+        verdict = self.detector.observe(finished, record.arrived)
         values, counts = arrow_statistics(finished, verdict.baselines, published, plan.plan.value_ops)
         if published is None:
             return Statistics(plan, values, counts), verdict
@@ -419,10 +406,10 @@ class Publisher:
         return Statistics(plan, values, counts, version.ops, measured), verdict
 
     def _anomaly(self, firing: EntryFiring) -> Event:
-        entry = self._detector.entries[firing.entry]
+        entry = self.detector.entries[firing.entry]
         return _event_of(
             firing.rule,
-            self._pp_stage,
+            self.pp_stage,
             kind=entry.kind,
             tensor=entry.tensor,
             op=firing.op,
@@ -445,14 +432,14 @@ class Publisher:
 
     def _scalar_anomalies(self, scalars: Sequence[Scalar]) -> Iterator[Event]:
         for scalar in scalars:
-            firing = self._detector.check_scalar(scalar.name, scalar.value, scalar.labels_text)
+            firing = self.detector.check_scalar(scalar.name, scalar.value, scalar.labels_text)
             if firing is not None:
                 rule, baseline = firing.rule, None
                 text = f"{rule.name}: {scalar.name} is {scalar.value:g}"
                 if isinstance(rule, CurveRule):
                     baseline, text = firing.baseline, rule.message(scalar.name, scalar.value, firing.baseline)
                 yield _event_of(
-                    rule, self._pp_stage, op=scalar.name, value=scalar.value, baseline=baseline, message=text
+                    rule, self.pp_stage, op=scalar.name, value=scalar.value, baseline=baseline, message=text
                 )
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
@@ -168,9 +169,9 @@ class RankServer:
         config = self.config
         client = service_client(config)
         if self.spool is not None and client is not None and config.ingest_url is not None:
-            service, own = service_name(config.ingest_url), self.incarnation
+            root, service = Path(self.spool.root), service_name(config.ingest_url)
             self.orphans = OrphanRecovery(
-                self.spool.root, own, client, lambda: self.url, service=service, on_fault=self.on_fault
+                root, self.incarnation, client, lambda: self.url, service=service, on_fault=self.on_fault
             )
             self._parts.callback(self.orphans.stop)
         routes = Routes(self, token=config.secret, is_guarded=config.is_guarded)

@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -190,26 +191,20 @@ _MIN_HEARTBEAT_SECONDS: Final = 0.1
 _JITTER: Final = random.Random()  # noqa: S311 - not a secret; a separate state, since training may seed the shared one
 
 
+@dataclass(eq=False)
 class RegistrationLoop:
     """Thread that sends registrations until it is stopped.
 
     It calls `describe` for the content of each request, and `on_reply` with each reply.
     """
 
-    def __init__(
-        self,
-        client: ServiceClient,
-        describe: Callable[[], Registration],
-        on_reply: Callable[[RegistrationReply], None],
-        *,
-        on_fault: Callable[[str, BaseException], None],
-        meter: CpuMeter,
-    ) -> None:
-        self._client = client
-        self._describe = describe
-        self._on_reply = on_reply
-        self._on_fault = on_fault
-        self._meter = meter
+    client: ServiceClient
+    describe: Callable[[], Registration]
+    on_reply: Callable[[RegistrationReply], None]
+    on_fault: Callable[[str, BaseException], None]
+    meter: CpuMeter
+
+    def __post_init__(self) -> None:
         self._wake = threading.Condition()
         self._stopping = False
         self._poke_wanted = False
@@ -220,7 +215,7 @@ class RegistrationLoop:
         self._sent_at = self._polled_at = -math.inf
         self._logged: set[str] = set()
         self._attempted = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-registration", on_fault=on_fault)
+        self._thread = OwnThread(target=self._run, name="rankscope-registration", on_fault=self.on_fault)
 
     def start(self) -> None:
         self._thread.start()
@@ -277,7 +272,7 @@ class RegistrationLoop:
                 due = time.monotonic() + (retry_seconds(failures) if wait is None else wait)
             if poke and self._registered:
                 self._poke_service()
-            self._meter.lap("registration")
+            self.meter.lap("registration")
 
     def _postponed(self, due: float) -> float:
         if not self._registered or self._draining:
@@ -291,7 +286,7 @@ class RegistrationLoop:
     def _register(self) -> float | None:
         """Send one registration; return the seconds until the next heartbeat, None if the registration failed."""
         try:
-            reply = self._client.register(self._describe())
+            reply = self.client.register(self.describe())
         except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
             self._registered = False
             if isinstance(error, RefusedError):
@@ -299,25 +294,25 @@ class RegistrationLoop:
             elif isinstance(error, UnreachableError):
                 self._log_once(f"the service cannot be reached ({error}); retrying")
             else:
-                self._on_fault("registration", error)
+                self.on_fault("registration", error)
             return None
         self._registered = True
         notice = str(reply.notice or "")
         self._logged &= {notice}
         if notice:
             self._log_once(notice)
-        self._on_reply(reply)
+        self.on_reply(reply)
         self._interval = min(max(reply.heartbeat_seconds, _MIN_HEARTBEAT_SECONDS), MAX_HEARTBEAT_SECONDS)
         self._sent_at = time.monotonic()
         return min(self._interval, DRAIN_HEARTBEAT_SECONDS) if self._draining else self._interval
 
     def _poke_service(self) -> None:
         try:
-            self._client.poke(self._describe().incarnation)
+            self.client.poke(self.describe().incarnation)
         except (RefusedError, UnreachableError) as error:
             log.debug("the request for an early poll failed: %s", error)
         except Exception as error:  # noqa: BLE001 - top of the thread, which continues with its heartbeats
-            self._on_fault("requesting an early poll", error)
+            self.on_fault("requesting an early poll", error)
 
     def _log_once(self, text: str) -> None:
         if text not in self._logged:

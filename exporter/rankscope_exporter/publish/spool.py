@@ -368,27 +368,22 @@ It is large enough for a pause of some seconds, and small enough that a pause of
 BEHIND: Final = "spool_behind"
 
 
+@dataclass(eq=False)
 class SpoolWriter:
     """The spool of a rank. A daemon thread, which starts with the first record, writes it.
 
     One thread at a time calls `write`; any thread may call the other methods.
     """
 
-    def __init__(
-        self,
-        spool: Spool,
-        describe: Callable[[], Registration],
-        *,
-        on_fault: Callable[[str, BaseException], None],
-        meter: CpuMeter,
-    ) -> None:
-        self.root = str(spool.folder.parent)
+    spool: Spool
+    describe: Callable[[], Registration]
+    on_fault: Callable[[str, BaseException], None]
+    meter: CpuMeter
+
+    def __post_init__(self) -> None:
+        self.root = str(self.spool.folder.parent)
         """Path of the folder with the spools of all ranks."""
-        self._spool = spool
-        spool.dropped[BEHIND] = 0
-        self._describe = describe
-        self._on_fault = on_fault
-        self._meter = meter
+        self.spool.dropped[BEHIND] = 0
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, EncodedRecord]] = deque()  # the first entry is being written
         self._bytes = 0
@@ -402,16 +397,16 @@ class SpoolWriter:
     @property
     def folder(self) -> str | None:
         """The folder that has all uncommitted records after the process exits; None if some of them may be missing."""
-        is_complete = self._spool.is_open and self._skipped is None
-        return str(self._spool.folder) if is_complete else None
+        is_complete = self.spool.is_open and self._skipped is None
+        return str(self.spool.folder) if is_complete else None
 
     @property
     def records(self) -> int:
-        return self._spool.records
+        return self.spool.records
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        return self._spool.dropped
+        return self.spool.dropped
 
     def write(self, seq: int, record: EncodedRecord) -> None:
         """Write a record to the spool, before it enters the ring.
@@ -423,11 +418,11 @@ class SpoolWriter:
             self._start()
         with self._changed:
             if self._closing:
-                self._spool.drop(FAILED)
+                self.spool.drop(FAILED)
                 return
             has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + record.size <= BACKLOG_BYTES
             if self._skipped is not None and not has_room:
-                self._spool.drop(BEHIND)
+                self.spool.drop(BEHIND)
                 self._skipped += 1
                 return
             self._waiting.append((seq, record))
@@ -440,7 +435,7 @@ class SpoolWriter:
             self._skipped = 0
         level, self._slow_level = self._slow_level, logging.DEBUG  # a busy disk is slow again and again
         text = "the disk of %s is slow: a record was not written after %g s; until it is, records are only in memory"
-        log.log(level, text, self._spool.folder, WRITE_SECONDS)
+        log.log(level, text, self.spool.folder, WRITE_SECONDS)
 
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store; the spool thread then deletes their files."""
@@ -451,20 +446,20 @@ class SpoolWriter:
     @property
     def unwritten(self) -> int:
         """The number of records that are not on disk, although they were published."""
-        return len(self._waiting) + sum(self._spool.dropped.values())
+        return len(self._waiting) + sum(self.spool.dropped.values())
 
     def holds(self, seq: int) -> bool:
-        return self._spool.holds(seq)
+        return self.spool.holds(seq)
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> SpoolRecords | None:
         """Return records above `cursor` on disk and no longer in the ring; None if there are none or the disk fails."""
         if cursor + 1 >= first_in_ring:
             return None
-        records = self._do(self._spool.after, cursor, max_bytes)
+        records = self._do(self.spool.after, cursor, max_bytes)
         return records if records is not None and records.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:
-        return self._spool.plan(plan_hash)
+        return self.spool.plan(plan_hash)
 
     def flush(self, timeout_seconds: float) -> None:
         """Wait until the backlog is on disk, at most `timeout_seconds`.
@@ -493,25 +488,25 @@ class SpoolWriter:
         with self._changed:
             while len(self._waiting) > 2:  # the one that is being written, and the last
                 del self._waiting[1]
-                self._spool.drop(BEHIND)
+                self.spool.drop(BEHIND)
         self._thread.join(CLOSE_SECONDS)
 
     def abandon(self) -> None:
-        self._spool.abandon()
+        self.spool.abandon()
 
     def _start(self) -> None:
-        thread = OwnThread(target=self._run, name="rankscope-spool-writer", on_fault=self._on_fault)
+        thread = OwnThread(target=self._run, name="rankscope-spool-writer", on_fault=self.on_fault)
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be started, for example while the interpreter exits
             self._closing = True
-            self._on_fault("spool", error)
+            self.on_fault("spool", error)
         else:
             self._thread = thread
 
     def _run(self) -> None:
         # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
-        self._do(lambda: self._spool.open(self._describe()))
+        self._do(lambda: self.spool.open(self.describe()))
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing or self._committed > self._deleted_to)
@@ -519,16 +514,16 @@ class SpoolWriter:
                 entry = self._waiting[0] if self._waiting else None
             if committed > self._deleted_to:
                 self._deleted_to = committed
-                self._do(self._spool.commit, committed)
+                self._do(self.spool.commit, committed)
             if entry is not None:
                 self._write(*entry)
             elif self._closing:
                 break
-            self._meter.lap("spool")
-        self._do(self._spool.close)
+            self.meter.lap("spool")
+        self._do(self.spool.close)
 
     def _write(self, seq: int, record: EncodedRecord) -> None:
-        self._do(self._spool.append, seq, record)
+        self._do(self.spool.append, seq, record)
         skipped = None
         with self._changed:
             self._waiting.popleft()
@@ -539,7 +534,7 @@ class SpoolWriter:
             self._changed.notify_all()
         if skipped is not None:
             level = logging.WARNING if skipped else logging.INFO
-            log.log(level, "the disk of %s responds again: %d records were not spooled", self._spool.folder, skipped)
+            log.log(level, "the disk of %s responds again: %d records were not spooled", self.spool.folder, skipped)
 
     def _do(self, work: Callable[..., T], *args: object) -> T | None:
         """Return `work(*args)`, or report its error and return None: the ring has the record."""
@@ -547,10 +542,10 @@ class SpoolWriter:
             return work(*args)
         except Exception as error:  # noqa: BLE001 - errors of the disk and of the encoding
             if isinstance(error, OSError):
-                reason = f"{self._spool.folder}: {error.strerror or error}; a service still gets them"
+                reason = f"{self.spool.folder}: {error.strerror or error}; a service still gets them"
                 remedy = "set RANKSCOPE_SPOOL_DIR to a writable folder with space on a local disk, or to off"
                 error = SpoolError(f"records cannot be written to {reason}; {remedy}")
-            self._on_fault("spool", error)
+            self.on_fault("spool", error)
             return None
 
 
