@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
 from rankscope_contract.model.redaction import redacted_json, redacted_text
@@ -100,21 +100,17 @@ RULES_OF_RUNS: Final = frozenset({RUN_FAILED, RUN_STALLED, RUN_SLOW, RUN_FINISHE
 CLOSED: Final = "closed"
 """State of an incident that a person closed: `details` of the event holds user and note."""
 
-INCIDENT_STATES: Final[Mapping[str, bool | None]] = {
-    "opened": True,
-    "muted": True,  # opened, without a message
-    "notified": None,
-    "undelivered": None,
-    "resolved": False,  # its cause was seen to be gone
-    CLOSED: False,
-}
-"""States that events of type `incident` report, and whether the incident is open then; None does not change it."""
+_IS_OPEN_AFTER: Final = {"opened": True, "muted": True, "resolved": False, CLOSED: False}
+"""Whether an incident is open after a state that changes it. Other states, such as `notified`, do not change it.
+
+A muted incident is open, and no message was sent. The cause of a resolved one was seen to be gone.
+"""
 
 
 def is_open(states: Iterable[str]) -> bool:
-    """Return whether an incident is open after `states`, in order. An unknown state does not change it."""
-    changes = (INCIDENT_STATES.get(state) for state in states)
-    return next((change for change in reversed(list(changes)) if change is not None), True)
+    """Return whether an incident is open after `states`, in order."""
+    changes = [_IS_OPEN_AFTER[state] for state in states if state in _IS_OPEN_AFTER]
+    return changes[-1] if changes else True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +141,22 @@ class Event:
         if self.type != EventType.ANOMALY:
             object.__setattr__(self, "message", redacted_text(self.message))
         object.__setattr__(self, "details", redacted_json(self.details))
+
+
+JUMP_MICROSECONDS: Final = 2_000_000
+"""Smallest difference between a wall clock and a clock that is never set, from one check to the next, that is a jump.
+
+NTP corrects smaller differences slowly, and changes the speed of both clocks then."""
+
+
+def clock_jump(jump: int, *, owner: str, remark: str) -> tuple[str, dict[str, Any]]:
+    """Return message and details of the event that the clock of `owner` was set by `jump` µs.
+
+    The details are the direction, and the seconds, which are negative if the clock was set back.
+    """
+    direction = "back" if jump < 0 else "forward"
+    message = f"the clock of the {owner} was set {direction} by {abs(jump) / 1e6:.1f} s; {remark}"
+    return message, {"direction": direction, "seconds": jump / 1e6}
 
 
 WHOLE_MODEL: Final = "(model)"

@@ -71,12 +71,6 @@ class StackDump:
     def training_thread(self) -> ThreadStack | None:
         return next((thread for thread in self.threads if thread.is_training), None)
 
-    @property
-    def training(self) -> tuple[Frame, ...]:
-        """Return the frames of the training thread; empty if the stacks of the process do not contain this thread."""
-        thread = self.training_thread
-        return () if thread is None else thread.frames
-
     def document(self) -> dict[str, Any]:
         """Return the stacks as a JSON document.
 

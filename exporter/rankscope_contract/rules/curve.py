@@ -14,7 +14,7 @@ import math
 import statistics
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Literal
@@ -248,9 +248,7 @@ def needed_values(rules: Sequence[AnomalyRule], kind: str | None, op: str) -> in
 class Firing:
     """A firing: the first rule that fired for one value of a series."""
 
-    position: int
     rule: AnomalyRule
-    value: float
     baseline: float  # before the observation; NaN at the first one
 
 
@@ -272,7 +270,6 @@ class SeriesEvaluator:
         self._stored_as_float64 = op == "value"  # scalars; statistics of tensors are float32
         self._missing_values = needed_values(self._judging, kind, op)
         self._baseline = math.nan
-        self._position = -1
         self.compared = math.nan
         """The baseline with which the last value was compared; NaN if there was none."""
 
@@ -286,7 +283,6 @@ class SeriesEvaluator:
 
         Then update the baseline.
         """
-        self._position += 1
         value = raw if self._stored_as_float64 else to_float32(raw)
         is_early = self._missing_values > 0
         before = math.nan if is_early else self._baseline
@@ -297,19 +293,10 @@ class SeriesEvaluator:
         found = None
         for rule in self._judging:
             if rule.fires(self._op, value, self.compared):
-                found = Firing(self._position, rule, value, before)
+                found = Firing(rule, before)
                 break
         for curve_rule, curve in self._curves:
             middle = curve.observe(curve_rule, value)
             if found is None and middle is not None:
-                found = Firing(self._position, curve_rule, value, middle)
+                found = Firing(curve_rule, middle)
         return found
-
-
-def evaluate(rules: Sequence[AnomalyRule], kind: str | None, op: str, series: Iterable[float]) -> Iterator[Firing]:
-    """Yield the firings for the values in `series`, in order."""
-    evaluator = SeriesEvaluator(rules, kind, op)
-    for raw in series:
-        firing = evaluator.observe(raw)
-        if firing is not None:
-            yield firing

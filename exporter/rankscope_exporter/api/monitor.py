@@ -254,12 +254,11 @@ class Monitor(MonitorState):
         self._on_anomaly = on_anomaly
         self._owner: Owner | None = None
         self._phases = OpenPhases()
-        self._was_compiled = on_compilation(_weak(self._call_compiles))
+        self._was_compiled = on_compilation(functools.partial(Monitor._call_compiles, weakref.proxy(self)))
 
     def _call_compiles(self) -> None:
-        session = self._session
-        if session is not None:
-            session.hooks.tell_once(_COMPILED_CALL)
+        if self._session is not None:
+            self._session.hooks.tell_once(_COMPILED_CALL)
 
     def _unattached(self) -> dict[str, Any]:
         absent = dict.fromkeys(("_on_anomaly", "_session_end", "_owner"))
@@ -445,15 +444,3 @@ class Monitor(MonitorState):
             return None
         taken: CapturedStacks | None = self._boundary.call("dump_stacks()", session.diagnosis.take, "call")
         return None if taken is None else stacks_text(taken.stacks)
-
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls the bound `method`, and does nothing after the object of the method was freed."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
-
-    return call

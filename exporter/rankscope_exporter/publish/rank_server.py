@@ -25,8 +25,7 @@ from typing import Any, Final, TypeVar
 import pyarrow as pa
 
 from rankscope_contract import __version__
-from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS, jump_details, jump_message
-from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.model.events import JUMP_MICROSECONDS, Event, EventType, Severity, clock_jump
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.wire.channel import NOTHING, STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
@@ -77,12 +76,13 @@ class ClockWatch:
 
 
 def _jump_event(jump: int, offset: int) -> Event:
+    message, details = clock_jump(jump, owner="host", remark="figures are corrected by it")
     return Event(
         type=EventType.CLOCK,
         severity=Severity.WARNING,
         value=jump / 1e6,
-        message=jump_message(jump, owner="host", remark="figures are corrected by it"),
-        details=json.dumps(jump_details(jump) | {"offset_us": offset}, sort_keys=True),
+        message=message,
+        details=json.dumps(details | {"offset_us": offset}, sort_keys=True),
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS
+from rankscope_contract.model.events import JUMP_MICROSECONDS
 
 _STEADY_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 

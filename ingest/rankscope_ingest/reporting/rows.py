@@ -17,8 +17,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.clock_jump import jump_details, jump_message
-from rankscope_contract.model.events import SLOW_RANK, EventType, Severity
+from rankscope_contract.model.events import SLOW_RANK, EventType, Severity, clock_jump
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
 from rankscope_ingest.record_channel.validate import PlanColumns
 from rankscope_ingest.runs.incident import Incident
@@ -87,9 +86,9 @@ def lost_jump_row(target: Target, jump: int, offset: int, position: Row, stamp: 
 
 
 def _jump_row(jump: int, stamp: Stamp, columns: Row, *, owner: str, remark: str, **details: int) -> Row:
-    message = jump_message(jump, owner=owner, remark=remark)
+    message, jumped = clock_jump(jump, owner=owner, remark=remark)
     columns = columns | {"value": jump / 1e6}
-    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details | jump_details(jump), **columns)
+    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details | jumped, **columns)
 
 
 def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:

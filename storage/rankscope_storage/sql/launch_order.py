@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.model.clock_jump import JUMP_MICROSECONDS
+from rankscope_contract.model.events import JUMP_MICROSECONDS
 from rankscope_storage.sql.clock_jumps import JUMPS
 
 _JUMP_SECONDS: Final = JUMP_MICROSECONDS // 1_000_000

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.contract.rules.evaluation import evaluate
 
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.anomaly import DEFAULT_RULES, AnomalyNan, AnomalyTurbulence
-from rankscope_contract.rules.curve import SeriesEvaluator, evaluate, next_baseline, to_float32
+from rankscope_contract.rules.curve import SeriesEvaluator, next_baseline, to_float32
 
 VECTORS = json.loads((pathlib.Path(__file__).parent / "data" / "anomaly_vectors.json").read_text())["series"]
 
@@ -137,7 +138,7 @@ def test_limit_of_the_nan_rule_applies_to_losses_and_norms(name, expected):
 def test_turbulence_evaluates_only_the_named_scalars():
     rule = AnomalyTurbulence(threshold=1.0, scalars=["loss"])
     fired = {
-        name: [firing.position for value in (1.0, 1.0, 9.0) if (firing := evaluator.observe(value))]
+        name: [place for place, value in enumerate((1.0, 1.0, 9.0)) if evaluator.observe(value)]
         for name in ("loss", "grad_norm")
         for evaluator in [SeriesEvaluator([rule], None, "value", name)]
     }

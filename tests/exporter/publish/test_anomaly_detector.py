@@ -6,12 +6,13 @@ import struct
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.contract.rules.evaluation import evaluate
 from tests.properties import examples
 
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
-from rankscope_contract.rules.curve import evaluate, needed_values, next_baseline, to_float32
+from rankscope_contract.rules.curve import needed_values, next_baseline, to_float32
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
 from rankscope_exporter.records.selection import Finished
 

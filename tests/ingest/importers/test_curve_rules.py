@@ -186,7 +186,8 @@ def test_ranks_judge_each_value_as_imports_judge_the_table():
     rate = np.cumprod(1 + (random.random(900) < 0.02) * random.random(900))
     for name, values in [("loss", curve), ("loss", grows), ("learning_rate", rate), ("grad_norm", curve**2)]:
         evaluator = SeriesEvaluator(CURVE_RULES, None, "value", name)
-        found = [(f.rule.name, f.position) for value in values.tolist() if (f := evaluator.observe(value)) is not None]
+        judged = enumerate(map(evaluator.observe, values.tolist()))
+        found = [(firing.rule.name, place) for place, firing in judged if firing is not None]
 
         assert firings({name: values}) == found
         assert len(found) > 2

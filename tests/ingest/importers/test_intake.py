@@ -8,10 +8,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.contract.rules.evaluation import evaluate
 from tests.ingest.importers.conftest import Counting, Made
 
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
-from rankscope_contract.rules.curve import SeriesEvaluator, evaluate
+from rankscope_contract.rules.curve import SeriesEvaluator
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import (
     Faults,

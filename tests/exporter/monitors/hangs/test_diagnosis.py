@@ -77,8 +77,8 @@ def test_waiting_threads_are_shown_with_their_frames():
 
     assert "wait_for_the_lock" in {frame.function for frame in by_name["blocked-worker"].frames}
     assert dump.threads[0].is_training
-    assert __name__.rpartition(".")[2] in dump.training[0].file  # without the frames that take the stacks
-    assert "test_waiting_threads_are_shown_with_their_frames" == dump.training[0].function
+    assert __name__.rpartition(".")[2] in dump.training_thread.frames[0].file  # without the frames that take the stacks
+    assert "test_waiting_threads_are_shown_with_their_frames" == dump.training_thread.frames[0].function
 
 
 def test_dump_fits_its_limit_and_keeps_the_training_thread():
@@ -87,14 +87,14 @@ def test_dump_fits_its_limit_and_keeps_the_training_thread():
     cut = within(StackDump(reason="hang", threads=tuple(threads)), MAX_DETAILS_BYTES)
 
     assert len(cut.to_json().encode()) <= MAX_DETAILS_BYTES
-    assert frames == cut.training
+    assert frames == cut.training_thread.frames
     assert 100 == len(cut.threads) + cut.left_out
     assert len(cut.threads) > 50
 
     frames = tuple(Frame("x" * 2000, i, "y" * 400) for i in range(100))
     monster = StackDump(reason="hang", threads=(ThreadStack(ident=1, is_training=True, frames=frames),))
     cut = within(monster, MAX_DETAILS_BYTES)
-    assert frames[:5] == cut.training
+    assert frames[:5] == cut.training_thread.frames
     assert len(cut.to_json().encode()) <= MAX_DETAILS_BYTES
 
 
