@@ -492,10 +492,10 @@ class Session:
             "intra_op": self.hooks.team.seconds,
             "warm_up": warm_up_seconds(self._device),
             "publisher": self.publisher.cpu_seconds,
-            "watchdog": self.watchdog.cpu_seconds,
+            "watchdog": self.watchdog.thread.cpu_seconds,
             "switch": self.change_sources.thread.cpu_seconds,
-            "hardware": self.hardware.cpu_seconds,
-            "collectives": self.collectives.cpu_seconds,
+            "hardware": self.hardware.thread.cpu_seconds,
+            "collectives": self.collectives.thread.cpu_seconds,
         }
 
     def overhead(self) -> dict[str, float]:

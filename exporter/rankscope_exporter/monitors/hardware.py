@@ -396,22 +396,18 @@ class HardwarePoller:
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-hardware", on_fault=self.boundary.report)
-
-    @property
-    def cpu_seconds(self) -> float:
-        return self._thread.cpu_seconds
+        self.thread = OwnThread(target=self._run, name="rankscope-hardware", on_fault=self.boundary.report)
 
     def start(self) -> None:
         """Start the hardware thread. Does nothing if the interval between readings is 0."""
         if self.every_seconds > 0:
-            self._thread.start()
+            self.thread.start()
 
     def stop(self) -> None:
         """End the hardware thread."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(_STOP_SECONDS)
+        if self.thread.is_alive():
+            self.thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:
         gpu = self.boundary.call("opening the GPU", self._open)

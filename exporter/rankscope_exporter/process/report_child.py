@@ -94,25 +94,17 @@ class ReportJob:
         return command_line(*self.arguments)
 
 
-def make_report(
-    job: ReportJob,
-    say: Callable[[str], object],
-    *,
-    limit_seconds: float = LIMIT_SECONDS,
-    program: Sequence[str] = _PROGRAM,
-    needed: Sequence[str] | None = None,
-) -> Path | None:
+def make_report(job: ReportJob, say: Callable[[str], object], limit_seconds: float = LIMIT_SECONDS) -> Path | None:
     """Make a report in a child process, and return its path; None if there is none, for whatever reason.
 
-    `say` receives the summary, or one line with the reason and the command. Waits at most `limit_seconds`. The default
-    of `needed` is that of the job.
+    `say` receives the summary, or one line with the reason and the command. Waits at most `limit_seconds`.
     """
-    missing = [name for name in (job.needed if needed is None else needed) if importlib.util.find_spec(name) is None]
+    missing = [name for name in job.needed if importlib.util.find_spec(name) is None]
     if missing:
         how = f"{installation(missing)}, then {job.command}"
         say(f"the report needs {missing[0]}, which is not installed here; to make it: {how}")
         return None
-    arguments = [*program, str(max(1, round(limit_seconds))), *job.arguments]
+    arguments = [*_PROGRAM, str(max(1, round(limit_seconds))), *job.arguments]
     try:
         job.path.parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(  # noqa: S603 - the program is our own

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rankscope_exporter.process import report_child
 from rankscope_exporter.process.report_child import ReportJob, installation, make_report
 
 WRITES = """
@@ -23,8 +24,10 @@ def job(folder: Path) -> ReportJob:
 
 def made(folder: Path, code: str, *, seconds: float = 60.0, needed: tuple[str, ...] = ()) -> tuple[Path | None, str]:
     said: list[str] = []
-    program = (sys.executable, "-S", "-c", code)
-    path = make_report(job(folder), said.append, limit_seconds=seconds, program=program, needed=needed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_child, "_PROGRAM", (sys.executable, "-S", "-c", code))
+        patch.setattr(ReportJob, "needed", needed)
+        path = make_report(job(folder), said.append, seconds)
     (text,) = said
     return path, text
 

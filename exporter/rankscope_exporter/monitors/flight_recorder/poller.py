@@ -426,15 +426,10 @@ class FlightRecorderPoller(StepObserver):
         self._entries = 0
         self._wake = threading.Event()
         self._is_last = False
-        self._thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=boundary.report)
+        self.thread = OwnThread(target=self._run, name="rankscope-collectives", on_fault=boundary.report)
         self._totals: dict[str, tuple[int, int]] = {}
         self.overwritten = 0
         """Number of entries of the flight record that torch has overwritten before they were read."""
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU seconds that the thread that reads the flight record has used so far."""
-        return self._thread.cpu_seconds
 
     def totals(self) -> Mapping[str, tuple[int, int]]:
         """Return the number of calls and of bytes of each collective operation since the monitor was created."""
@@ -446,20 +441,20 @@ class FlightRecorderPoller(StepObserver):
     def on_step_end(self, record: StepRecord) -> None:
         if self._share <= 0:
             return
-        if self._thread.ident is None:
+        if self.thread.ident is None:
             if not has_groups():  # there are no collectives
                 return
-            self._thread.start()
+            self.thread.start()
         self._ended.append((record.step, self._began_us, now_microseconds()))
         if self._schedule.is_due(record.step, time.monotonic()):
             self._wake.set()
 
     def stop(self, seconds: float) -> None:
         """Request the last reading of the flight record, and wait for at most `seconds` until it has ended."""
-        if self._thread.ident is not None:
+        if self.thread.ident is not None:
             self._is_last = True
             self._wake.set()
-            self._thread.join(seconds)
+            self.thread.join(seconds)
             _read_before.update(self._assignment.last_id)
 
     def _run(self) -> None:

@@ -235,25 +235,18 @@ def prepare_stacks() -> bool:
     return True
 
 
-def read_with_stacks(report: Report, recorders: Sequence[TorchRecorder] | None = None) -> Entries:
+def read_with_stacks(report: Report) -> Entries:
     """Return the entries of each recorder, oldest first, with Python stacks in `frames`: 25 µs of the GIL per entry."""
-    return _read(_recorders() if recorders is None else recorders, _pickled, report)
+    return _read(_pickled, report)
 
 
-def read_without_stacks(
-    report: Report,
-    *,
-    is_urgent: bool = False,
-    seconds: float = ANSWER_SECONDS,
-    recorders: Sequence[TorchRecorder] | None = None,
-) -> Entries:
+def read_without_stacks(report: Report, *, is_urgent: bool = False) -> Entries:
     """Return the entries of each recorder without the field `frames`, oldest first. torch does not hold the GIL.
 
-    A recorder that queries the device is skipped after `seconds`. With `is_urgent`, the device is queried even if its
-    runtime has no mode that protects graph captures of other threads.
+    A recorder that queries the device is skipped after ANSWER_SECONDS. With `is_urgent`, the device is queried even if
+    its runtime has no mode that protects graph captures of other threads.
     """
-    read = functools.partial(_json, is_urgent=is_urgent, seconds=seconds)
-    return _read(_recorders() if recorders is None else recorders, read, report)
+    return _read(functools.partial(_json, is_urgent=is_urgent), report)
 
 
 def _recorders() -> list[TorchRecorder]:
@@ -261,13 +254,13 @@ def _recorders() -> list[TorchRecorder]:
     return [CPU, NCCL] if torch.cuda.is_initialized() else [CPU]  # type: ignore[no-untyped-call]  # untyped in torch
 
 
-def _read(recorders: Sequence[TorchRecorder], read: Callable[[TorchRecorder], Any], report: Report) -> Entries:
+def _read(read: Callable[[TorchRecorder], Any], report: Report) -> Entries:
     """Return the entries of each flight recorder by the name of the recorder.
 
     Recorders that cannot be read are reported.
     """
     found: Entries = {}
-    for recorder in recorders:
+    for recorder in _recorders():
         where = f"reading the flight record of {recorder.name}"
         try:
             document = read(recorder)
@@ -298,12 +291,12 @@ def _pickled(recorder: TorchRecorder) -> Any:
     return _Plain(io.BytesIO(dump)).load()
 
 
-def _json(recorder: TorchRecorder, *, is_urgent: bool, seconds: float) -> Any:
+def _json(recorder: TorchRecorder, *, is_urgent: bool) -> Any:
     function = torch_private.dump_function(recorder.plain)
     ask = _ask_device if recorder.asks_device else _ask
     if recorder.handler in torch_private.handler_names():
         try:
-            return json.loads(ask(recorder.handler, is_urgent=is_urgent, seconds=seconds))
+            return json.loads(ask(recorder.handler, is_urgent=is_urgent))
         except Exception as error:
             # After a timeout, the function would wait for the same device and hold the GIL.
             if function is None or isinstance(error, TimeoutError):
@@ -328,7 +321,7 @@ class _Plain(pickle.Unpickler):
 # Handlers of torch's worker server: the only functions that write the record without the GIL.
 
 
-def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG001 - the signature of _ask_device
+def _ask(handler: str, *, is_urgent: bool) -> str:  # noqa: ARG001 - the signature of _ask_device
     """Call a handler of torch's flight recorder on the current thread and return its answer.
 
     The handler must not read the request object that it receives.
@@ -340,7 +333,7 @@ def _ask(handler: str, *, is_urgent: bool, seconds: float) -> str:  # noqa: ARG0
     return "".join(given)
 
 
-def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
+def _ask_device(handler: str, *, is_urgent: bool) -> bytes:
     """Call a handler on a thread of torch's worker server, and return its answer.
 
     The handler queries the device, which may not respond.
@@ -349,7 +342,7 @@ def _ask_device(handler: str, *, is_urgent: bool, seconds: float) -> bytes:
         raise RuntimeError("this release of torch has no worker server, which the flight recorder of the device needs")
     relay = f"{_RELAY}{handler}"
     register_handler(relay, functools.partial(_relay, handler))
-    return worker_server().ask(relay, seconds, _URGENT if is_urgent else "")
+    return worker_server().ask(relay, ANSWER_SECONDS, _URGENT if is_urgent else "")
 
 
 def _relay(handler: str, request: Any, response: Any) -> None:

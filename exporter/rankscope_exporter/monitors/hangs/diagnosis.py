@@ -35,7 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, Final
@@ -358,7 +358,6 @@ class Diagnosis:
     """Function that publishes a record from the calling thread."""
     last_step: Callable[[], int | None]
     boundary: ErrorBoundary
-    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
 
     def __post_init__(self) -> None:
         self._training_thread = threading.get_ident()
@@ -412,7 +411,7 @@ class Diagnosis:
     def _take(self, reason: str, severity: Severity, first: Event | None) -> CapturedStacks:
         if first is not None:
             self.boundary.call(f"recording an event ({first.type})", self._publish_event, first)
-        elif self._latest is not None and self.clock() - self._taken_at < MIN_SECONDS:
+        elif self._latest is not None and time.monotonic() - self._taken_at < MIN_SECONDS:
             return self._latest
         ts, step = now_microseconds(), self.last_step()
         stacks = self._stacks(reason)
@@ -422,7 +421,7 @@ class Diagnosis:
         flight: FlightRecord | None = self.boundary.call("the flight record", self._flight, reason)
         if flight is not None:
             self.boundary.call("recording the flight record", self._publish_flight, flight, severity)
-        self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), self.clock()
+        self._latest, self._taken_at = CapturedStacks(ts=ts, step=step, stacks=stacks, flight=flight), time.monotonic()
         return self._latest
 
     def _stacks(self, reason: str) -> StackDump:

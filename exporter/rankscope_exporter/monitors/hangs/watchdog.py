@@ -35,17 +35,12 @@ class HangLimits:
     training: float
     in_phase: float
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether the detection of hangs is enabled."""
-        return self.training > 0
-
     def at(self, step: int | None, phase: str | None, *, is_done: bool) -> float:
         """Return the limit after the completed step `step` in the announced phase `phase`.
 
         It is infinite if hangs are not detected, or if all planned steps have ended.
         """
-        if is_done or not self.is_on:
+        if is_done or self.training <= 0:
             return math.inf
         # Before the end of the first step, compilers and file systems may need long.
         return self.training if step is not None and phase is None else max(self.training, self.in_phase)
@@ -107,18 +102,15 @@ class Watchdog:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self._seconds = min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.is_on else _MOST_SECONDS
+        self._seconds = (
+            min(_MOST_SECONDS, limits.training / _CHECKS_PER_LIMIT) if limits.training > 0 else _MOST_SECONDS
+        )
         if hasattr(sys, "ps1"):  # at an interactive prompt, minutes without a step are normal
             self.limits = HangLimits(training=0, in_phase=0)
         self._signal: StackSignal | None = None
         self._detector = HangDetector()
         self._stopped = threading.Event()
-        self._thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=self.boundary.report)
-
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU seconds of the watchdog thread so far."""
-        return self._thread.cpu_seconds
+        self.thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=self.boundary.report)
 
     def start(self) -> None:
         """Register the handler of the signal in the setting `stacks_signal`, and start the watchdog thread.
@@ -128,14 +120,14 @@ class Watchdog:
         if self.stack_signal is not None:
             self._signal = self.boundary.call("stacks_signal", StackSignal, self.stack_signal)
         self.active_at = time.monotonic()
-        if self.limits.is_on or self._signal is not None:
-            self._thread.start()
+        if self.limits.training > 0 or self._signal is not None:
+            self.thread.start()
 
     def stop(self) -> None:
         """End the watchdog thread, and restore the previous handler of the signal in the setting `stacks_signal`."""
         self._stopped.set()
-        if self._thread.ident is not None:
-            self._thread.join(1.0)
+        if self.thread.ident is not None:
+            self.thread.join(1.0)
         if self._signal is not None:
             found, self._signal = self._signal, None
             found.restore()

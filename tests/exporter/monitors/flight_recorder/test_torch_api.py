@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -57,6 +58,12 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return document
 
 
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that replaces torch's recorders."""
+    return lambda *recorders: monkeypatch.setattr(torch_api, "_recorders", lambda: recorders)
+
+
 class Failures(list[tuple[str, BaseException]]):
     def report(self, where: str, error: BaseException) -> None:
         self.append((where, error))
@@ -71,12 +78,15 @@ READINGS = {"with stacks": read_with_stacks, "without": read_without_stacks}
 
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
-def test_failed_recorder_is_reported_and_the_others_are_read(read, functions, failures, monkeypatch):
-    assert {"good": [entry(1), entry(2)]} == read(failures.report, recorders=(BROKEN, ABSENT, GOOD))
+def test_failed_recorder_is_reported_and_the_others_are_read(read, functions, recorders, failures, monkeypatch):
+    recorders(BROKEN, ABSENT, GOOD)
+
+    assert {"good": [entry(1), entry(2)]} == read(failures.report)
     assert ["reading the flight record of broken"] == [where for where, _ in failures]
     assert "unspecified launch failure" in str(failures[0][1])
     monkeypatch.setattr(torch_private, "c10d", lambda: None)  # torch without recorders
-    assert {} == read(failures.report, recorders=(CPU, NCCL))
+    recorders(CPU, NCCL)
+    assert {} == read(failures.report)
     assert 1 == len(failures)
 
 
@@ -92,10 +102,11 @@ def test_installed_torch_is_read_without_a_process_group():
     assert "{} {} []" == ended.stdout.strip(), ended.stderr
 
 
-def test_entry_without_a_needed_field_is_skipped_and_reported(functions, failures):
+def test_entry_without_a_needed_field_is_skipped_and_reported(functions, recorders, failures):
+    recorders(GOOD)
     functions["entries"].append({name: value for name, value in entry(3).items() if name != "process_group"})
 
-    assert [1, 2] == [raw["record_id"] for raw in read_without_stacks(failures.report, recorders=[GOOD])["good"]]
+    assert [1, 2] == [raw["record_id"] for raw in read_without_stacks(failures.report)["good"]]
     assert "1 of 3 entries" in str(failures[0][1])
 
 
@@ -104,10 +115,11 @@ class Harmful:
         return print, ("called",)
 
 
-def test_pickled_record_cannot_call_or_import_anything(functions, failures, capsys):
+def test_pickled_record_cannot_call_or_import_anything(functions, recorders, failures, capsys):
+    recorders(GOOD)
     functions["entries"] = [Harmful()]
 
-    assert {} == read_with_stacks(failures.report, recorders=[GOOD])
+    assert {} == read_with_stacks(failures.report)
     assert "a flight record must not contain" in str(failures[0][1])
     assert "" == capsys.readouterr().out
 
@@ -124,25 +136,27 @@ def on_a_device(monkeypatch):
     monkeypatch.setattr(tracing, "device_in_use", lambda: -1)
 
 
-def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, failures, monkeypatch):
+def test_device_is_queried_in_the_relaxed_capture_mode(on_a_device, recorders, failures, monkeypatch):
     """The previous mode of the thread is restored."""
     runtime, seen = CaptureRuntime(), []
     monkeypatch.setattr(tracing, "exchange_of_modes", lambda: runtime.exchange)
     monkeypatch.setattr(C10D, f"_dump_{DEVICE.plain}", lambda *_: seen.append(runtime.mode) or "{}", raising=False)
-    read_without_stacks(failures.report, recorders=[DEVICE])
+    recorders(DEVICE)
+    read_without_stacks(failures.report)
 
     assert ([2], [2, 0], []) == (seen, runtime.modes, failures)
 
 
 @pytest.mark.parametrize(("is_urgent", "names"), [(True, {"device", "good"}), (False, {"good"})])
 def test_device_without_that_mode_is_queried_only_for_a_hang(
-    is_urgent, names, on_a_device, functions, failures, monkeypatch
+    is_urgent, names, on_a_device, functions, recorders, failures, monkeypatch
 ):
     """The other recorder is always read."""
     monkeypatch.setattr(tracing, "exchange_of_modes", lambda: None)
     monkeypatch.setattr(C10D, f"_dump_{DEVICE.plain}", getattr(C10D, f"_dump_{GOOD.plain}"), raising=False)
+    recorders(DEVICE, GOOD)
 
-    assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent, recorders=[DEVICE, GOOD]))
+    assert names == set(read_without_stacks(failures.report, is_urgent=is_urgent))
     assert [] == [where for where, error in failures if is_urgent or "graph captures" not in str(error)]
 
 
@@ -171,11 +185,12 @@ RECORD = {
 }
 
 
-def test_pickled_nccl_dump_is_read_with_stacks(failures, monkeypatch):
+def test_pickled_nccl_dump_is_read_with_stacks(recorders, failures, monkeypatch):
+    recorders(NCCL)
     monkeypatch.setattr(
         C10D, f"_dump_{NCCL.with_stacks}", lambda *_: (DATA / "nccl_dump.pickle").read_bytes(), raising=False
     )
-    entries = read_with_stacks(failures.report, recorders=[NCCL])["nccl"]
+    entries = read_with_stacks(failures.report)["nccl"]
 
     assert RECORD == of_record(entries)
     assert [88, 91, 97, 103, 110] == [raw["frames"][-1]["line"] for raw in entries]
@@ -185,8 +200,8 @@ def test_pickled_nccl_dump_is_read_with_stacks(failures, monkeypatch):
 SERVER = """
 import json, os, sys, threading
 import torch, torch.distributed as dist
-from rankscope_exporter.monitors.flight_recorder.torch_api import CPU, TorchRecorder, read_without_stacks
-from rankscope_exporter.monitors.flight_recorder.torch_api import register_handler
+from rankscope_exporter.monitors.flight_recorder import torch_api
+from rankscope_exporter.monitors.flight_recorder.torch_api import CPU, TorchRecorder, register_handler
 c10d = torch._C._distributed_c10d
 free = threading.Event()
 
@@ -209,7 +224,8 @@ def device(handler, plain="none"):
 failures = []
 
 def read(*recorders, seconds=60.0):
-    found = read_without_stacks(lambda *what: failures.append(what), seconds=seconds, recorders=recorders)
+    torch_api.ANSWER_SECONDS, torch_api._recorders = seconds, lambda: recorders
+    found = torch_api.read_without_stacks(lambda *what: failures.append(what))
     return {name: [raw["profiling_name"] for raw in entries] for name, entries in found.items()}
 
 def failed():
@@ -238,10 +254,11 @@ def run_server(code: str) -> Any:
 
 def test_nccl_dump_is_read_through_the_worker_server_also_in_a_child():
     record, status, failed = run_server("""
-found = read_without_stacks(lambda *what: failures.append(what), recorders=[device("answers")])["nccl"]
+torch_api._recorders = lambda: [device("answers")]
+found = torch_api.read_without_stacks(lambda *what: failures.append(what))["nccl"]
 pid = os.fork()
 if pid == 0:
-    again = read_without_stacks(lambda *what: failures.append(what), recorders=[device("answers")])
+    again = torch_api.read_without_stacks(lambda *what: failures.append(what))
     os._exit(0 if again == {"nccl": found} and not failures else 1)
 print(json.dumps([found, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), failed()]))
 """)
