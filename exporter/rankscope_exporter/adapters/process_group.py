@@ -7,9 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankscope_contract.model.identity import rank_from_environment
 from rankscope_exporter.adapters.torch_private import default_store
-from rankscope_exporter.process.identity import RankGroup
+from rankscope_exporter.process.identity import RankGroup, rank_from_environment
 
 has_groups: Callable[[], bool] = dist.is_initialized if dist.is_available() else bool
 """Return whether this process has a process group; without one there are no collectives."""

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 import torch
 
-from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name, rank_from_environment
+from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name
 from rankscope_contract.model.kinds import DEFAULT_OPS
 from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_contract.rules import AnomalyRule, rule_from_config
@@ -51,7 +51,7 @@ from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
 from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.process.errors import ConfigError, encodable
 from rankscope_exporter.process.extension import extension
-from rankscope_exporter.process.identity import script_commit
+from rankscope_exporter.process.identity import rank_from_environment, script_commit
 from rankscope_exporter.process.lifecycle import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (
     REMOVED,

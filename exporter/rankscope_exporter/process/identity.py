@@ -5,6 +5,7 @@ The commit is read from git's files. No program is started.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import hashlib
 import json
@@ -17,16 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.model.identity import (
-    RUN_VARIABLE,
-    Identity,
-    host_name,
-    new_incarnation,
-    new_launch_id,
-    rank_from_environment,
-    restart_count,
-    run_from_environment,
-)
+from rankscope_contract.model.identity import RUN_VARIABLE, Identity, check_run_name, host_name
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
 log = logging.getLogger("rankscope")
@@ -38,6 +30,16 @@ torchrun's agent uses one store for all restarts of workers, so each restart nee
 """
 
 WAIT_FOR_RANK_0: Final = dt.timedelta(seconds=20)
+
+# In order of precedence: torchrun, Slurm, Open MPI.
+_RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+_LOCAL_RANK_VARIABLES: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+_WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+
+_LONGEST_JOB: Final = 200
+"""Number of characters of a job id that are part of the launch id. torchrun accepts a text of any length."""
+
+_UNSET_ELASTIC_ID: Final = "none"  # torchrun's value without --rdzv-id
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,23 @@ def resolve_identity(environment: Mapping[str, str], run: str | None, group: Ran
         local_rank=local_rank,
         world_size=world_size,
         host=host_name(),
-        incarnation=new_incarnation(),
+        incarnation=uuid.uuid4().hex,
     )
+
+
+def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return (rank, local rank, world size) from the environment; (0, 0, 1) without a launcher."""
+    rank = _first_integer(environment, _RANK_VARIABLES, 0)
+    world_size = _first_integer(environment, _WORLD_SIZE_VARIABLES, 1)
+    return rank, _first_integer(environment, _LOCAL_RANK_VARIABLES, 0), max(world_size, rank + 1)
+
+
+def _first_integer(environment: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        text = environment.get(name, "")
+        if text.isdecimal():
+            return int(text)
+    return default
 
 
 def _launch(environment: Mapping[str, str], run: str | None, size: int, group: RankGroup | None) -> dict[str, str]:
@@ -84,7 +101,7 @@ def _launch(environment: Mapping[str, str], run: str | None, size: int, group: R
     if group is None:
         return _derived_launch(environment, named, "torch.distributed has no process group at attach()")
     store = group.store()
-    key = f"{LAUNCH_KEY}/{restart_count(environment)}/{size}"
+    key = f"{LAUNCH_KEY}/{_restart_count(environment)}/{size}"
     if group.rank == 0:  # a second monitor in the same launch gets the launch id of the first
         text = store.compare_set(key, "", json.dumps(fresh))
     else:
@@ -95,6 +112,36 @@ def _launch(environment: Mapping[str, str], run: str | None, size: int, group: R
         text = store.get(key)
     launch: dict[str, str] = json.loads(text)
     return launch
+
+
+def run_from_environment(environment: Mapping[str, str]) -> str | None:
+    """Return the run name from the environment, or None. A name that the service would reject is not used.
+
+    The variables are RANKSCOPE_RUN, SLURM_JOB_ID and TORCHELASTIC_RUN_ID, in this order.
+    """
+    for variable in (RUN_VARIABLE, "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        value = environment.get(variable, "")
+        if value and not (variable == "TORCHELASTIC_RUN_ID" and value == _UNSET_ELASTIC_ID):
+            with contextlib.suppress(ValueError):
+                return check_run_name(value)
+    return None
+
+
+def new_launch_id(environment: Mapping[str, str]) -> str:
+    """Return a new unique launch id, which rank 0 shares with all ranks. It starts with the launcher's job id, if any.
+
+    The job id and the restart count are not unique: a requeued job keeps its id, and torchrun then counts from 0.
+    """
+    job = environment.get("SLURM_JOB_ID") or environment.get("TORCHELASTIC_RUN_ID", _UNSET_ELASTIC_ID)
+    requeued = environment.get("SLURM_RESTART_COUNT", "")
+    job = f"{job}-r{requeued}" if requeued.isdecimal() and int(requeued) else job
+    job = job[:_LONGEST_JOB].encode(errors="replace").decode()
+    return f"{job}.{_restart_count(environment)}.{uuid.uuid4().hex[:12]}"
+
+
+def _restart_count(environment: Mapping[str, str]) -> str:
+    """Return how often torchrun's elastic agent has restarted the workers, as text; "0" without the agent."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _derived_launch(environment: Mapping[str, str], run: str | None, why: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ def test_single_process_names_its_run_after_the_script() -> None:
     assert (0, 0, 1) == (identity.rank, identity.local_rank, identity.world_size)
     assert identity.run
     assert identity.run != other.run != "none"  # the default id of torchrun
+    assert identity.incarnation != other.incarnation
 
 
 @pytest.mark.parametrize(
