@@ -42,7 +42,7 @@ from rankscope_exporter.adapters.parameter_names import (
 from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.api.session import PUBLISH_SECONDS, Session
 from rankscope_exporter.config.monitor_config import MonitorConfig
-from rankscope_exporter.control.anomaly_reactions import OnAnomaly
+from rankscope_exporter.control.anomaly_reactions import OnAnomaly, Owner
 from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.monitors.throughput import ALONE, parallel_of
 from rankscope_exporter.process import lifecycle
@@ -112,7 +112,7 @@ def attached(
         boundary=boundary,
         first_step=first_step,
         planned_steps=total_steps,
-        on_anomaly=owner.callback,
+        owner=weakref.ref(owner),
         parallel=boundary.call("finding how the model is divided", parallel_of, framework, world_size, groups) or ALONE,
     )
     address = session.start(owner)
@@ -237,39 +237,6 @@ def _event(name: str, ranks: Sequence[int], same: int, all_: int) -> Event:
     return Event(type=EventType.NOTE, severity=Severity.INFO, message=text, details=json.dumps(details))
 
 
-class Owner:
-    """An object that only a monitor and the hooks of its model hold.
-
-    It also holds `on_anomaly`, because this function may refer to the model. The threads of the monitor must not keep
-    the model alive.
-    """
-
-    def __init__(self, on_anomaly: OnAnomaly | None) -> None:
-        self.on_anomaly = on_anomaly
-        self.callback = Callback(self)
-        self.dropped: Callable[[OnAnomaly | None], None] | None = None
-        """Function that is called with `on_anomaly` at the end of this object, on whatever thread frees it."""
-
-    def __del__(self) -> None:
-        # A weak reference with a callback is not sufficient: the last anomalies of the run still need `on_anomaly`.
-        if self.dropped is not None:
-            self.dropped(self.on_anomaly)
-
-
-class Callback:
-    """A function that returns `on_anomaly` of an owner without keeping the owner alive."""
-
-    def __init__(self, owner: Owner) -> None:
-        self._owner = weakref.ref(owner)
-        self.last: OnAnomaly | None = None
-        """The function `on_anomaly` of an owner that was freed, while the last records of the run are published."""
-
-    def __call__(self) -> OnAnomaly | None:
-        """Return `on_anomaly`; None without one."""
-        owner = self._owner()
-        return self.last if owner is None else owner.on_anomaly
-
-
 _SECOND_MONITOR: Final = (
     "another Monitor is attached to the same model: both measure each step, and each writes a run of its own; call "
     "detach() of the one that is not needed"
@@ -302,7 +269,6 @@ class SessionEnd:
         self._exit_wait_seconds = session.config.exit_wait_seconds
         self._boundary = boundary
         self._completes_at_exit = completes_at_exit
-        self._callback = owner.callback
         self._ending: Session | None = None  # while its last records are published
         self._may_end = threading.Lock()  # taken, without waiting, by the first caller that ends the session
         self._stop_signal: str | None = None  # the signal that requested an end
@@ -370,7 +336,7 @@ class SessionEnd:
         left = self._boundary.call("end of training", drain)
         spool = session.channel.spool
         folder = None if spool is None else spool.folder
-        self._callback.last = None
+        session.callbacks.last = None
         self._boundary.call("detach()", session.change_sources.stop)
         self._boundary.call("closing", session.channel.close)
         self.ended = _ended_run(session, left, folder)
@@ -390,7 +356,7 @@ class SessionEnd:
         """Queue the end of the session without a lock: the garbage collector calls this on any thread at any point."""
         session = self.session
         if session is not None:
-            self._callback.last = on_anomaly
+            session.callbacks.last = on_anomaly
             session.steps.items.put(self._end_dropped)
 
     def _end_dropped(self) -> None:
@@ -400,7 +366,7 @@ class SessionEnd:
             return
         chunks = {id(chunk): chunk for chunk in _chunks_of(session)}
         if chunks:  # they live without the hooks that held the owner: other code has removed these hooks
-            self._callback.last = None  # it may refer to the model
+            session.callbacks.last = None  # it may refer to the model
             for chunk in chunks.values():
                 weakref.finalize(chunk, self._dropped, None).atexit = False
         else:

@@ -30,10 +30,10 @@ from rankscope_contract.model.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, on_compilation, uncompiled
-from rankscope_exporter.api.attachment import EndedRun, Optimizers, Owner, SessionEnd, attached, note_other_monitors
+from rankscope_exporter.api.attachment import EndedRun, Optimizers, SessionEnd, attached, note_other_monitors
 from rankscope_exporter.api.session import Session
 from rankscope_exporter.config.monitor_config import Given, MonitorConfig, config_of, steps_from, warn
-from rankscope_exporter.control.anomaly_reactions import OnAnomaly
+from rankscope_exporter.control.anomaly_reactions import OnAnomaly, Owner
 from rankscope_exporter.measure.quantities.structure import Structure
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,7 +23,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.process_group import default_group
 from rankscope_exporter.adapters.tracing import others_may_capture
 from rankscope_exporter.config.monitor_config import MonitorConfig, public_settings
-from rankscope_exporter.control.anomaly_reactions import AnomalyCallback, CaptureController, FindCallback, SampleIds
+from rankscope_exporter.control.anomaly_reactions import AnomalyCallback, CaptureController, Owner, SampleIds
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import TIMES, ChangeQueue, change_log_of
 from rankscope_exporter.control.overhead_controller import OverheadController
@@ -174,7 +175,7 @@ class Session:
     boundary: ErrorBoundary
     first_step: int
     planned_steps: int | None
-    on_anomaly: FindCallback
+    owner: weakref.ref[Owner]
     parallel: Parallel
 
     def __post_init__(self) -> None:
@@ -303,8 +304,10 @@ class Session:
             change_log=change_log_of(identity, lambda: self.change_queue.pace, config.switch_poll_seconds),
             first_step=self.first_step,
         )
-        self.batches = SampleIds(are_read=config.capture is not None or self.on_anomaly() is not None)
-        self.callbacks = AnomalyCallback(self.on_anomaly, identity, self.batches, boundary)
+        owner = self.owner()
+        has_callback = owner is not None and owner.on_anomaly is not None
+        self.batches = SampleIds(are_read=config.capture is not None or has_callback)
+        self.callbacks = AnomalyCallback(self.owner, identity, self.batches, boundary)
         self.overhead_controller = OverheadController(
             max_overhead=config.max_overhead,
             sources=self.change_sources,

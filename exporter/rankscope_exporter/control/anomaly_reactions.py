@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,24 +77,42 @@ class Anomaly:
 
 
 OnAnomaly = Callable[[Anomaly], object]
-FindCallback = Callable[[], OnAnomaly | None]
-"""Function that returns `on_anomaly`, or None without one.
 
-Only the script and its model keep `on_anomaly` alive, because it may refer to the model.
-"""
+
+class Owner:
+    """An object that only a monitor and the hooks of its model hold.
+
+    It also holds `on_anomaly`, because this function may refer to the model. The threads of the monitor must not keep
+    the model alive.
+    """
+
+    def __init__(self, on_anomaly: OnAnomaly | None) -> None:
+        self.on_anomaly = on_anomaly
+        self.dropped: Callable[[OnAnomaly | None], None] | None = None
+        """Function that is called with `on_anomaly` at the end of this object, on whatever thread frees it."""
+
+    def __del__(self) -> None:
+        # A weak reference with a callback is not sufficient: the last anomalies of the run still need `on_anomaly`.
+        if self.dropped is not None:
+            self.dropped(self.on_anomaly)
 
 
 class AnomalyCallback(BackgroundWorker, StepObserver):
-    """Calls the function `on_anomaly`, which `find` returns, for one anomaly after another, on a background thread."""
+    """Calls the function `on_anomaly` of an owner for one anomaly after another, on a background thread."""
 
-    def __init__(self, find: FindCallback, identity: Identity, batches: SampleIds, boundary: ErrorBoundary) -> None:
+    def __init__(
+        self, owner: weakref.ref[Owner], identity: Identity, batches: SampleIds, boundary: ErrorBoundary
+    ) -> None:
         super().__init__("on_anomaly", boundary)
-        self._find = find
+        self.last: OnAnomaly | None = None
+        """The function of an owner that was freed, while the last records of the run are published."""
+        self._owner = owner
         self._identity = identity
         self._batches = batches
 
     def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        function = self._find()
+        owner = self._owner()
+        function = self.last if owner is None else owner.on_anomaly
         if function is not None:
             ordered, run, rank = in_causal_order(step, anomalies), self._identity.run, self._identity.rank
 
