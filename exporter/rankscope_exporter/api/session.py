@@ -125,8 +125,8 @@ class Notices:
             lost = min(lost, records)
         if lost and (config.ingest_url or config.spool_dir):
             self.say(f"{lost} records are lost with this process: they are in no file")
-        if spool is not None and spool.records and self._identity.local_rank == 0:
-            for line in records_note(spool.root, spool.records):
+        if spool is not None and spool.files.records and self._identity.local_rank == 0:
+            for line in records_note(spool.root, spool.files.records):
                 self._console.line(line)
 
     def time_spent(self, seconds: Mapping[str, float]) -> None:

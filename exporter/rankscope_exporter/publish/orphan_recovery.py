@@ -58,7 +58,6 @@ class OrphanRecovery:
     root: Path
     own_incarnation: str
     client: ServiceClient
-    url: Callable[[], str | None]
     service: str
     on_fault: Callable[[str, BaseException], None]
 
@@ -73,7 +72,9 @@ class OrphanRecovery:
         self._searched = threading.Event()
         self._thread = OwnThread(target=self._run, name="rankscope-spool", on_fault=self.on_fault)
 
-    def start(self) -> None:
+    def start(self, url: str) -> None:
+        """Start the thread, which registers the spools with the `url` of this rank."""
+        self._url = url
         self._thread.start()
 
     def wait_searched(self) -> None:
@@ -194,9 +195,13 @@ class OrphanRecovery:
         return is_accepted
 
     def _register(self, orphan: Orphan) -> None:
-        url, own = self.url() or "", orphan.registration
         changed = replace(
-            own, url=url, state=STATE_DRAINING, head=orphan.head, phase=None, served_by=self.own_incarnation
+            orphan.registration,
+            url=self._url,
+            served_by=self.own_incarnation,
+            state=STATE_DRAINING,
+            head=orphan.head,
+            phase=None,
         )
         reply = self.client.register(changed)
         orphan.lease = reply.lease

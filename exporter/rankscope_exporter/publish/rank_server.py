@@ -135,7 +135,7 @@ class RankServer:
         self._meter = CpuMeter()
         self.spool = spool_of(config, self.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
         self.orphans: OrphanRecovery | None = None
-        is_kept = None if self.spool is None else self.spool.holds
+        is_kept = None if self.spool is None else self.spool.files.holds
         self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=is_kept)
         self._latest = LatestValues(self.rules)
         self.exposition = Exposition(
@@ -170,9 +170,7 @@ class RankServer:
         client = service_client(config)
         if self.spool is not None and client is not None and config.ingest_url is not None:
             root, service = Path(self.spool.root), service_name(config.ingest_url)
-            self.orphans = OrphanRecovery(
-                root, self.incarnation, client, lambda: self.url, service=service, on_fault=self.on_fault
-            )
+            self.orphans = OrphanRecovery(root, self.incarnation, client, service, self.on_fault)
             self._parts.callback(self.orphans.stop)
         routes = Routes(self, token=config.secret, is_guarded=config.is_guarded)
         self._server = open_server(config, routes, on_fault=self.on_fault, meter=self._meter)
@@ -191,7 +189,7 @@ class RankServer:
             self._parts.callback(self._registration.stop)
             if self.orphans is not None:
                 try:
-                    self.orphans.start()
+                    self.orphans.start(self.url)
                 except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
                     self.on_fault("serving spools of dead processes", error)
             self._registration.start()
@@ -286,7 +284,7 @@ class RankServer:
 
     def _stats(self) -> ExporterStats:
         empty: Mapping[str, Any] = {}
-        of_spool = {} if self.spool is None else self.spool.dropped
+        of_spool = {} if self.spool is None else self.spool.files.dropped
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable, **of_spool}
         return ExporterStats(
             sampling_stretch=self._read("the sampling interval multiplier", self.sources.stretch, None),

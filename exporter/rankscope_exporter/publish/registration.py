@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, Registration, RegistrationReply
@@ -75,16 +75,19 @@ class ServiceClient:
         # ServeConfig has checked that the scheme is http or https, so urllib opens no local file.
         request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
         # A new opener for each call: calls are seconds apart, and certificates may have been replaced since the last.
-        handlers = [urllib.request.HTTPSHandler(context=self._tls())] if self._tls is not None else []
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect(), *handlers)
+        # With this handler alone, it follows no redirect and uses no proxy.
+        opener = urllib.request.OpenerDirector()
+        https = None if self._tls is None else urllib.request.HTTPSHandler(context=self._tls())
+        opener.add_handler(https or urllib.request.HTTPHandler())
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
-                return bytes(response.read(_REPLY_BYTES))
-        except urllib.error.HTTPError as error:
-            with error:
-                raise RefusedError(f"{error.code}: {_body_text(error)}") from error
+                answer = bytes(response.read(_REPLY_BYTES))
         except (OSError, http.client.HTTPException) as error:
             raise UnreachableError(f"{self._url}: {_reason(error, self._url)}") from error
+        if not 200 <= response.status < 300:
+            text = answer.decode("utf-8", "replace").strip()
+            raise RefusedError(f"{response.status}: {text or response.reason}")
+        return answer
 
 
 def service_client(config: ServeConfig) -> ServiceClient | None:
@@ -99,12 +102,6 @@ def service_client(config: ServeConfig) -> ServiceClient | None:
     return ServiceClient(config.ingest_url, config.secret, tls)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect. urllib then raises an HTTPError for it."""
-
-    def redirect_request(self, *_: Any) -> None: ...
-
-
 def _reason(error: Exception, url: str) -> str:
     """Return the reason of a failed request; for TLS errors it names the setting to change."""
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -115,14 +112,6 @@ def _reason(error: Exception, url: str) -> str:
         text = "it closed the connection; if it uses TLS (web_config), write https:// in ingest_url"
         return text if is_plain else HUNG_UP
     return str(getattr(error, "reason", None) or repr(error))
-
-
-def _body_text(error: urllib.error.HTTPError) -> str:
-    try:
-        text = error.read(_REPLY_BYTES).decode("utf-8", "replace").strip()
-    except (OSError, http.client.HTTPException):
-        text = ""
-    return text or str(error.reason)
 
 
 def _checked(reply: RegistrationReply) -> RegistrationReply:

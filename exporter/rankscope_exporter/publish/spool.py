@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +52,7 @@ _OPTIONS: Final = pa.ipc.IpcReadOptions(use_threads=False)
 
 FULL: Final = "spool_full"
 FAILED: Final = "spool_error"
+BEHIND: Final = "spool_behind"
 
 
 @dataclass(slots=True)
@@ -78,7 +79,7 @@ class Spool:
         With None, any service may read it.
         """
         self.folder = Path(root) / incarnation
-        self.dropped = {FULL: 0, FAILED: 0}
+        self.dropped = {FULL: 0, FAILED: 0, BEHIND: 0}
         self._max_bytes = max_bytes
         self._segment_bytes = max(1, min(SEGMENT_BYTES, max_bytes // 8))
         self._sync = sync
@@ -100,7 +101,9 @@ class Spool:
         The folder gets its final name after it is locked and contains the identity file.
         """
         unfinished = self.folder.with_name(files.UNFINISHED_PREFIX + self.folder.name)
-        _make_folder(unfinished)
+        unfinished.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # With `parents`, because another process of the host may remove the empty spool folder at its end.
+        unfinished.mkdir(parents=True, mode=0o700)
         (unfinished / files.LOCK_NAME).touch(mode=0o600, exist_ok=False)
         lock = take_lock(unfinished)
         if lock is None:
@@ -313,16 +316,6 @@ class Spool:
         return segment
 
 
-def _make_folder(path: Path) -> None:
-    """Create a folder in a spool folder, which is created too. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        path.mkdir(mode=0o700)
-    except FileNotFoundError:  # another process of the host removed the empty spool folder at its end
-        path.parent.mkdir(exist_ok=True, mode=0o700)
-        path.mkdir(mode=0o700)
-
-
 @lru_cache
 def schema_message(columns: frozenset[str]) -> bytes:
     """Return the Arrow schema message with which a file of records that has `columns` begins."""
@@ -365,8 +358,6 @@ BACKLOG_BYTES: Final = 16 * 1024 * 1024
 It is large enough for a pause of some seconds, and small enough that a pause of minutes does not exhaust the memory.
 """
 
-BEHIND: Final = "spool_behind"
-
 
 @dataclass(eq=False)
 class SpoolWriter:
@@ -375,15 +366,14 @@ class SpoolWriter:
     One thread at a time calls `write`; any thread may call the other methods.
     """
 
-    spool: Spool
+    files: Spool
     describe: Callable[[], Registration]
     on_fault: Callable[[str, BaseException], None]
     meter: CpuMeter
 
     def __post_init__(self) -> None:
-        self.root = str(self.spool.folder.parent)
+        self.root = str(self.files.folder.parent)
         """Path of the folder with the spools of all ranks."""
-        self.spool.dropped[BEHIND] = 0
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, EncodedRecord]] = deque()  # the first entry is being written
         self._bytes = 0
@@ -397,16 +387,8 @@ class SpoolWriter:
     @property
     def folder(self) -> str | None:
         """The folder that has all uncommitted records after the process exits; None if some of them may be missing."""
-        is_complete = self.spool.is_open and self._skipped is None
-        return str(self.spool.folder) if is_complete else None
-
-    @property
-    def records(self) -> int:
-        return self.spool.records
-
-    @property
-    def dropped(self) -> Mapping[str, int]:
-        return self.spool.dropped
+        is_complete = self.files.is_open and self._skipped is None
+        return str(self.files.folder) if is_complete else None
 
     def write(self, seq: int, record: EncodedRecord) -> None:
         """Write a record to the spool, before it enters the ring.
@@ -418,11 +400,11 @@ class SpoolWriter:
             self._start()
         with self._changed:
             if self._closing:
-                self.spool.drop(FAILED)
+                self.files.drop(FAILED)
                 return
             has_room = len(self._waiting) < BACKLOG_RECORDS and self._bytes + record.size <= BACKLOG_BYTES
             if self._skipped is not None and not has_room:
-                self.spool.drop(BEHIND)
+                self.files.drop(BEHIND)
                 self._skipped += 1
                 return
             self._waiting.append((seq, record))
@@ -435,7 +417,7 @@ class SpoolWriter:
             self._skipped = 0
         level, self._slow_level = self._slow_level, logging.DEBUG  # a busy disk is slow again and again
         text = "the disk of %s is slow: a record was not written after %g s; until it is, records are only in memory"
-        log.log(level, text, self.spool.folder, WRITE_SECONDS)
+        log.log(level, text, self.files.folder, WRITE_SECONDS)
 
     def commit(self, seq: int) -> None:
         """Mark all records up to `seq` as committed by a store; the spool thread then deletes their files."""
@@ -446,20 +428,17 @@ class SpoolWriter:
     @property
     def unwritten(self) -> int:
         """The number of records that are not on disk, although they were published."""
-        return len(self._waiting) + sum(self.spool.dropped.values())
-
-    def holds(self, seq: int) -> bool:
-        return self.spool.holds(seq)
+        return len(self._waiting) + sum(self.files.dropped.values())
 
     def after(self, cursor: int, max_bytes: int, first_in_ring: int) -> SpoolRecords | None:
         """Return records above `cursor` on disk and no longer in the ring; None if there are none or the disk fails."""
         if cursor + 1 >= first_in_ring:
             return None
-        records = self._do(self.spool.after, cursor, max_bytes)
+        records = self._do(self.files.after, cursor, max_bytes)
         return records if records is not None and records.first < first_in_ring else None
 
     def plan(self, plan_hash: str) -> str | None:
-        return self.spool.plan(plan_hash)
+        return self.files.plan(plan_hash)
 
     def flush(self, timeout_seconds: float) -> None:
         """Wait until the backlog is on disk, at most `timeout_seconds`.
@@ -488,11 +467,11 @@ class SpoolWriter:
         with self._changed:
             while len(self._waiting) > 2:  # the one that is being written, and the last
                 del self._waiting[1]
-                self.spool.drop(BEHIND)
+                self.files.drop(BEHIND)
         self._thread.join(CLOSE_SECONDS)
 
     def abandon(self) -> None:
-        self.spool.abandon()
+        self.files.abandon()
 
     def _start(self) -> None:
         thread = OwnThread(target=self._run, name="rankscope-spool-writer", on_fault=self.on_fault)
@@ -506,7 +485,7 @@ class SpoolWriter:
 
     def _run(self) -> None:
         # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
-        self._do(lambda: self.spool.open(self.describe()))
+        self._do(lambda: self.files.open(self.describe()))
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing or self._committed > self._deleted_to)
@@ -514,16 +493,16 @@ class SpoolWriter:
                 entry = self._waiting[0] if self._waiting else None
             if committed > self._deleted_to:
                 self._deleted_to = committed
-                self._do(self.spool.commit, committed)
+                self._do(self.files.commit, committed)
             if entry is not None:
                 self._write(*entry)
             elif self._closing:
                 break
             self.meter.lap("spool")
-        self._do(self.spool.close)
+        self._do(self.files.close)
 
     def _write(self, seq: int, record: EncodedRecord) -> None:
-        self._do(self.spool.append, seq, record)
+        self._do(self.files.append, seq, record)
         skipped = None
         with self._changed:
             self._waiting.popleft()
@@ -534,7 +513,7 @@ class SpoolWriter:
             self._changed.notify_all()
         if skipped is not None:
             level = logging.WARNING if skipped else logging.INFO
-            log.log(level, "the disk of %s responds again: %d records were not spooled", self.spool.folder, skipped)
+            log.log(level, "the disk of %s responds again: %d records were not spooled", self.files.folder, skipped)
 
     def _do(self, work: Callable[..., T], *args: object) -> T | None:
         """Return `work(*args)`, or report its error and return None: the ring has the record."""
@@ -542,7 +521,7 @@ class SpoolWriter:
             return work(*args)
         except Exception as error:  # noqa: BLE001 - errors of the disk and of the encoding
             if isinstance(error, OSError):
-                reason = f"{self.spool.folder}: {error.strerror or error}; a service still gets them"
+                reason = f"{self.files.folder}: {error.strerror or error}; a service still gets them"
                 remedy = "set RANKSCOPE_SPOOL_DIR to a writable folder with space on a local disk, or to off"
                 error = SpoolError(f"records cannot be written to {reason}; {remedy}")
             self.on_fault("spool", error)

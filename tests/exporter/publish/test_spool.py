@@ -17,7 +17,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import Orphan, SpoolReader, message_ends, segments
 from rankscope_exporter.publish.ring import OPTIONAL, EncodedRecord, encode, stream
-from rankscope_exporter.publish.spool import FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
+from rankscope_exporter.publish.spool import BEHIND, FAILED, FULL, KEPT_COLUMNS, Spool, needed_plans
 from rankscope_exporter.records.record import Scalar, StepRecord
 
 LIFE = {"started_at": 5, "planned_steps": 100, "config": {"every": 1}}
@@ -197,7 +197,7 @@ def test_oldest_records_are_deleted_and_counted_at_the_limit(tmp_path):
     kept = found(tmp_path)
 
     assert kept == list(range(kept[0], 40))
-    assert {FULL: kept[0], FAILED: 0} == spool.dropped
+    assert {FULL: kept[0], FAILED: 0, BEHIND: 0} == spool.dropped
     assert kept[0] > 0
     assert size <= 60_000
 
@@ -209,7 +209,7 @@ def test_deleted_committed_records_are_not_counted(tmp_path):
         spool.commit(seq)
     spool.close()
 
-    assert {FULL: 0, FAILED: 0} == spool.dropped
+    assert {FULL: 0, FAILED: 0, BEHIND: 0} == spool.dropped
 
 
 def test_record_larger_than_the_limit_is_counted(tmp_path):

@@ -154,7 +154,7 @@ def disk(tmp_path, monkeypatch):
 
 
 def on_disk(rank: Any, seqs: range) -> list[int]:
-    return [seq for seq in seqs if rank.channel.spool.holds(seq)]
+    return [seq for seq in seqs if rank.channel.spool.files.holds(seq)]
 
 
 def test_record_is_on_disk_before_readers_get_it(spooled, tmp_path, monkeypatch):
