@@ -26,9 +26,9 @@ from rankscope_contract.model.events import (
     subject_name,
 )
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
-from rankscope_contract.rules.curve import deviation_text
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, anomalies
 from rankscope_storage.connection import Connection
+from rankscope_view.data.deviation import deviation_text
 from rankscope_view.data.documents import json_object
 
 STATE_TEXTS: Final = {"muted": "opened, no message was sent"}
