@@ -102,6 +102,8 @@ class HookContext:
         """CPU seconds on the training thread of all hooks and of calls of the script."""
         self.in_forward = False
         """True if a training forward pass of the whole model is running."""
+        self.in_update = False
+        """True if an optimizer step without a closure is running: gradients that it computes are its own."""
         self.grad_enabled = True
         """True if gradients were enabled when torch called the hook of a quantity that is running now."""
         self._lock = lock

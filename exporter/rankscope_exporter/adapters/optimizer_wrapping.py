@@ -12,6 +12,7 @@ import torch
 
 from rankscope_exporter.adapters.parameter_hooks import Removable
 from rankscope_exporter.adapters.placement import loaded
+from rankscope_exporter.adapters.torch_private import has_step_hooks
 from rankscope_exporter.process.errors import ConfigError
 
 _MOST_LEVELS: Final = 4
@@ -27,7 +28,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 def inner_optimizers(optimizer: Any, levels: int = _MOST_LEVELS) -> list[torch.optim.Optimizer]:
     """Return the torch optimizers that `optimizer` steps: those that its attributes hold, or else itself."""
-    is_whole = isinstance(optimizer, torch.optim.Optimizer) and "defaults" in vars(optimizer)  # it was constructed
+    is_whole = has_step_hooks(optimizer)
     if is_whole and isinstance(optimizer, loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")):
         return [optimizer]
     held = [item for item in _held(optimizer) if levels and item is not optimizer]
@@ -63,7 +64,7 @@ class OuterStep:
     def install(self) -> list[Removable]:
         """Observe the step. A second call has no effect: several inner optimizers have the same outer step."""
         owner, self._owner = self._owner(), _nothing
-        if isinstance(owner, torch.optim.Optimizer) and "defaults" in vars(owner):
+        if has_step_hooks(owner):
             return [owner.register_step_pre_hook(self._begins), owner.register_step_post_hook(self._ends)]
         return [] if owner is None else [PatchedMethod(owner, "step", self._step)]
 

@@ -249,9 +249,14 @@ _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 _STATE_DICT: Final = "torch.distributed.checkpoint.state_dict"
 
 
-def is_in_optimizer_step() -> bool:
-    """Return whether this thread is inside of the step of a torch optimizer."""
-    return any(frame.f_code is _STEP for frame in _stack())
+def running_optimizer_steps() -> int:
+    """Return the number of calls of `step` of torch optimizers that run on this thread, one inside of the other."""
+    return sum(frame.f_code is _STEP for frame in _stack())
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Return whether an object is a torch optimizer that its class has constructed by `Optimizer.__init__`."""
+    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def makes_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
+
 from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, TensorHook, remove_all, remove_hook
+from rankscope_exporter.adapters.torch_private import in_place_changes
 from rankscope_exporter.records.record import StepObserver
 
 HookFactory = Callable[[int], Callable[[GradientSource], None]]
@@ -33,6 +36,7 @@ class GradientHooks(StepObserver):
         self._handles: dict[int, Removable] = {}  # one object per hook: a model may have many thousands of parameters
         self._arrived = monitored.update.arrived
         self._before = 0  # number of elements of it from earlier backward passes
+        self._trace: tuple[int | None, ...] | None = None
         self._last: int | None = None  # the parameter with the latest gradient of earlier backward passes
         self._seen: set[int] = set()  # parameters with gradients in any pass
         self._witnesses: set[int] = set()
@@ -99,23 +103,39 @@ class GradientHooks(StepObserver):
         self._arrived[:] = dict.fromkeys(self._arrived)  # passes of many micro-batches
         self._before = len(self._arrived)
 
+    def pass_ended(self) -> None:
+        """Store a trace of the gradient that arrived last, if the loop updates parameters without an optimizer."""
+        parameter = None if self._monitored.optimizers else self._latest()
+        self._trace = None if parameter is None else _versions(parameter)
+
     def are_cleared(self) -> bool:
-        """Return whether the gradient that arrived last was deleted, or its parameter replaced, since."""
-        last = self._arrived[-1] if len(self._arrived) > self._before else self._last
-        if last is None:
-            return False
-        parameter = self._monitored.parameter(last)
+        """Return whether the gradient that arrived last was deleted, or its parameter replaced, since.
+
+        Without an optimizer, also whether the gradient or its parameter was written in place since the pass.
+        """
+        parameter = self._latest()
         if parameter is None:
-            return last in self._monitored.missing()
-        return not self._monitored.framework.holds_gradient(parameter)
+            return self._number() in self._monitored.missing()
+        is_deleted = not self._monitored.framework.holds_gradient(parameter)
+        return is_deleted or (self._trace is not None and self._trace != _versions(parameter))
 
     def are_deleted(self) -> bool:
         """Return whether the parameter that received a gradient last is in the model and has no gradient."""
-        last = self._arrived[-1] if len(self._arrived) > self._before else self._last
-        parameter = None if last is None else self._monitored.parameter(last)
+        parameter = self._latest()
         return parameter is not None and not self._monitored.framework.holds_gradient(parameter)
+
+    def _number(self) -> int | None:
+        return self._arrived[-1] if len(self._arrived) > self._before else self._last
+
+    def _latest(self) -> torch.nn.Parameter | None:
+        number = self._number()
+        return None if number is None else self._monitored.parameter(number)
 
     def remove(self) -> None:
         """Remove the gradient hooks of all parameters."""
         self._hook_of = None
         remove_all([CallbackHandle(functools.partial(self._remove, index)) for index in self._handles])
+
+
+def _versions(parameter: torch.nn.Parameter) -> tuple[int | None, ...]:
+    return tuple(None if item is None else in_place_changes(item) for item in (parameter, parameter.grad))

@@ -89,6 +89,7 @@ class Hooks(HookContext):
         )
         self._backward = self._listed = NO_PASS
         self.forward_thread = 0  # of the latest forward pass
+        self._chunk = 0  # in which it runs
         self._inner = 0  # forward passes of the root inside of its own forward pass
         self._without_effect: set[int] = set()  # optimizers in a step that is none of the training, by identity
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
@@ -144,10 +145,12 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
-        if self.in_forward and _is_in_forward(self):
-            self._inner += 1
-            return
-        self._inner = 0
+        if self.in_forward:
+            if _is_in_forward(self):
+                self._inner += 1
+                return
+            self._forward_failed()  # by an interrupt, after which torch calls no hook
+        self._inner, self.in_update = 0, False
         self.forward_thread = threading.get_ident()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
@@ -155,16 +158,21 @@ class Hooks(HookContext):
         if own.training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
-            self._recorder.forward_begins(self.monitored.framework.chunk(module) if self._has_chunks else 0)
+            self._chunk = self.monitored.framework.chunk(module) if self._has_chunks else 0
+            self._recorder.forward_begins(self._chunk)
         else:
             self._in_evaluation = True
             self._recorder.evaluation_begins()
+
+    def _forward_failed(self) -> None:
+        self.in_forward = False
+        self._recorder.forward_failed(self._chunk)
 
     def _forward_is_transformed(self) -> None:
         self._watchdog.active_at = time.monotonic()
         self._recorder.transformed_forward()
 
-    def _forward_ended(self, module: torch.nn.Module, _args: Any, output: Any) -> None:
+    def _forward_ended(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
         if self._inner:
             self._inner -= 1
             return
@@ -173,7 +181,7 @@ class Hooks(HookContext):
         if was_training:
             self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
-                self._recorder.forward_failed(self.monitored.framework.chunk(module) if self._has_chunks else 0)
+                self._forward_failed()
             elif self._current.is_sampled and not self._has_chunks:
                 self._recorder.forward_ended(output)
         elif was_evaluation:
@@ -207,7 +215,7 @@ class Hooks(HookContext):
         """
         backward = current_pass()
         if backward != self._backward:
-            if self.in_forward and _is_in_forward(self):  # the model trains a part of itself
+            if _is_in_forward(self):  # the model trains a part of itself
                 return
             self._pass_begins(backward)
         self.monitored.update.arrived.append(index)
@@ -218,6 +226,8 @@ class Hooks(HookContext):
 
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
+        if self.in_forward:
+            self._forward_failed()  # see `_forward_begins`
         self._passes += 1
         self._watchdog.active_at = time.monotonic()
         try:
@@ -238,6 +248,7 @@ class Hooks(HookContext):
 
     def _backward_ended(self) -> None:
         self._recorder.measure(Quantity.on_backward_end, "backward_ended")
+        self._gradients.pass_ended()
         self._passes -= 1
         if self._passes > 0:
             return
@@ -285,6 +296,7 @@ class Hooks(HookContext):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._recorder.update_begins(optimizer, computes_gradients=callable(closure))
+        self.in_update = not callable(closure)
         if self._recorder.forwards_are_transformed:
             self.tell_once(_TRANSFORMED)
         if self._recorder.updates_copies:
@@ -316,6 +328,7 @@ class Hooks(HookContext):
             self._without_effect.remove(id(optimizer))
             return
         self._new_optimizers.stepping.discard(id(optimizer))
+        self.in_update = False
         if current_pass() == NO_PASS:
             self._recorder.updated(optimizer)
 

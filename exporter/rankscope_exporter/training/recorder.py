@@ -36,7 +36,15 @@ from rankscope_exporter.records.record import (
 )
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.sampling import ActiveQuantities
-from rankscope_exporter.training.step_tracker import CurrentStep, Ended, StepStage, StepTracker, UnseenUpdates, take
+from rankscope_exporter.training.step_tracker import (
+    CurrentStep,
+    Ended,
+    Signal,
+    StepStage,
+    StepTracker,
+    UnseenUpdates,
+    take,
+)
 
 LOGGING_SECONDS: Final = 10.0
 """Seconds after an update in which calls of `log` keep the step open; limited, as an evaluation may log for hours."""
@@ -99,9 +107,10 @@ class Recorder:
             if self._unseen.are_expected:
                 self._notice_updates()
             self._is_transformed = False
-            self._after(self.tracker.forward_begins(self.gradients.are_cleared), "forward")
+            self._after(self.tracker.move(Signal.FORWARD, self.gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
+            self.current.forward_begins()
             if self.current.is_sampled:
                 table = self.active_quantities.table
                 table.deferred_before = len(table.deferred)
@@ -120,10 +129,11 @@ class Recorder:
     def forward_failed(self, chunk: int) -> None:
         """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
         with self._lock:
-            if self.current.is_sampled:
-                self.active_quantities.forward_failed()
-            self._forwards[chunk] -= 1
-            self.micro_step = self._forwards[chunk]
+            if chunk in self._forwards:  # else the step has ended
+                if self.current.is_sampled:
+                    self.active_quantities.forward_failed()
+                self._forwards[chunk] -= 1
+                self.micro_step = self._forwards[chunk]
 
     def transformed_forward(self) -> None:
         """Handle a training forward pass under a transform of `torch.func`. No operation of torch may run now.
@@ -137,7 +147,7 @@ class Recorder:
     def _begin_transformed(self) -> None:
         is_first = self.current.pending is None and self.current.last_step is None
         if is_first or self.forwards_are_transformed:
-            self._after(self.tracker.forward_begins(self.gradients.are_cleared), "forward")
+            self._after(self.tracker.move(Signal.FORWARD, self.gradients.are_cleared), "forward")
 
     def evaluation_begins(self) -> None:
         """Handle the beginning of a forward pass of the whole model in evaluation mode or without gradients."""
@@ -157,7 +167,7 @@ class Recorder:
                 left = {number for number, graph in results if graph() is None}
                 if len(left) < len(results):  # else the graphs are those of other results of the passes
                     self.active_quantities.left_out |= left
-            self._after(self.tracker.backward_begins(self.gradients.are_cleared), "backward")
+            self._after(self.tracker.move(Signal.BACKWARD, self.gradients.are_cleared), "backward")
             if self._unseen.are_expected:
                 self._await_update()
             self.current.backward_begins()
@@ -202,7 +212,8 @@ class Recorder:
                 self.forwards_are_transformed = self._is_transformed and not self._forwards
                 self._is_transformed = False
             is_repeated = id(optimizer) in self._updated_by - self._additional
-            self._after(self.tracker.update_begins(repeated=is_repeated), "update")
+            ended = self.tracker.move(Signal.UPDATE, repeated=is_repeated, computes_gradients=computes_gradients)
+            self._after(ended, "update")
             self.note("update_begins")
             update = optimizer, self._note_update(optimizer)
             if self.current.is_sampled:
@@ -239,7 +250,7 @@ class Recorder:
         with self._lock:
             if not replaces and len(self.monitored.optimizers) > 1:
                 self._additional.add(id(optimizer))
-            self._after(self.tracker.update_begins(repeated=False), "update")
+            self._after(self.tracker.move(Signal.UPDATE, repeated=False), "update")
             self._note_update(optimizer)
 
     def gradients_computed(self) -> None:
@@ -266,7 +277,7 @@ class Recorder:
             else:
                 self.measure(Quantity.on_optimizer_step_end, "updated")
             self.events.on_update_applied()
-            self.tracker.updated()
+            self.tracker.move(Signal.UPDATED)
             if self._unseen.are_expected:
                 self._unseen.look()
             self._last_seen = self._updated_at = time.monotonic()
@@ -319,7 +330,8 @@ class Recorder:
                 is_other = current.pending is not None and step != current.pending.step
                 if step is not None and current.is_numbered and is_other:
                     self._after(self.tracker.end(), "script")
-                if current.log(pending, step) and step is not None:
+                is_updated = self.tracker.stage is StepStage.UPDATED and not self.tracker.explicit
+                if current.log(pending, step, is_updated=is_updated) and step is not None:
                     self.tracker.step = step
             else:
                 current.log_apart(pending, step)
@@ -384,11 +396,7 @@ class Recorder:
         step = self.tracker.step
         self.events.on_before_step(step)
         sampled = self.active_quantities.decide_sampling(step)
-        current = self.current
-        current.pending = StepRecord(  # its times are set when it closes
-            ts=0, step=step, sampled=sampled, pending=current.next_values, events=current.next_events
-        )
-        current.is_sampled, current.next_values, current.next_events = sampled, [], []
+        self.current.open(step, sampled=sampled)
         self._updated_by.clear()
         self.monitored.update.stepped.clear()
         self._awaiting = None
@@ -479,11 +487,11 @@ class Recorder:
     def _notice_updates(self) -> None:
         """Record the optimizer steps without hook calls that have run since the last call of this method."""
         for optimizer in self._unseen.look():
-            self._after(self.tracker.update_begins(repeated=id(optimizer) in self._updated_by), "update")
+            self._after(self.tracker.move(Signal.UPDATE, repeated=id(optimizer) in self._updated_by), "update")
             if not self._updated_by and self.current.pending is not None and not self.current.pending.learning_rates:
                 self.current.note_learning_rates(self.monitored)
             self._updated_by.add(id(optimizer))
             self.measure(Quantity.on_optimizer_step_end)
             self.events.on_update_applied()
-            self.tracker.updated()
+            self.tracker.move(Signal.UPDATED)
             self._updated_at = time.monotonic()

@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 from rankscope_contract.model.scalar_names import logged_name
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.torch_private import in_place_changes, is_in_optimizer_step
+from rankscope_exporter.adapters.torch_private import in_place_changes, running_optimizer_steps
 from rankscope_exporter.adapters.tracing import untransformed
 from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.records.record import (
@@ -96,12 +96,18 @@ class StepStage(enum.Enum):
     """The stage that the present training step has reached."""
 
     IDLE = "idle"  # between two steps
-    OPEN = "open"  # a training forward pass has begun
+    OPEN = "open"  # a training forward pass or an update has begun
     GRADIENTS = "gradients"  # a backward pass has begun
     UPDATED = "updated"  # the optimizer has stepped; numbers that are logged now still belong to this step
 
 
-_MAY_BE_OVER: Final = (StepStage.GRADIENTS, StepStage.UPDATED)
+class Signal(enum.Enum):
+    """An action of the training that moves a step from one stage to the next."""
+
+    FORWARD = "forward"  # a training forward pass of the whole model begins
+    BACKWARD = "backward"  # a backward pass begins
+    UPDATE = "update"  # an optimizer step begins; a closure may run several passes before it ends
+    UPDATED = "updated"  # an optimizer step ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,7 @@ class Ended:
     step: int
     skipped: bool
     is_certain: bool = False
-    """True if the script has ended the step, so that the step is no single pass of an update with several passes."""
+    """True if the script has ended the step, or its update has raised: it is no pass of an update with several."""
 
 
 Cleared = Callable[[], bool]
@@ -124,12 +130,14 @@ It is called only if the result is needed.
 class StepTracker:
     """Numbers the steps from `first_step` on, including skipped steps, and detects the end of each step.
 
+    `docs/steps.md` has the diagram of the stages. A test compares it with `move`.
+
     If `has_optimizer` is false, no step counts as skipped until an optimizer steps. If `explicit` is true, only a call
     of `end` ends a step. This is needed for training loops that use a model in several ways per step, such as
     adversarial training.
 
-    The function `is_in_update` returns whether an optimizer step that has begun still runs. It may compute gradients in
-    a closure, or it has raised.
+    The function `running_updates` returns how many optimizer steps run, one inside of the other. A step that has begun
+    and not ended computes gradients in a closure, or it has raised.
     """
 
     def __init__(
@@ -138,52 +146,48 @@ class StepTracker:
         *,
         has_optimizer: bool = True,
         explicit: bool = False,
-        is_in_update: Callable[[], bool] = is_in_optimizer_step,
+        running_updates: Callable[[], int] = running_optimizer_steps,
     ) -> None:
         self._has_optimizer = has_optimizer
-        self._explicit = explicit
-        self._is_in_update = is_in_update
-        self._updating = False
+        self.explicit = explicit
+        self._running_updates = running_updates
+        self._updating = self._has_closure = False
+        self._has_failed = False  # an update of the present step has raised
         self._has_forward = False  # a forward pass has begun in the present step
         self.stage = StepStage.IDLE
         self.step = first_step
         """Number of the present step; between two steps (stage IDLE), the number of the next step."""
 
-    def forward_begins(self, cleared: Cleared) -> Ended | None:
-        """Handle the beginning of a training forward pass of the whole model.
+    def move(
+        self,
+        signal: Signal,
+        cleared: Cleared = lambda: False,
+        *,
+        repeated: bool = False,
+        computes_gradients: bool = False,
+    ) -> Ended | None:
+        """Move to the stage after `signal`. Return the previous step if `signal` ends it, otherwise None.
 
-        Return the previous step if this forward pass ends it, otherwise None.
+        `repeated`: the optimizer whose step begins has already begun a step in the present step.
+        `computes_gradients`: it has a closure.
         """
-        ended = self._end_if_over(cleared) if self.stage in _MAY_BE_OVER else None
-        if self.stage is StepStage.IDLE:
-            self.stage = StepStage.OPEN
-        self._has_forward = True
+        if signal is Signal.UPDATE:
+            is_over = repeated and self._is_over_at_update(computes_gradients)
+        else:
+            is_over = signal is not Signal.UPDATED and self._is_over(signal, cleared)
+        ended = self.end() if is_over and not self.explicit else None
+        match signal:
+            case Signal.BACKWARD:
+                self.stage = StepStage.GRADIENTS
+            case Signal.UPDATED:
+                self.stage = StepStage.UPDATED
+                self._has_optimizer = True  # it may have been created after attach
+            case _ if self.stage is StepStage.IDLE:
+                self.stage = StepStage.OPEN
+        self._has_forward |= signal is Signal.FORWARD
+        if signal in (Signal.UPDATE, Signal.UPDATED):
+            self._updating, self._has_closure = signal is Signal.UPDATE, computes_gradients
         return ended
-
-    def backward_begins(self, cleared: Cleared) -> Ended | None:
-        """Return the previous step if this pass ends it: several passes after one forward pass are one step."""
-        is_same = self._has_forward and self.stage is StepStage.GRADIENTS
-        ended = self._end_if_over(cleared) if self.stage in _MAY_BE_OVER and not is_same else None
-        self.stage = StepStage.GRADIENTS
-        return ended
-
-    def update_begins(self, *, repeated: bool) -> Ended | None:
-        """Return the previous training step if this step of an optimizer ends it.
-
-        `repeated`: the same optimizer has stepped in it already. A closure may run several passes before `updated`.
-        """
-        over = self.stage is StepStage.UPDATED and repeated and not self._explicit
-        ended = self.end() if over else None
-        if self.stage is StepStage.IDLE:
-            self.stage = StepStage.OPEN
-        self._updating = True
-        return ended
-
-    def updated(self) -> None:
-        """Handle the end of an optimizer step."""
-        self._has_optimizer = True  # it may have been created after attach
-        self.stage = StepStage.UPDATED
-        self._updating = False
 
     def end(self, *, skipped: bool | None = None) -> Ended | None:
         """End the present step and return it; return None if no step is open.
@@ -192,20 +196,39 @@ class StepTracker:
         """
         if self.stage is StepStage.IDLE:
             return None
-        is_certain = self._explicit or bool(skipped)
+        is_certain = self.explicit or bool(skipped) or self._has_failed
         if skipped is None:
             skipped = self.stage is StepStage.GRADIENTS and self._has_optimizer
         ended = Ended(self.step, skipped, skipped and is_certain)
         self.step += 1
         self.stage = StepStage.IDLE
-        self._updating = self._has_forward = False
+        self._updating = self._has_forward = self._has_failed = False
         return ended
 
-    def _end_if_over(self, cleared: Cleared) -> Ended | None:
-        if self._explicit or (self._updating and self._is_in_update()):  # a closure computes the gradients
-            return None
-        has_failed, self._updating = self._updating, False  # the optimizer has raised
-        return self.end() if has_failed or self.stage is StepStage.UPDATED or cleared() else None
+    def _is_over_at_update(self, computes_gradients: bool) -> bool:  # noqa: FBT001 - private
+        self._has_failed |= self._updating and self._running_updates() == 1  # else this one is inside of another one
+        return self.stage is StepStage.UPDATED or (computes_gradients and self._is_over_by_failure())
+
+    def _is_over(self, signal: Signal, cleared: Cleared) -> bool:
+        if self._updating:
+            if self._running_updates():  # a closure computes the gradients
+                return False
+            self._updating, self._has_failed = False, True
+        if self.stage is StepStage.GRADIENTS:
+            is_same = signal is Signal.BACKWARD and self._has_forward  # several passes after one forward pass
+            return not is_same and (self._has_failed or cleared())
+        return self.stage is StepStage.UPDATED or self._is_over_by_failure()
+
+    def _is_over_by_failure(self) -> bool:
+        # A closure that raises in its forward pass is a forward pass that raises.
+        return self._has_failed and (self.stage is StepStage.GRADIENTS or not self._has_closure)
+
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]  # name and labels of a logged number
+
+
+def _key(value: Pending) -> _Key:
+    return value.name, tuple(value.labels.items())
 
 
 class CurrentStep:
@@ -234,35 +257,63 @@ class CurrentStep:
         """True if the script has set the number of the step that was closed last."""
         self.last_step: int | None = None
         """Number of the step that was closed last; None before the first step was closed."""
-        self._next_step: int | None = None  # number of `next_values`
+        self._next_step: int | None = None  # number of `_next_values`; None if the script has not set it
         self._has_gone_back = False
-        self.next_values: list[Pending] = []
-        self.next_events: list[Event] = []
-        """Values and events that were added while no step is open. They belong to the next step."""
+        self._next_values: list[Pending] = []  # added while no step is open or after an update
+        self._next_events: list[Event] = []
+        self._early: set[_Key] = set()  # names that were first logged before the first step
+        self._names: set[_Key] = set()  # those that were logged since the last forward pass of the open or last step
 
-    def log(self, values: Sequence[Pending], step: int | None) -> bool:
-        """Add logged values to the open, the last or the next step.
+    def open(self, step: int, *, sampled: bool) -> None:
+        """Begin the record of step `step`, with the values and events that wait for it."""
+        values, self._next_values = self._next_values, []
+        events, self._next_events = self._next_events, []
+        self._next_step, self.is_sampled = None, sampled
+        self._names.clear()
+        # The times are set when the record is closed.
+        self.pending = StepRecord(ts=0, step=step, sampled=sampled, pending=values, events=events)
 
-        If a step is open, it gets the values, and `step` becomes its number. If no step is open, and `step` is None or
-        the number of the last step, the last step gets the values. Otherwise the next step gets the values, and `step`
-        is its number.
+    def forward_begins(self) -> None:
+        """Handle a training forward pass: a name that a later micro-batch logs again belongs to the same step."""
+        self._names.clear()
+
+    def log(self, values: Sequence[Pending], step: int | None, *, is_updated: bool) -> bool:
+        """Add logged values to the open, the last or the next step, by the rule in `docs/steps.md`.
+
+        `is_updated` is true if the open step may end with its update.
 
         Return whether this call has set the number of the open or of the next step.
         """
+        if step is None and (is_updated or self.pending is None):
+            values = self._without_next(values)
         if self.pending is not None:
             self.pending.pending += values
+            self._names.update(map(_key, values))
             if step is not None:
                 self.pending.step = step
         elif step is None or step == self.last_step:
-            self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
+            self._names.update(map(_key, values))
+            if values:
+                self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
             return False
         else:
             if step != self._next_step:
                 self.publish_next()
-            self.next_values += values
+            self._next_values += values
             self._next_step = step
         self.is_numbered |= step is not None
         return step is not None
+
+    def _without_next(self, values: Sequence[Pending]) -> list[Pending]:
+        """Keep the values that belong to the next step, and return the others."""
+        if self.pending is None and self.last_step is None:
+            self._early.update(map(_key, values))
+        known = self._early | self._names
+        later = [item for item in values if _key(item) in known]
+        if self.pending is None and not set(map(_key, later)).isdisjoint(map(_key, self._next_values)):
+            self.publish_next()  # no step begins
+        self._next_values += later
+        return [item for item in values if _key(item) not in known]
 
     def is_over(self, step: int) -> bool:
         """Return whether `step` is no new number: steps were counted beyond it, and not by numbers of the script."""
@@ -283,10 +334,12 @@ class CurrentStep:
         self.hand_over(StepRecord.now(step, pending=list(values), events=events))
 
     def publish_next(self) -> None:
-        """Publish the values of the next step, which does not begin: another number follows, or training ends."""
-        if self.next_values:
-            self.hand_over(StepRecord.now(self._next_step, pending=self.next_values))
-            self.next_values = []
+        """Publish the values of the next step, which does not begin: other values follow, or training ends."""
+        if self._next_values:
+            if self._next_step is None and self.last_step is not None:
+                self._next_step = self.last_step + 1
+            self.hand_over(StepRecord.now(self._next_step, pending=self._next_values))
+            self._next_values = []
 
     def note_learning_rates(self, monitored: MonitoredModel) -> None:
         """Store the learning rates of all groups for the open step, without waiting for a device."""
@@ -311,7 +364,7 @@ class CurrentStep:
     def add_event(self, event: Event) -> None:
         """Add an event to the record of the open step, or to the record of the next step if no step is open."""
         with self.lock:
-            (self.next_events if self.pending is None else self.pending.events).append(event)
+            (self._next_events if self.pending is None else self.pending.events).append(event)
 
     def publish_event(self, event: Event) -> None:
         """Publish an event immediately, in a record of its own with the number of the open or last step."""

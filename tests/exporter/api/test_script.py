@@ -113,7 +113,7 @@ def test_rates_and_totals_follow_from_amounts():
         for tokens in (4, math.nan, 30):
             training.train(tokens=tokens)
             if tokens == 4:
-                training.monitor.log(tokens=6)
+                training.monitor.log(tokens=6, step=1)
     seconds, rates = dict(training.scalars("step_seconds")), dict(training.scalars("tokens_per_second"))
     units = {scalar.name: scalar.unit for record in training.records for scalar in record.scalars}
     memory = dict(training.scalars("resident_memory_bytes"))

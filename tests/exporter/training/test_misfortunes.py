@@ -21,7 +21,7 @@ from rankscope_exporter.measure.quantities.gradients import Gradients
 from rankscope_exporter.measure.quantities.optimizer_state import OptimizerState
 from rankscope_exporter.measure.quantities.parameters import Parameters
 from rankscope_exporter.monitors.throughput import ThroughputConfig
-from rankscope_exporter.training.step_tracker import Ended, StepTracker
+from rankscope_exporter.training.step_tracker import Ended, Signal, StepTracker
 
 STEPS, FAULTY = 5, 3
 ALWAYS = list(range(1, STEPS + 1))
@@ -417,13 +417,13 @@ def test_process_ends_as_without_the_monitor(event, code, how):
 def ended(tracker: StepTracker, *events: str) -> list[tuple[int, bool]]:
     """Return the steps that the events end, and whether each was skipped. A pass with "!" finds deleted gradients."""
     calls: dict[str, Any] = {
-        "forward": lambda: tracker.forward_begins(lambda: False),
-        "forward!": lambda: tracker.forward_begins(lambda: True),
-        "backward": lambda: tracker.backward_begins(lambda: False),
-        "backward!": lambda: tracker.backward_begins(lambda: True),
-        "update": lambda: tracker.update_begins(repeated=False),
-        "same optimizer": lambda: tracker.update_begins(repeated=True),
-        "updated": tracker.updated,
+        "forward": lambda: tracker.move(Signal.FORWARD, lambda: False),
+        "forward!": lambda: tracker.move(Signal.FORWARD, lambda: True),
+        "backward": lambda: tracker.move(Signal.BACKWARD, lambda: False),
+        "backward!": lambda: tracker.move(Signal.BACKWARD, lambda: True),
+        "update": lambda: tracker.move(Signal.UPDATE, repeated=False),
+        "same optimizer": lambda: tracker.move(Signal.UPDATE, repeated=True),
+        "updated": lambda: tracker.move(Signal.UPDATED),
         "end": tracker.end,
         "end, not skipped": lambda: tracker.end(skipped=False),
     }
@@ -434,8 +434,8 @@ PASSES = ("forward", "backward")
 UPDATE = ("update", "updated")
 CLEARED = ("forward!", "backward!")
 AGAIN = ("same optimizer", "updated")
-CLOSURE: dict[str, Any] = {"is_in_update": lambda: True}
-RAISED: dict[str, Any] = {"is_in_update": lambda: False}
+CLOSURE: dict[str, Any] = {"running_updates": lambda: 1}
+RAISED: dict[str, Any] = {"running_updates": lambda: 0}
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ RAISED: dict[str, Any] = {"is_in_update": lambda: False}
         ({}, ("backward", "backward!"), [(1, True)]),  # no forward pass is seen
         ({}, ("forward", "backward", "backward!", *UPDATE, "end"), [(1, False)]),  # gradient surgery
         ({}, ("backward", *UPDATE * 2, "forward"), [(1, False)]),  # two optimizers
-        ({}, ("update", "backward", "updated", "same optimizer"), [(1, False)]),  # with a closure
+        (CLOSURE, ("update", "backward", "updated", "same optimizer"), [(1, False)]),
         (CLOSURE, ("update", *CLEARED * 4, "updated", "same optimizer", *CLEARED * 4, "updated"), [(1, False)]),
         (RAISED, (*PASSES, "update", *PASSES, *UPDATE, "end"), [(1, True), (2, False)]),
         ({"first_step": 7}, ("backward", "end, not skipped", "end"), [(7, False)]),

@@ -254,6 +254,10 @@ class ActivationOptions(QuantityOptions):
 
 
 _GRADIENT: Final[dict[Kind, Kind]] = {Kind.ACT_IN: Kind.ACT_GRAD_IN, Kind.ACT_OUT: Kind.ACT_GRAD_OUT}
+_OWN_GRADIENTS: Final = (
+    "the optimizer computes gradients inside of its step: gradients of activations are those of backward passes before "
+    "this step, and absent without such a pass"
+)
 _OBJECT: Final[dict[Kind, str]] = {
     kind: side + ("_grad" if kind in _GRADIENT.values() else "") for kind, side in SIDES.items()
 }
@@ -452,6 +456,9 @@ class Activations(ModuleQuantity):
 
     def _arrived(self, sites: Sequence[TensorSite], gradient: torch.Tensor | None) -> None:
         if gradient is None:
+            return
+        if self._hooking.in_update:
+            self._hooking.tell_once(_OWN_GRADIENTS)
             return
         self._step.calls.gradient_arrived()
         for site in sites:
