@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from _noise import six_statistics
 
 from rankscope_contract.model.identity import Identity
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.records.record import Scalar
@@ -72,15 +73,8 @@ def _channel(rank: int, ranks: Ranks) -> RankServer:
         rules=(),
         settings={},
         planned_steps=10_000,
-        on_fault=_fail,
-        overhead=dict,
-        dropped=dict,
-        faults=lambda: 0,
+        boundary=ErrorBoundary(),
     )
-
-
-def _fail(where: str, error: BaseException) -> None:
-    print(f"{where}: {error!r}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from _rows import Row, cpu_seconds, print_rows
 
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.wire.channel import SCHEMA_HEADER
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.publish.serving_config import ServeConfig
@@ -123,15 +124,8 @@ def _channel(rank: int) -> RankServer:
         rules=(),
         settings={},
         planned_steps=None,
-        on_fault=_fail,
-        overhead=dict,
-        dropped=dict,
-        faults=lambda: 0,
+        boundary=ErrorBoundary(),
     )
-
-
-def _fail(where: str, error: BaseException) -> None:
-    raise RuntimeError(where) from error
 
 
 def _fetch(address: str, context: RowContext, poll: int, plans: dict[str, PlanColumns]) -> ValidBody:

@@ -21,6 +21,7 @@ from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_exporter.config.monitor_config import MonitorConfig
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
@@ -51,10 +52,7 @@ def live(order: dict[str, Any]) -> None:
         rules=(),
         settings={},
         planned_steps=None,
-        on_fault=lambda where, error: print(where, repr(error), file=sys.stderr, flush=True),
-        overhead=dict,
-        dropped=dict,
-        faults=lambda: 0,
+        boundary=ErrorBoundary(),
     )
     channel.start()
     out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

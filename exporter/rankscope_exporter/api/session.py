@@ -236,11 +236,7 @@ class Session:
             rules=config.rules,
             settings={**public_settings(config), "device": str(self._device)},
             planned_steps=self.planned_steps,
-            on_fault=boundary.report,
-            overhead=self.overhead_seconds,
-            dropped=self._dropped,
-            faults=lambda: boundary.count,
-            on_registered=lambda attempt: self.notices.registered(config, attempt, self.first_step),
+            boundary=boundary,
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
                 change_sampling=self._change_sampling,
@@ -248,6 +244,9 @@ class Session:
                 queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
                 stretch=lambda: self.overhead_controller.stretch,
                 collectives=lambda: self.collectives.totals(),  # noqa: PLW0108 - built later
+                overhead=self.overhead_seconds,
+                dropped=self._dropped,
+                on_registered=lambda attempt: self.notices.registered(config, attempt, self.first_step),
             ),
         )
         self.diagnosis = Diagnosis(

@@ -17,10 +17,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -30,7 +30,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.wire.channel import NOTHING, STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
 from rankscope_contract.wire.spool import service_name
-from rankscope_exporter.process.errors import ServeError
+from rankscope_exporter.process.errors import ErrorBoundary, ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.exposition import ExporterStats, Exposition
 from rankscope_exporter.publish.http_server import HttpServer, open_server
@@ -86,35 +86,24 @@ def _jump_event(jump: int, offset: int) -> Event:
     )
 
 
-T = TypeVar("T")
-
 _URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
 """Types of events after which the rank asks the service for an immediate poll."""
 
 
 @dataclass(eq=False, kw_only=True)
 class RankServer:
-    """Keeps the records of one process and serves them over HTTP. Has no socket and no thread before `start()`.
-
-    `overhead`, `dropped` and `faults` are functions that return statistics for the metrics page: the CPU seconds, the
-    dropped records and the errors of other components of the monitor. `on_registered` is called on the registration
-    thread, with the number of the attempt, when the service has accepted this rank for the first time.
-    """
+    """Keeps the records of one process and serves them over HTTP. Has no socket and no thread before `start()`."""
 
     identity: Identity
     config: ServeConfig
     rules: Sequence[AnomalyRule]
     settings: Mapping[str, Any]
     planned_steps: int | None
-    on_fault: Callable[[str, BaseException], None]
-    overhead: Callable[[], Mapping[str, float]]
-    dropped: Callable[[], Mapping[str, int]]
-    faults: Callable[[], int]
-    on_registered: Callable[[int], None] = lambda _: None
+    boundary: ErrorBoundary
     sources: RankServerSources = field(default_factory=RankServerSources)
 
     def __post_init__(self) -> None:
-        config, on_fault = self.config, self.on_fault
+        config, report = self.config, self.boundary.report
         # Converted here to the form that a JSON reader gets: values without a JSON form become text on this thread.
         self.settings = json.loads(json.dumps(dict(self.settings), default=str), parse_constant=str)
         self.incarnation = self.identity.incarnation
@@ -133,7 +122,7 @@ class RankServer:
         self.is_closed = False
         self._unencodable = 0  # rows of nested datasets, such as events, whose values do not fit the columns
         self._meter = CpuMeter()
-        self.spool = spool_of(config, self.incarnation, self._describe, on_fault=on_fault, meter=self._meter)
+        self.spool = spool_of(config, self.incarnation, self._describe, on_fault=report, meter=self._meter)
         self.orphans: OrphanRecovery | None = None
         is_kept = None if self.spool is None else self.spool.files.holds
         self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=is_kept)
@@ -170,10 +159,10 @@ class RankServer:
         client = service_client(config)
         if self.spool is not None and client is not None and config.ingest_url is not None:
             root, service = Path(self.spool.root), service_name(config.ingest_url)
-            self.orphans = OrphanRecovery(root, self.incarnation, client, service, self.on_fault)
+            self.orphans = OrphanRecovery(root, self.incarnation, client, service, self.boundary.report)
             self._parts.callback(self.orphans.stop)
         routes = Routes(self, token=config.secret, is_guarded=config.is_guarded)
-        self._server = open_server(config, routes, on_fault=self.on_fault, meter=self._meter)
+        self._server = open_server(config, routes, on_fault=self.boundary.report, meter=self._meter)
         self._parts.callback(self._server.stop)
         address = config.advertised(self._server.port, self.identity.host)
         self.url = f"{config.scheme}://{address}"
@@ -184,14 +173,11 @@ class RankServer:
         self._server.start()
         if client is not None:
             self._registration = RegistrationLoop(
-                client, self._introduce, self._on_reply, on_fault=self.on_fault, meter=self._meter
+                client, self._introduce, self._on_reply, on_fault=self.boundary.report, meter=self._meter
             )
             self._parts.callback(self._registration.stop)
             if self.orphans is not None:
-                try:
-                    self.orphans.start(self.url)
-                except Exception as error:  # noqa: BLE001 - an optional part must not prevent the rank from being served
-                    self.on_fault("serving spools of dead processes", error)
+                self.boundary.call("serving spools of dead processes", self.orphans.start, self.url)
             self._registration.start()
         return self.url
 
@@ -283,29 +269,18 @@ class RankServer:
             self.spool.commit(seq)
 
     def _stats(self) -> ExporterStats:
-        empty: Mapping[str, Any] = {}
+        call, sources = self.boundary.call, self.sources
         of_spool = {} if self.spool is None else self.spool.files.dropped
         own = {"ring_overrun": self.ring.overrun, "unencodable": self._unencodable, **of_spool}
         return ExporterStats(
-            sampling_stretch=self._read("the sampling interval multiplier", self.sources.stretch, None),
-            collectives=self._read("collectives", self.sources.collectives, empty),
-            faults=self.faults(),
-            dropped={**own, **self._read("dropped records", self.dropped, empty)},
-            overhead_seconds={**self._read("overhead", self.overhead, empty), **self._meter.totals()},
+            sampling_stretch=call("the sampling interval multiplier on the page", sources.stretch),
+            collectives=call("collectives on the page", sources.collectives) or {},
+            faults=self.boundary.count,
+            dropped=own | (call("dropped records on the page", sources.dropped) or {}),
+            overhead_seconds=(call("overhead on the page", sources.overhead) or {}) | self._meter.totals(),
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
         )
-
-    def _read(self, part: str, source: Callable[[], T], default: T) -> T:
-        """Return the result of `source`, a function that provides a section of the metrics page.
-
-        If it raises, the error is reported and `default` is returned, so that the page is served without this section.
-        """
-        try:
-            return source()
-        except Exception as error:  # noqa: BLE001 - see above
-            self.on_fault(f"{part} on the page", error)
-            return default
 
     def _introduce(self) -> Registration:
         if self.orphans is not None:
@@ -332,9 +307,6 @@ class RankServer:
 
     def _on_reply(self, reply: RegistrationReply) -> None:
         is_first, self.lease = self.lease is None, reply.lease
-        try:
-            self._commit(reply.committed)
-            if is_first:
-                self.on_registered(reply.attempt)
-        except Exception as error:  # noqa: BLE001 - a wrong cursor or a disk error must not end the heartbeats
-            self.on_fault("registration", error)
+        self.boundary.call("registration", self._commit, reply.committed)
+        if is_first:
+            self.boundary.call("registration", self.sources.on_registered, reply.attempt)

@@ -47,9 +47,9 @@ class BadRequestError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankServerSources:
-    """Functions of other components of the monitor that the server calls while it answers a request.
+    """Functions of other components of the monitor, which the server calls on its own threads.
 
-    The server calls all of them on its own threads. A rank without a function for a request answers 503.
+    A rank without a function for a request answers 503.
     """
 
     take_stacks: Callable[[], Mapping[str, Any]] | None = None
@@ -80,6 +80,12 @@ class RankServerSources:
     """
     collectives: Callable[[], Mapping[str, tuple[int, int]]] = dict
     """Function for the metrics page. It returns the number of calls and of bytes for each collective operation."""
+    overhead: Callable[[], Mapping[str, float]] = dict
+    """Function for the metrics page. It returns the CPU seconds of other components of the monitor."""
+    dropped: Callable[[], Mapping[str, int]] = dict
+    """Function for the metrics page. It returns the numbers of data that other components have dropped."""
+    on_registered: Callable[[int], None] = lambda _: None
+    """Function that is called when the service has accepted this rank for the first time, with the attempt number."""
 
 
 class ServedRank(Protocol):

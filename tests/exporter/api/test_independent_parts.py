@@ -265,9 +265,8 @@ def test_failed_parts_of_the_page_keep_the_others(monkeypatch, caplog):
     training = Training()
     training.train()
     channel = training.session.channel
-    for part in ("overhead", "dropped"):
-        monkeypatch.setattr(channel, part, broken)
-    monkeypatch.setattr(channel, "sources", replace(channel.sources, collectives=broken, stretch=broken))
+    parts = dict.fromkeys(("overhead", "dropped", "collectives", "stretch"), broken)
+    monkeypatch.setattr(channel, "sources", replace(channel.sources, **parts))
     page = urllib.request.urlopen(f"{training.monitor.address}/metrics", timeout=30).read().decode()
     training.finish()
 

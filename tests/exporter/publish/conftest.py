@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, RegistrationReply
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.http_server import Answer, HttpServer
 from rankscope_exporter.publish.rank_server import RankServer
@@ -43,6 +44,18 @@ def record_of(
     """Return a record of `step`, with statistics if there are entries."""
     statistics = statistics_of(entries, rows) if entries else None
     return StepRecord(ts=1_700_000_000_000_000 + step, step=step, statistics=statistics, **more)
+
+
+class NotingBoundary(ErrorBoundary):
+    """An error boundary that lists the errors instead of logging them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: list[tuple[str, BaseException]] = []
+
+    def report(self, where: str, error: BaseException) -> None:
+        self.count += 1
+        self.faults.append((where, error))
 
 
 @dataclass(slots=True)
@@ -197,7 +210,8 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
         incarnation: str = INCARNATION,
         **config: Any,
     ) -> Rank:
-        faults: list[tuple[str, BaseException]] = []
+        boundary = NotingBoundary()
+        statistics: Any = {"overhead": lambda: {"publisher": 0.25}, "dropped": lambda: {"publisher_behind": 0}}
         who = {"run": run, "rank": rank, "incarnation": incarnation}
         identity = Identity(launch_id="launch-1", world_size=2, host="node-1", **who)
         channel = RankServer(
@@ -206,13 +220,10 @@ def new_rank() -> Iterator[Callable[..., Rank]]:
             rules=RULES,
             settings=settings or {"quantities": ["weights"]},
             planned_steps=100,
-            on_fault=lambda where, error: faults.append((where, error)),
-            overhead=lambda: {"publisher": 0.25},
-            dropped=lambda: {"publisher_behind": 0},
-            faults=lambda: len(faults),
-            sources=sources or RankServerSources(),
+            boundary=boundary,
+            sources=replace(sources or RankServerSources(), **statistics),
         )
-        ranks.append(Rank(channel, faults))
+        ranks.append(Rank(channel, boundary.faults))
         if started:
             channel.start()
         return ranks[-1]

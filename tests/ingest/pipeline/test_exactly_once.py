@@ -15,6 +15,7 @@ from tests.programs import Started, start_module
 
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.identity import Identity
+from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_storage.connection import connect
@@ -93,10 +94,7 @@ def open_channel(service, rank, *, world_size=2, launch_id="launch"):
         rules=(),
         settings={},
         planned_steps=1000,
-        on_fault=lambda where, error: None,
-        overhead=dict,
-        dropped=dict,
-        faults=lambda: 0,
+        boundary=ErrorBoundary(),
     )
     channel.start()
     return channel
