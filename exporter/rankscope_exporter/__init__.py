@@ -63,5 +63,5 @@ def __getattr__(name: str) -> object:
     globals().update(found)
     if name in found:
         return found[name]
-    trainer: object = import_module(f"{__name__}.process.extension").extension("trainer_mon").TrainerMon
+    trainer: object = import_module(f"{__name__}.process.discovery").extension("trainer_mon").TrainerMon
     return trainer

@@ -35,8 +35,8 @@ from rankscope_exporter.adapters.process_group import place_in, rank_here
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.config.loader import read_settings
 from rankscope_exporter.config.monitor_config import DYNAMIC_VARIABLE, MonitorConfig, setting_names
-from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary
+from rankscope_exporter.process.inert import CopiesDoNothing
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.records.selection import ALL_OPS, FALLBACK, chosen_ops
 from rankscope_exporter.training.sampling_config import CHANGEABLE, SWITCH

@@ -45,7 +45,7 @@ IMPORT_AND_EXPORT = (
     *("storage/rankscope_storage/formats", "storage/rankscope_storage/tensorboard"),
 )
 NAMES_MSPROBE = {
-    "exporter/rankscope_exporter/process/extension.py": 1,  # the lazy import
+    "exporter/rankscope_exporter/process/discovery.py": 1,  # the lazy import
     "exporter/rankscope_exporter/config/monitor_config.py": 2,  # MonitorConfig.from_msprobe
 }
 """Number of words in each other file that name msprobe."""

@@ -8,8 +8,6 @@ To add a framework, add a file with a `Framework` subclass to this folder.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -19,6 +17,7 @@ from torch import nn
 from rankscope_exporter.adapters.base import Framework
 from rankscope_exporter.adapters.pipeline import Pipeline, Stage
 from rankscope_exporter.adapters.torch_private import compiled_module, entry, is_stage, submodules_of
+from rankscope_exporter.process.discovery import import_folder
 from rankscope_exporter.process.errors import ConfigError
 
 __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
@@ -40,8 +39,7 @@ def framework_of(model: Any) -> Framework:
     if is_stage(model):
         return _of_stages([model])
     model = _within(model)
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    import_folder(__name__)
     adapters = sorted(_subclasses(Framework), key=lambda cls: cls.priority, reverse=True)
     compiled = compiled_module(model)
     inner = model if compiled is None else compiled

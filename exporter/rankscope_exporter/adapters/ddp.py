@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, remove_all
 from rankscope_exporter.adapters.torch_private import active_ddp, comm_hooks, compiled_call
-from rankscope_exporter.process.copies import NotCopied
+from rankscope_exporter.process.inert import NotCopied
 
 
 class Plain(Framework):

@@ -28,8 +28,8 @@ from rankscope_exporter.adapters.tracing import (
     is_transformed,
     uncompiled,
 )
-from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.process.inert import NotCopied
 from rankscope_exporter.process.openmp import intra_op_threads
 
 

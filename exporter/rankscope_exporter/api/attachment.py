@@ -46,8 +46,8 @@ from rankscope_exporter.control.anomaly_reactions import OnAnomaly, Owner
 from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.monitors.throughput import ALONE, parallel_of
 from rankscope_exporter.process import lifecycle
-from rankscope_exporter.process.copies import NotCopied
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.process.inert import NotCopied
 from rankscope_exporter.process.threads import OwnThread
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

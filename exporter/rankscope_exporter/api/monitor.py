@@ -37,8 +37,8 @@ from rankscope_exporter.control.anomaly_reactions import OnAnomaly, Owner
 from rankscope_exporter.measure.quantities.structure import Structure
 from rankscope_exporter.monitors.hangs.diagnosis import CapturedStacks
 from rankscope_exporter.process import lifecycle
-from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, encodable, missing_name
+from rankscope_exporter.process.inert import CopiesDoNothing
 from rankscope_exporter.publish.sinks import Sink
 from rankscope_exporter.publish.sinks.memory import Row
 from rankscope_exporter.training.sampling_config import SWITCH, sampling_config_from

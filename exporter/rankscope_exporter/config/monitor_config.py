@@ -49,8 +49,8 @@ from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
 from rankscope_exporter.monitors.throughput import ThroughputConfig
+from rankscope_exporter.process.discovery import extension
 from rankscope_exporter.process.errors import ConfigError, encodable
-from rankscope_exporter.process.extension import extension
 from rankscope_exporter.process.identity import rank_from_environment, script_commit
 from rankscope_exporter.process.lifecycle import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (

@@ -18,8 +18,8 @@ from rankscope_exporter.adapters import Framework
 from rankscope_exporter.api.attachment import Optimizers
 from rankscope_exporter.api.monitor import Monitor
 from rankscope_exporter.config.monitor_config import Given, MonitorConfig
-from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.process.inert import CopiesDoNothing
 from rankscope_exporter.process.report_child import ReportJob, make_report
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publish.console import Console

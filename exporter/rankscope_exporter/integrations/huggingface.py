@@ -17,7 +17,7 @@ from rankscope_exporter.adapters.parameter_names import defines_forward
 from rankscope_exporter.adapters.torch_private import FSDP_WRAPPED, held_modules
 from rankscope_exporter.config.monitor_config import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
-from rankscope_exporter.process.copies import CopiesDoNothing
+from rankscope_exporter.process.inert import CopiesDoNothing
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 

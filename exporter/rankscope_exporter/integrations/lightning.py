@@ -12,7 +12,7 @@ from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.parameter_hooks import Announced
 from rankscope_exporter.config.monitor_config import Given
 from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
-from rankscope_exporter.process.copies import CopiesDoNothing
+from rankscope_exporter.process.inert import CopiesDoNothing
 
 
 class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked

@@ -164,7 +164,9 @@ def count_flops(model: nn.Module, /, *args: Any, **kwargs: Any) -> FlopCount:
     dist = torch.distributed
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     counter = operations.Counter()
-    with restored(model), _without_compilation(), torch.inference_mode(mode=False), torch.enable_grad():
+    # Compiled code runs without compilation, so that each operation is dispatched and counted.
+    eager = torch.compiler.set_stance("force_eager") if torch_private.is_compiler_loaded() else contextlib.nullcontext()
+    with restored(model), eager, torch.inference_mode(mode=False), torch.enable_grad():
         if not model.training:
             model.train()
         own_args, own_kwargs = torch_private.tree_map(_copy, (args, kwargs))
@@ -230,19 +232,6 @@ def _check(model: Any) -> None:
 def _is_ours(hook: Any) -> bool:
     own = __name__.partition(".")[0]
     return any(str(getattr(item, "__module__", "")).partition(".")[0] == own for item in (hook, type(hook)))
-
-
-@contextlib.contextmanager
-def _without_compilation() -> Iterator[None]:
-    """Context manager in which compiled code runs without compilation.
-
-    Each operation is then dispatched and counted.
-    """
-    if not torch_private.is_compiler_loaded():
-        yield
-    else:
-        with torch.compiler.set_stance("force_eager"):
-            yield
 
 
 def _copy(value: Any) -> Any:

@@ -286,11 +286,7 @@ class Gpu:
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()
-            try:
-                nvml.nvmlDeviceRegisterEvents(self._handle, nvml.nvmlEventTypeXidCriticalError, events)
-            except nvml.NVMLError:
-                _quietly(nvml, nvml.nvmlEventSetFree, events)
-                raise
+            nvml.nvmlDeviceRegisterEvents(self._handle, nvml.nvmlEventTypeXidCriticalError, events)
         except (nvml.NVMLError, AttributeError) as error:
             self._log_once("XID events", error)
             return None

@@ -333,9 +333,7 @@ def _is_inside(frame: FrameType | None) -> bool:
 
 def _send_again(number: int) -> None:
     time.sleep(_AGAIN_SECONDS)
-    ident = threading.main_thread().ident
-    if ident is not None:
-        signal.pthread_kill(ident, number)
+    os.kill(os.getpid(), number)
 
 
 def _publish_exit(monitors: Iterable[AttachedMonitor], name: str) -> None:

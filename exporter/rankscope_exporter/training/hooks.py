@@ -30,7 +30,7 @@ from rankscope_exporter.adapters.tracing import (
 )
 from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE, Quantity
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
-from rankscope_exporter.process.copies import NotCopied
+from rankscope_exporter.process.inert import NotCopied
 from rankscope_exporter.training.gradient_hooks import HookFactory
 from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
 from rankscope_exporter.training.recorder import Recorder

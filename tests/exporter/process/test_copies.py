@@ -36,8 +36,8 @@ from rankscope_exporter.config.sections import HardwareConfig
 from rankscope_exporter.measure.quantities import quantity_classes
 from rankscope_exporter.monitors.flop_counter import FlopCount
 from rankscope_exporter.monitors.throughput import ThroughputConfig
-from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import CountError
+from rankscope_exporter.process.inert import CopiesDoNothing
 from rankscope_exporter.publish.serving_config import Address
 from rankscope_exporter.publish.sinks import Sink, sink_classes
 from rankscope_exporter.publish.sinks.memory import Row

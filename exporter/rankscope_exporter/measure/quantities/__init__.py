@@ -6,11 +6,10 @@ quantity by the attribute `name` of this subclass.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterable
 
 from rankscope_exporter.measure.quantities.base import Quantity
+from rankscope_exporter.process.discovery import import_folder
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import listed
 
@@ -23,8 +22,7 @@ def quantity_classes() -> dict[str, type[Quantity]]:
     A quantity is a direct or indirect subclass of `Quantity` that sets `name`. A subclass without a name is a base
     class of quantities. Raise TypeError if a class inherits its name, or if two classes have the same name.
     """
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    import_folder(__name__)
     classes: list[type[Quantity]] = [Quantity]
     found: dict[str, type[Quantity]] = {}
     for cls in classes:

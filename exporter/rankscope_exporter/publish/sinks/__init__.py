@@ -9,11 +9,8 @@ step=None)` may be called in any thread.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
+from rankscope_exporter.process.discovery import extension, import_folder
 from rankscope_exporter.process.errors import ConfigError
-from rankscope_exporter.process.extension import extension
 from rankscope_exporter.process.validation import listed
 from rankscope_exporter.publish.sinks.base import Sink
 
@@ -27,8 +24,7 @@ def sink_classes() -> dict[str, type[Sink]]:
 
 
 def _imported() -> dict[str, type[Sink]]:
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+    import_folder(__name__)
     return {cls.name: cls for cls in sorted(Sink.__subclasses__(), key=lambda cls: cls.name)}
 
 

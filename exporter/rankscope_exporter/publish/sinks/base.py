@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Self
 
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.process.copies import CopiesDoNothing
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.process.inert import CopiesDoNothing
 from rankscope_exporter.records.record import StepRecord
 
 
