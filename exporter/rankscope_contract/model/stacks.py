@@ -5,12 +5,14 @@ The exporter reads the stacks; the service compares those of all ranks.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any, Final, Self
+from types import UnionType
+from typing import Any, Final, Self, get_args, get_type_hints
 
 from rankscope_contract.model.collective_format import ranks_in, spans
 
@@ -21,6 +23,48 @@ The ring can hold about 100 such events in addition to the records of the steps.
 """
 
 _LIBRARIES: Final = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """A document in the details of an event."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the content as a JSON document."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return the object in `document`, the parsed details of an event. Unknown names in it are ignored.
+
+        Raises ValueError if `document` has no such object.
+        """
+        try:
+            return cls(**_converted_fields(cls, document))
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not a {cls.__name__}: {error!r}") from error
+
+
+def _converted_fields(of: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _converted(hint, values[name]) for name, hint in _hints(of).items() if name in values}
+
+
+_hints: Final[Callable[[Any], dict[str, Any]]] = functools.cache(get_type_hints)
+
+
+def _converted(hint: Any, value: Any) -> Any:
+    """Return the JSON value `value` as an object of the type `hint` of a field."""
+    arguments = get_args(hint)
+    if isinstance(hint, UnionType):  # the other type is None
+        return None if value is None else _converted(arguments[0], value)
+    if arguments:
+        return tuple(_converted(arguments[0], item) for item in value)
+    if hint is Frame:
+        value = dict(zip(_hints(Frame), value, strict=True))
+    return hint(**_converted_fields(hint, value)) if hasattr(hint, "__dataclass_fields__") else hint(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +101,7 @@ class ThreadStack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackDump:
+class StackDump(Details):
     """Stacks of all threads of one process at one time.
 
     The training thread comes first; the threads of Rankscope come last.
@@ -83,31 +127,6 @@ class StackDump:
             entry |= {} if thread.calls is None else {"calls": thread.calls}
             threads.append(entry | {"frames": [[f.file, f.line, f.function] for f in thread.frames]})
         return {"reason": self.reason, "threads": threads, "left_out": self.left_out}
-
-    def to_json(self) -> str:
-        return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the stacks in `document`, the parsed details of an event.
-
-        Raises ValueError if `document` does not contain stacks.
-        """
-        try:
-            threads = tuple(
-                ThreadStack(
-                    ident=int(entry["ident"]),
-                    name=None if entry.get("name") is None else str(entry["name"]),
-                    is_training=bool(entry.get("is_training")),
-                    is_ours=bool(entry.get("is_ours")),
-                    calls=None if entry.get("calls") is None else str(entry["calls"]),
-                    frames=tuple(Frame(str(file), int(line), str(what)) for file, line, what in entry["frames"]),
-                )
-                for entry in document["threads"]
-            )
-            return cls(reason=str(document["reason"]), threads=threads, left_out=int(document.get("left_out", 0)))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not stacks: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +163,17 @@ class GroupProgress:
     ranks: str  # such as 0-2,5
     latest_seq: int  # sequence number of the last collective that the rank entered
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", spans(ranks_in(self.ranks)))  # raises ValueError for another text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlightRecord:
+class FlightRecord(Details):
     """Flight record of a rank: its latest collectives, oldest first. Active collectives are always included."""
 
     reason: str
     collectives: tuple[Collective, ...]
-    recorded: int  # number of entries in torch's recorder
+    recorded: int = 0  # number of entries in torch's recorder
     groups: tuple[GroupProgress, ...] = ()
 
     @property
@@ -162,46 +184,6 @@ class FlightRecord:
     @property
     def latest(self) -> Collective | None:
         return self.collectives[-1] if self.collectives else None
-
-    def document(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def to_json(self) -> str:
-        return json.dumps(self.document(), ensure_ascii=False, separators=(",", ":"))
-
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the flight record in `document`, the parsed details of an event.
-
-        Raises ValueError if `document` does not contain a flight record.
-        """
-        try:
-            entries = tuple(
-                Collective(
-                    op=str(entry["op"]),
-                    backend=str(entry["backend"]),
-                    group=str(entry["group"]),
-                    seq=int(entry["seq"]),
-                    is_pending=bool(entry["is_pending"]),
-                    age_seconds=float(entry["age_seconds"]),
-                    is_p2p=bool(entry.get("is_p2p")),
-                    sizes=tuple(tuple(int(n) for n in size) for size in entry.get("sizes", ())),
-                    dtypes=tuple(map(str, entry.get("dtypes", ()))),
-                    group_id=None if entry.get("group_id") is None else str(entry["group_id"]),
-                    bytes=None if entry.get("bytes") is None else int(entry["bytes"]),
-                )
-                for entry in document["collectives"]
-            )
-            groups = tuple(
-                GroupProgress(
-                    id=str(group["id"]), ranks=spans(ranks_in(group["ranks"])), latest_seq=int(group["latest_seq"])
-                )
-                for group in document.get("groups", ())
-            )
-            recorded = int(document.get("recorded", 0))
-            return cls(reason=str(document["reason"]), collectives=entries, recorded=recorded, groups=groups)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not a flight record: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
