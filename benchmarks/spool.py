@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 from _noise import records
 from _rows import Row, print_rows
 
@@ -126,7 +127,7 @@ def _read(made: list[EncodedRecord]) -> float:
         spool.open(WHO)
         for seq, record in enumerate(made):
             spool.append(seq, record)
-        reader = SpoolReader(spool.folder, needed_plans)
+        reader = SpoolReader(spool.folder, pa, needed_plans)
 
         def read() -> None:
             cursor = -1

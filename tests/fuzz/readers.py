@@ -232,7 +232,7 @@ def spool(folder: Path) -> Callable[[bytes], object]:
 
     def read(data: bytes) -> object:
         (place / f"{0:012d}.arrows").write_bytes(data)
-        reader = SpoolReader(place, needed)
+        reader = SpoolReader(place, pa, needed)
         reader.head()
         return reader.after(-1, 1 << 20)
 

@@ -9,9 +9,9 @@ A rank writes them. The service, or a process of a rank that starts later on the
 
 A file is readable up to its last complete message, whenever its writer was killed. Record i of a file has sequence
 number `first + i`, because the writer starts a new file wherever a record is missing. The reader therefore finds a
-record without decompression. The module does not import Arrow: a message is bytes. The caller passes the function
-`needed_plans`, which checks the content: it returns the hashes of the plans that a stream uses, or None if the stream
-cannot be read.
+record without decompression. The module does not import Arrow: the caller of a reader passes the module `pyarrow`, and
+the function `needed_plans`, which checks the content: it returns the hashes of the plans that a stream uses, or None if
+the stream cannot be read.
 
 A held lock shows that the process is alive; the system releases it when the process ends. The process that then holds
 the lock of the spool reads all records and then removes the spool.
@@ -24,12 +24,11 @@ import json
 import logging
 import os
 import re
-import struct
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, Final, Self
+from typing import Any, BinaryIO, Final, Self
 from urllib.parse import urlsplit
 
 from rankscope_contract import SCHEMA_VERSION
@@ -215,8 +214,6 @@ MAX_FILE_BYTES: Final = 1 << 29
 
 No rank writes larger files, and reading one could exhaust the memory of the rank or service.
 """
-_CONTINUES: Final = 0xFFFFFFFF
-_BODY_LENGTH_SLOT: Final = 4 + 2 * 3  # bodyLength is the fourth field of Message (Arrow format, Message.fbs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,37 +229,18 @@ class SpoolRecords:
         return self.last - self.first + 1
 
 
-def message_ends(data: bytes) -> list[int]:
-    """Return the end offset in bytes of each complete message in `data`. The first message is the schema."""
-    ends: list[int] = []
-    position = 0
-    while position + 8 <= len(data):
-        mark, length = struct.unpack_from("<Ii", data, position)
-        if mark != _CONTINUES or length <= 0 or position + 8 + length > len(data):
-            break
-        position += 8 + length + _body_length(data, position + 8, length)
-        if position > len(data):
-            break
-        ends.append(position)
-    return ends
+def message_ends(pa: Any, data: bytes) -> list[int]:
+    """Return the end offset in bytes of each complete message in `data`. The first message is the schema.
 
-
-def _body_length(data: bytes, start: int, length: int) -> int:
-    """Return the `bodyLength` in bytes of the message whose metadata starts at `start`.
-
-    For invalid metadata, return len(data).
+    `pa` is the module pyarrow.
     """
-    try:
-        table = start + int(struct.unpack_from("<I", data, start)[0])
-        vtable = table - int(struct.unpack_from("<i", data, table)[0])
-        if not start <= vtable < start + length:
-            return len(data)
-        size = int(struct.unpack_from("<H", data, vtable)[0])
-        slot = int(struct.unpack_from("<H", data, vtable + _BODY_LENGTH_SLOT)[0]) if size > _BODY_LENGTH_SLOT else 0
-        body = int(struct.unpack_from("<q", data, table + slot)[0]) if slot else 0
-    except struct.error:
-        return len(data)
-    return body if body >= 0 else len(data)
+    ends: list[int] = []
+    source = pa.BufferReader(data)
+    with contextlib.suppress(pa.ArrowException, OSError, EOFError):
+        while True:
+            pa.ipc.read_message(source)
+            ends.append(source.tell())
+    return ends
 
 
 NeededPlans = Callable[[bytes], Iterable[str] | None]
@@ -274,8 +252,9 @@ class SpoolReader:
     Each call reads the files again, because their writer may still be active.
     """
 
-    def __init__(self, folder: Path, needed_plans: NeededPlans) -> None:
+    def __init__(self, folder: Path, pa: Any, needed_plans: NeededPlans) -> None:
         self.folder = folder
+        self._pa = pa
         self._needed_plans = needed_plans
         self._good_plans: set[str] = set()
         self._reported: set[tuple[str, int]] = set()
@@ -286,7 +265,7 @@ class SpoolReader:
         Raises OSError if a file cannot be read.
         """
         for first, path in reversed(segments(self.folder)):
-            records = len(message_ends(self._bytes(path))) - 1
+            records = len(message_ends(self._pa, self._bytes(path))) - 1
             if records > 0:
                 return first + records - 1
         return NOTHING
@@ -337,7 +316,7 @@ class SpoolReader:
         return True
 
     def _records_from(self, path: Path, data: bytes, first: int, start: int, max_bytes: int) -> SpoolRecords | None:
-        ends = message_ends(data)
+        ends = message_ends(self._pa, data)
         self._report(path, ends[-1] if ends else 0, len(data), "ends within a record: the records before it are read")
         index = start - first  # the message of `start` begins at ends[index]
         records = len(ends) - 1 - index
@@ -399,10 +378,10 @@ class Orphan:
     A file is deleted when all its records are committed.
     """
 
-    def __init__(self, folder: Path, needed_plans: NeededPlans, lock: BinaryIO) -> None:
-        self.folder = folder
-        self.reader = SpoolReader(folder, needed_plans)
-        self.registration = read_identity(folder)
+    def __init__(self, reader: SpoolReader, lock: BinaryIO) -> None:
+        self.reader = reader
+        self.folder = reader.folder
+        self.registration = read_identity(reader.folder)
         self.incarnation = self.registration.incarnation
         self.head = self.reader.head()
         self.committed = NOTHING
@@ -410,12 +389,13 @@ class Orphan:
         self._lock = lock
 
     @classmethod
-    def take(cls, folder: Path, needed_plans: NeededPlans) -> Self | None:
-        """Lock and return the spool in `folder`.
+    def take(cls, reader: SpoolReader) -> Self | None:
+        """Lock and return the spool of `reader`.
 
         Return None if the process of the spool is alive or another process reads the spool. Raises SpoolError or
         OSError if the spool cannot be read.
         """
+        folder = reader.folder
         lock = take_lock(folder)
         if lock is None:
             return None
@@ -424,7 +404,7 @@ class Orphan:
             if not (folder / IDENTITY_NAME).exists() and not segments(folder):
                 remove_folder(folder)  # its reader was killed while it removed the folder
                 return None
-            orphan = cls(folder, needed_plans, lock)
+            orphan = cls(reader, lock)
             undo.pop_all()
         return orphan
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+
 from rankscope_contract.wire.channel import STATE_DRAINING
-from rankscope_contract.wire.spool import Orphan, SpoolError, folders, read_service
+from rankscope_contract.wire.spool import Orphan, SpoolError, SpoolReader, folders, read_service
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publish.registration import RefusedError, ServiceClient, UnreachableError, retry_seconds
 from rankscope_exporter.publish.spool import needed_plans
@@ -166,7 +168,7 @@ class OrphanRecovery:
             if service is not None and service != self.service:
                 return  # the store of another service owns these records
             try:
-                orphan = Orphan.take(folder, needed_plans)
+                orphan = Orphan.take(SpoolReader(folder, pa, needed_plans))
             except (SpoolError, OSError) as error:
                 self._log_once(f"spool skipped: {error}")
                 return

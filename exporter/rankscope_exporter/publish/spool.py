@@ -93,7 +93,7 @@ class Spool:
         self._used: dict[str, int] = {}  # the last sequence number with a value, by column
         self._file = -1
         self._lock: BinaryIO | None = None
-        self._reader = SpoolReader(self.folder, needed_plans)
+        self._reader = SpoolReader(self.folder, pa, needed_plans)
 
     def open(self, registration: Registration) -> None:
         """Create the spool folder. Raises OSError or SpoolError if that fails.

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import STATE_DRAINING, STATE_RUNNING, Registration
-from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, folders
+from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolReader, folders
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
 from rankscope_ingest.network.dialing import Address
@@ -146,7 +146,7 @@ class Spools:
         if folder.name in self._done or folder.absolute().as_uri() in self._claimed:
             return None
         try:
-            return Orphan.take(folder, _needed_plans)
+            return Orphan.take(SpoolReader(folder, pa, _needed_plans))
         except (SpoolError, OSError) as error:
             self._warn_once(f"spool skipped: {error}")
             return None

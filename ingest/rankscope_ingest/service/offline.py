@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pyarrow as pa
+
 from rankscope_contract.wire.spool import (
     LOCK_NAME,
     SpoolError,
@@ -72,7 +74,7 @@ def inspect(path: Path) -> OfflineFolder:
             registration = read_identity(folder)
             check_registration(registration)
             files = segments(folder)
-            records = SpoolReader(folder, lambda _: ()).head() + 1 - files[0][0] if files else 0
+            records = SpoolReader(folder, pa, lambda _: ()).head() + 1 - files[0][0] if files else 0
             lock = take_lock(folder)
         except (SpoolError, RegistrationError, OSError) as error:
             unreadable.append(f"{folder}: {error}")

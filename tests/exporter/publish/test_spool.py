@@ -60,7 +60,7 @@ def die(spool: Spool) -> None:
 def found(root: Path) -> list[int]:
     """Return the sequence numbers that the next process can read, without changing the folder."""
     folder = root / "i0"
-    orphan = Orphan.take(folder, needed_plans) if folder.exists() else None
+    orphan = Orphan.take(SpoolReader(folder, pa, needed_plans)) if folder.exists() else None
     if orphan is None:
         assert [] == list(folder.glob("*"))  # its removal was interrupted
         return []
@@ -79,7 +79,7 @@ def test_spooled_records_equal_the_published_ones(tmp_path, record):
     for seq, one in enumerate(records):
         spool.append(seq, one)
     die(spool)
-    orphan = Orphan.take(tmp_path / "i0", needed_plans)
+    orphan = Orphan.take(SpoolReader(tmp_path / "i0", pa, needed_plans))
     assert orphan is not None
     part = orphan.after(-1, 1 << 20)
     assert part is not None
@@ -97,7 +97,7 @@ def test_spool_of_the_release_of_november_2026_has_the_same_cells(tmp_path, reco
     shutil.copytree(EARLIER, tmp_path / "i0")
     events, loss = (Event(type="note", message="m"),), (Scalar("loss", 0.0),)
     first = record(0, [ENTRY], [{"norm": 1.0, "numel": 2}], scalars=loss)
-    orphan = Orphan.take(tmp_path / "i0", needed_plans)
+    orphan = Orphan.take(SpoolReader(tmp_path / "i0", pa, needed_plans))
     assert orphan is not None
     part = orphan.after(-1, 1 << 20)
     assert part is not None
@@ -136,12 +136,12 @@ def test_truncated_file_has_all_records_before_the_cut(tmp_path):
     die(made(tmp_path, 4))
     ((_, path),) = segments(tmp_path / "i0")
     whole = path.read_bytes()
-    ends = message_ends(whole)
+    ends = message_ends(pa, whole)
 
     assert 5 == len(ends)
     for cut in {0, 1, 7, *(end + shift for end in ends for shift in (-1, 0, 1, 9)), len(whole) // 2}:
         path.write_bytes(whole[:cut])
-        reader = SpoolReader(tmp_path / "i0", needed_plans)
+        reader = SpoolReader(tmp_path / "i0", pa, needed_plans)
         wanted = sum(end <= cut for end in ends[1:])
         part = reader.after(-1, 1 << 20)
 
@@ -351,7 +351,7 @@ def test_records_are_stored_once_if_the_reader_is_killed(tmp_path):
 def drain(root: Path, table: list[int]) -> None:
     """Read above the watermark, store, commit and delete, as service and exporter do."""
     folder = root / "i0"
-    orphan = Orphan.take(folder, needed_plans) if folder.exists() else None
+    orphan = Orphan.take(SpoolReader(folder, pa, needed_plans)) if folder.exists() else None
     if orphan is None:
         if folder.exists():
             folder.rmdir()  # the folder is empty; also the lock is deleted
@@ -371,12 +371,12 @@ def test_lock_is_held_until_its_process_exits_also_with_a_forked_child(tmp_path)
     spool = made(tmp_path, 1)
     (reading, writing), (hearing, saying) = os.pipe(), os.pipe()
 
-    assert Orphan.take(spool.folder, needed_plans) is None
+    assert Orphan.take(SpoolReader(spool.folder, pa, needed_plans)) is None
     child = os.fork()
     if child == 0:
         spool.abandon()  # as the fork handler does; the child then outlives its parent
         os.close(writing)
-        os.write(saying, b"1" if Orphan.take(spool.folder, needed_plans) is None else b"0")
+        os.write(saying, b"1" if Orphan.take(SpoolReader(spool.folder, pa, needed_plans)) is None else b"0")
         os.read(reading, 1)  # until the parent releases it
         os._exit(0)
     try:
@@ -394,7 +394,7 @@ def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
     die(made(tmp_path, 9, max_bytes=8 * 5_000))
     (first, path), (second, _), *_ = segments(tmp_path / "i0")
     data = bytearray(path.read_bytes())
-    start = message_ends(bytes(data))[1]
+    start = message_ends(pa, bytes(data))[1]
     data[start + 400 : start + 600] = b"\xff" * 200
     path.write_bytes(bytes(data))
 
@@ -405,7 +405,7 @@ def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
 
 def test_after_limits_the_bytes_of_an_answer(tmp_path):
     spool = made(tmp_path, 6)
-    schema, *ends = message_ends(segments(spool.folder)[0][1].read_bytes())
+    schema, *ends = message_ends(pa, segments(spool.folder)[0][1].read_bytes())
     size = (ends[-1] - schema) // 6
     few, one = spool.after(0, 2 * size), spool.after(4, 1)
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from rankscope_contract.model.schema import PlanEntry
@@ -118,7 +119,7 @@ def test_forked_child_has_no_open_files_of_the_spool(heir, tmp_path):
     assert 0 == code
     assert rank.channel.orphans.get("dead") is not None
     assert [0, 1] == rank.records(-1).seqs
-    assert Orphan.take(tmp_path / OWN, needed_plans) is None
+    assert Orphan.take(SpoolReader(tmp_path / OWN, pa, needed_plans)) is None
 
 
 class _Disk:
@@ -162,7 +163,7 @@ def test_record_is_on_disk_before_readers_get_it(spooled, tmp_path, monkeypatch)
     append, early = rank.channel.ring.append, []
 
     def noting(one: Any) -> int:
-        early.append(rank.channel.ring.head + 1 - SpoolReader(tmp_path / OWN, needed_plans).head())
+        early.append(rank.channel.ring.head + 1 - SpoolReader(tmp_path / OWN, pa, needed_plans).head())
         return append(one)
 
     monkeypatch.setattr(rank.channel.ring, "append", noting)
@@ -209,7 +210,7 @@ def test_spool_continues_when_the_disk_responds_again(spooled, tmp_path, disk, u
     assert [0, 1, 2, 3, 9, 10, 11] == on_disk(rank, range(12))
     files = sorted(path.name for path in (tmp_path / OWN).glob("*.arrows"))
     assert [f"{first:012d}.arrows" for first in (0, 9)] == files
-    orphan = Orphan.take(tmp_path / OWN, needed_plans)
+    orphan = Orphan.take(SpoolReader(tmp_path / OWN, pa, needed_plans))
     parts = [orphan.after(cursor, 1 << 20) for cursor in (-1, 3)]
     assert [(0, 3), (9, 11)] == [(part.first, part.last) for part in parts]
     orphan.release()
@@ -262,7 +263,8 @@ def test_hanging_disk_blocks_neither_attach_nor_close(spooled, tmp_path, disk):
     rank.channel.close()
 
     assert 30.0 > time.monotonic() - began  # the disk never responds
-    assert Orphan.take(tmp_path / OWN, needed_plans) is None  # the lock is released when the process exits
+    # The lock is released when the process exits.
+    assert Orphan.take(SpoolReader(tmp_path / OWN, pa, needed_plans)) is None
 
 
 @pytest.mark.parametrize("cause", ["folder", "thread"])
@@ -501,7 +503,7 @@ def test_error_while_closing_leaves_no_other_spool_open(part, method, other, hei
     with pytest.raises(OSError, match="the disk is gone"):
         rank.channel.close()
     monkeypatch.undo()
-    free = Orphan.take(tmp_path / other, needed_plans)
+    free = Orphan.take(SpoolReader(tmp_path / other, pa, needed_plans))
 
     assert free is not None
     free.release()
