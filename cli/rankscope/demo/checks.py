@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from rankscope.demo.receiver import Alert, Sender
 from rankscope_contract.model.schema import TENSOR_ROW_KEY
-from rankscope_contract.wire.escaping import sql_identifier
+from rankscope_storage.base.escaping import sql_identifier
 
 Query = Callable[[str], list[tuple[Any, ...]]]
 """Function that executes one SQL statement on the store and returns the rows."""

@@ -15,7 +15,8 @@ from rankscope.base.http_client import UnreachableError, get
 from rankscope.base.options import output_file
 from rankscope.base.service_settings import environment_tls
 from rankscope.output.summary_text import lines_of
-from rankscope_contract.wire.escaping import file_name, path_segment
+from rankscope_contract.wire.escaping import file_name
+from rankscope_storage.base.escaping import path_segment
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection

@@ -1,4 +1,4 @@
-"""Escape user-defined names for paths, HTML, SQL and PromQL: one function per language.
+"""Escape user-defined names for files, and for Prometheus: one function per language.
 
 Runs, tensors and labels are free text: `../x`, `a=b`, `lr'"`, `学习`, `123` are all valid names.
 """
@@ -6,31 +6,11 @@ Runs, tensors and labels are free text: `../x`, `a=b`, `lr'"`, `学习`, `123` a
 from __future__ import annotations
 
 import hashlib
-import html
 import unicodedata
-import urllib.parse
 from typing import Final
 
 LONGEST_FILE_NAME: Final = 160
 """Largest number of bytes of a default file name without its suffix. File systems permit 255."""
-
-
-def path_segment(name: str) -> str:
-    """Return `name` as one safe path segment in percent-encoded UTF-8; `from_path_segment` is the inverse.
-
-    No name can leave its folder, become two segments or look like `key=value`. The empty name becomes `%`.
-    """
-    if not name:
-        return "%"
-    encoded = urllib.parse.quote(name, safe="")
-    encoded = encoded.replace("~", "%7E")
-    # A leading dot would hide the folder, and "." and ".." have a meaning in every file system.
-    return "%2E" + encoded[1:] if encoded.startswith(".") else encoded
-
-
-def from_path_segment(segment: str) -> str:
-    """Return the name that `path_segment` encoded."""
-    return "" if segment == "%" else urllib.parse.unquote(segment, errors="strict")
 
 
 def file_name(*parts: str) -> str:
@@ -48,21 +28,6 @@ def file_name(*parts: str) -> str:
     return (
         f"{name.encode()[: LONGEST_FILE_NAME - 9].decode(errors='ignore')}~{digest}"  # names without one have no tilde
     )
-
-
-def html_text(name: str) -> str:
-    """Return `name` escaped for an HTML text node or a quoted HTML attribute."""
-    return html.escape(name, quote=True)
-
-
-def sql_string(value: str) -> str:
-    """Return `value` as a single-quoted SQL string literal."""
-    return "'" + value.replace("'", "''") + "'"
-
-
-def sql_identifier(name: str) -> str:
-    """Return `name` as a double-quoted SQL identifier."""
-    return '"' + name.replace('"', '""') + '"'
 
 
 def label_value(value: str) -> str:

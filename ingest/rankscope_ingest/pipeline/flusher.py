@@ -30,13 +30,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, Severity
-from rankscope_contract.wire.escaping import path_segment
 from rankscope_ingest.base.background import FAULTS, WakeUp
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
 from rankscope_ingest.reporting.rows import Stamp
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
+from rankscope_storage.base.escaping import path_segment
 from rankscope_storage.base.fsync import make_folders, sync_to_disk
 
 log = logging.getLogger(__name__)

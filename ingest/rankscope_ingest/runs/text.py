@@ -24,12 +24,12 @@ from rankscope_contract.model.events import (
 )
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.stacks import FlightRecord, Standing
-from rankscope_contract.wire.escaping import path_segment
 from rankscope_ingest.runs.collective_calls import sentences, sites_of
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.rank_groups import grouped, ranks_text
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
+from rankscope_storage.base.escaping import path_segment
 from rankscope_view.data.deviation import deviation_text
 
 MAX_GROUPS: Final = 3

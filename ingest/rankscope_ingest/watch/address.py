@@ -7,8 +7,8 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import unquote
 
-from rankscope_contract.wire.escaping import path_segment
 from rankscope_ingest.base.errors import ConfigError
+from rankscope_storage.base.escaping import path_segment
 from rankscope_storage.files.sorting import own_part
 
 SCHEME: Final = "ssh://"

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import DATASETS, arrow_schema
-from rankscope_contract.wire.escaping import sql_identifier
 from rankscope_storage.base.errors import BatchError
+from rankscope_storage.base.escaping import sql_identifier
 
 VERSION_KEY: Final = "rankscope_schema"
 DATASET_KEY: Final = "rankscope_dataset"

@@ -21,7 +21,7 @@ import duckdb
 import pyarrow as pa
 
 from rankscope_contract.model.schema import ROLLUPS
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.schema import sql_type
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import entry

@@ -21,7 +21,7 @@ from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALA
 from rankscope_contract.model.events import causal_key
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import POSITIONS
 

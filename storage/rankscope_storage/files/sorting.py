@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.wire.escaping import path_segment
+from rankscope_storage.base.escaping import path_segment
 from rankscope_storage.base.schema import fingerprint
 
 SORT_KEYS: Final[dict[str, tuple[str, ...]]] = {

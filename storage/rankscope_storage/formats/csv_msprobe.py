@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.wire.escaping import sql_string
 from rankscope_msprobe.files.csv_layout import (
     FEATURES,
     MICRO_STEP_FAMILIES,
@@ -27,6 +26,7 @@ from rankscope_msprobe.files.csv_layout import (
     TENSOR_FAMILIES,
 )
 from rankscope_storage.base.errors import ExportError
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress
 from rankscope_storage.formats.common.selection import Selection, require_rows

@@ -23,8 +23,8 @@ import pyarrow.compute as pc
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
-from rankscope_contract.wire.escaping import sql_identifier, sql_string
 from rankscope_storage.base.errors import ExportError
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import (
     ExportOptions,

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
-from rankscope_contract.wire.escaping import sql_identifier
 from rankscope_msprobe.files.csv_layout import OPS as MSPROBE_OPS
 from rankscope_storage.base.errors import ExportError
+from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.formats.common.base import (
     ExportOptions,

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.wire.escaping import from_path_segment, path_segment
 from rankscope_storage.base.errors import ShardLockError, UnwritableError
+from rankscope_storage.base.escaping import from_path_segment, path_segment
 from rankscope_storage.log.delta import Log
 
 LOCKS: Final = "_shards"

@@ -28,8 +28,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope_contract.model.schema import ROLLUPS
-from rankscope_contract.wire.escaping import sql_string
 from rankscope_storage.base.errors import ConflictError, StoreError
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import STAGING, DataFile, coarsest, discard, open_file, own_columns, write_file

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.schema import ROLLUPS
-from rankscope_contract.wire.escaping import sql_string
 from rankscope_storage.base.errors import QueryError
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus import names
 from rankscope_storage.sql.rollups import combined_query, raw_columns

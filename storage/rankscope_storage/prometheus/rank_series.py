@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
-from rankscope_contract.wire.escaping import sql_identifier, sql_string
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.files.sorting import sort_order
 from rankscope_storage.prometheus import names

@@ -36,8 +36,8 @@ from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_contract.wire.escaping import sql_identifier, sql_string
 from rankscope_storage.base.errors import FilesGoneError, LimitError, StoreError
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.query import NAME, MatchType, SeriesQuery

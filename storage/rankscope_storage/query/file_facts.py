@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.wire.escaping import sql_identifier, sql_string
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.log.snapshot import RowRanges, divided
 from rankscope_storage.sql.clock_jumps import IS_JUMP
 from rankscope_storage.sql.scalar_history import EPOCHS, LOSSES, STEPLESS

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from rankscope_contract.model.schema import DATASETS
-from rankscope_contract.wire.escaping import sql_string
 from rankscope_storage.base.errors import UnwritableError
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.files.encoding import STAGING
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.sql.views import empty_select, raw_select, view_statements

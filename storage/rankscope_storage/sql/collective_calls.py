@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope_contract.model.collective_format import EVEN, CallState
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 
 _EVEN: Final = "(" + " OR ".join(f"starts_with(ltrim(op, '_'), {sql_string(name)})" for name in EVEN) + ")"
 _STATE: Final = {state.name: sql_string(state) for state in CallState}

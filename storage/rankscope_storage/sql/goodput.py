@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Final
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.sql import clock_jumps
 from rankscope_storage.sql.launch_order import LAUNCHES
 from rankscope_storage.sql.scalar_history import is_main_source

@@ -14,18 +14,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rankscope_contract.wire.escaping import (
-    LONGEST_FILE_NAME,
-    file_name,
-    from_path_segment,
-    html_text,
-    label_value,
-    path_segment,
-    sql_identifier,
-    sql_string,
-)
+from rankscope_contract.wire.escaping import LONGEST_FILE_NAME, file_name, label_value
 from rankscope_contract.wire.tls import Reloading, client_context, server_context
 from rankscope_contract.wire.web_config import TlsServer, WebConfigError, read_web_config
+from rankscope_storage.base.escaping import from_path_segment, html_text, path_segment, sql_identifier, sql_string
 
 # Lone surrogates are excluded, because they have no UTF-8 encoding.
 names = st.text(st.characters(exclude_categories=["Cs"]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rankscope_contract.model.kinds import OPS
-from rankscope_contract.wire.escaping import sql_identifier
+from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection
 from rankscope_view.data.cells import CellQuery, Window, read_cells, relation_of, sampled_columns
 from rankscope_view.data.grid import GridRequest, bounded, cell_width, grid_query, levels

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_view.data.grid import ABSENT, LEVELS, Grid, empty_grid, plain_grid, row_medians
 from rankscope_view.data.history import Floats

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, SLOW_RANK, RunState
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
 from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, Phase, shares_text
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.documents import flat, json_object

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, OPS, Kind
-from rankscope_contract.wire.escaping import sql_identifier
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, causal_order
+from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
 from rankscope_view.data.history import GRAD_NORM, Floats, History

@@ -7,7 +7,7 @@ import math
 from typing import Final
 
 from rankscope_contract.model.kinds import Kind
-from rankscope_contract.wire.escaping import html_text
+from rankscope_storage.base.escaping import html_text
 
 _MILLENNIUM_SECONDS: Final = 31_556_952_000.0
 NOTHING: Final = "–"

@@ -9,7 +9,7 @@ from typing import Final
 from urllib.parse import quote, urlencode
 
 from rankscope_contract.model.events import WHOLE_MODEL, RunState
-from rankscope_contract.wire.escaping import path_segment
+from rankscope_storage.base.escaping import path_segment
 from rankscope_view.data.incidents import Incident, happening
 from rankscope_view.data.runs import STOPPING, RunRow, open_count
 from rankscope_view.pages.format import text

@@ -11,7 +11,7 @@ from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_contract.wire.escaping import sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_view.data.curves import Axis, Curve
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import EventLine, EventLog, Group

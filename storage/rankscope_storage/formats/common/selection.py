@@ -10,8 +10,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
-from rankscope_contract.wire.escaping import sql_identifier, sql_string
 from rankscope_storage.base.errors import ExportError
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import ExportOptions
 

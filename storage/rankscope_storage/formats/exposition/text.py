@@ -16,7 +16,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.wire.escaping import label_value, sql_identifier, sql_string
+from rankscope_contract.wire.escaping import label_value
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.formats.common.selection import Selection
 
 METRIC_NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")

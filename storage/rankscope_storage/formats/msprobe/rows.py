@@ -15,7 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.event_tags import labelled
-from rankscope_contract.wire.escaping import sql_identifier, sql_string
 from rankscope_msprobe.files.csv_layout import (
     CALLS,
     DIRECTION,
@@ -32,6 +31,7 @@ from rankscope_msprobe.files.csv_layout import (
     neutral,
     row_name,
 )
+from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.selection import Selection
 

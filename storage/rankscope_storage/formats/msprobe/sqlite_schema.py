@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from rankscope_contract.wire.escaping import sql_identifier
+from rankscope_storage.base.escaping import sql_identifier
 
 OPS: Final = ("norm", "min", "max", "zeros", "nans", "mean")
 """Statistics in the order of the columns of `trend_data`."""
