@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from rankscope_contract.wire.tls import client_context, explain_to_client
-from rankscope_contract.wire.web_config import WebConfigError
+from rankscope_contract.wire.tls import WebConfigError, client_context, explain_to_client
 
 TIMEOUT_SECONDS: Final = 3.0
 MAX_BYTES: Final = 32 << 20

@@ -51,10 +51,10 @@ def service_tls(settings: ServiceConfig) -> ClientTls | None:
     write this file could also replace the certificate of the service.
     """
     section, web = settings.service, settings.service.web
-    if web is None or web.tls is None:
+    if web is None:
         return None
     return ClientTls(
-        ca_file=section.ca_file or str(web.tls.cert_file),
+        ca_file=section.ca_file or str(web.cert_file),
         cert_file=section.cert_file,
         key_file=section.key_file,
         server_name=_name(settings),

@@ -75,10 +75,11 @@ class ServiceClient:
         # ServeConfig has checked that the scheme is http or https, so urllib opens no local file.
         request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
         # A new opener for each call: calls are seconds apart, and certificates may have been replaced since the last.
-        # With this handler alone, it follows no redirect and uses no proxy.
+        # With these handlers alone, it follows no redirect and uses no proxy.
         opener = urllib.request.OpenerDirector()
-        https = None if self._tls is None else urllib.request.HTTPSHandler(context=self._tls())
-        opener.add_handler(https or urllib.request.HTTPHandler())
+        opener.add_handler(urllib.request.HTTPHandler())
+        if self._tls is not None:
+            opener.add_handler(urllib.request.HTTPSHandler(context=self._tls()))
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
                 answer = bytes(response.read(_REPLY_BYTES))

@@ -22,8 +22,14 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from rankscope_contract.wire.spool import DEFAULT_SPOOL_DIR
-from rankscope_contract.wire.tls import Reloading, reloading_client, server_context
-from rankscope_contract.wire.web_config import WebConfig, WebConfigError, read_web_config
+from rankscope_contract.wire.tls import (
+    Reloading,
+    TlsServer,
+    WebConfigError,
+    read_web_config,
+    reloading_client,
+    server_context,
+)
 from rankscope_exporter.process.errors import ServeError
 from rankscope_exporter.process.validation import Converted, at_least, validate
 
@@ -120,8 +126,7 @@ def server_tls(path: Path) -> Reloading:
     """Return the TLS contexts of the rank's server, reloaded when a file changes. Raises ServeError."""
 
     def make() -> tuple[ssl.SSLContext, tuple[Path, ...]]:
-        tls = _read(path).tls
-        assert tls is not None, "a configuration without users has TLS"
+        tls = _read(path)
         return server_context(tls), (path, *tls.files)
 
     return _as_serve_error(lambda: Reloading(make))
@@ -133,19 +138,13 @@ def client_tls(ca_file: str | None, cert_file: str | None, key_file: str | None)
     return _as_serve_error(lambda: reloading_client(ca, cert, key))
 
 
-def _read(path: Path) -> WebConfig:
+def _read(path: Path) -> TlsServer:
     load_yaml = None
     with contextlib.suppress(ImportError):
         import yaml  # noqa: PLC0415 - only a file in YAML needs it; a rank may have no PyYAML
 
         load_yaml = yaml.safe_load
-    config = read_web_config(path, load_yaml)
-    if config.users:
-        raise WebConfigError(
-            f"web_config {path}: basic_auth_users is not supported on a rank, because bcrypt would take CPU time from "
-            "the training: use a token (RANKSCOPE_TOKEN), and `authorization` in Prometheus"
-        )
-    return config
+    return read_web_config(path, load_yaml)
 
 
 def _as_serve_error(make: Callable[[], T]) -> T:
@@ -274,7 +273,7 @@ class ServeConfig:
             raise ServeError(f"token_file {self.token_file}: {getattr(error, 'strerror', None) or error}") from error
 
     @property
-    def web(self) -> WebConfig | None:
+    def web(self) -> TlsServer | None:
         """Return the contents of the `web_config` file; None if it is not set. Raises ServeError if it is invalid."""
         return None if self.web_config is None else _as_serve_error(partial(_read, Path(self.web_config)))
 
@@ -282,7 +281,7 @@ class ServeConfig:
     def is_guarded(self) -> bool:
         """Return whether only processes on this machine, or clients with a token or certificate, can send requests."""
         web = self.web
-        return self.address.is_loopback or bool(self.secret) or (web is not None and web.demands_identity)
+        return self.address.is_loopback or bool(self.secret) or (web is not None and web.demands_client_certificates)
 
     @property
     def scheme(self) -> str:

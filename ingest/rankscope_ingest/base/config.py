@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from rankscope_contract.wire.channel import DEFAULT_MAX_BYTES
-from rankscope_contract.wire.web_config import WebConfig, WebConfigError
+from rankscope_contract.wire.tls import TlsServer, WebConfigError
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_ingest.base.watch_config import RunName, WatchSection
@@ -170,7 +170,7 @@ class ServiceSection(_Section):
         return token
 
     @property
-    def web(self) -> WebConfig | None:
+    def web(self) -> TlsServer | None:
         """Return the parsed web configuration file that `web_config` names, or None if this key is not set."""
         return None if self.web_config is None else read_service_web_config(Path(self.web_config))
 
@@ -179,7 +179,7 @@ class ServiceSection(_Section):
         """Return whether only processes on this machine, or clients with a token or certificate, can send requests."""
         web = self.web
         is_local = is_loopback(split_address(self.listen)[0])
-        return is_local or self.token is not None or (web is not None and web.demands_identity)
+        return is_local or self.token is not None or (web is not None and web.demands_client_certificates)
 
     @model_validator(mode="after")
     def _check_access(self) -> Self:

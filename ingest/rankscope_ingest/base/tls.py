@@ -11,14 +11,16 @@ import yaml
 
 from rankscope_contract.wire.tls import (
     Reloading,
+    TlsServer,
+    WebConfigError,
     explain_to_client,
     explain_to_server,
     load_own,
     load_trusted,
+    read_web_config,
     reloading_client,
     server_context,
 )
-from rankscope_contract.wire.web_config import WebConfig, WebConfigError, read_web_config
 from rankscope_ingest.base.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,18 +29,9 @@ RELOAD_SECONDS: Final = 5.0
 """Time in seconds between two checks for changed certificate files."""
 
 
-def read_service_web_config(path: Path) -> WebConfig:
-    """Return the web configuration file at `path`, a YAML file in the format of Prometheus, as an object.
-
-    Raises WebConfigError if it contains a setting that the service does not support.
-    """
-    config = read_web_config(path, yaml.safe_load)
-    if config.users:
-        raise WebConfigError(
-            f"web_config {path}: basic_auth_users is not supported: remove it and set token or "
-            "token_file; ranks, readers and Prometheus (by its setting `authorization`) send this token"
-        )
-    return config
+def read_service_web_config(path: Path) -> TlsServer:
+    """Return the web configuration at `path`, a YAML file in the format of Prometheus. Raises WebConfigError."""
+    return read_web_config(path, yaml.safe_load)
 
 
 def server_tls(path: str | None) -> Reloading | None:
@@ -107,8 +100,7 @@ class _ServerContext:
         self._context: ssl.SSLContext | None = None
 
     def __call__(self) -> tuple[ssl.SSLContext, tuple[Path, ...]]:
-        config = read_service_web_config(self._path).tls
-        assert config is not None, "a configuration without users has TLS"
+        config = read_service_web_config(self._path)
         tried = server_context(config)  # a key that does not match would break the context in use
         if self._context is None:
             tried.sslobject_class = _Handshake

@@ -28,7 +28,7 @@ from rankscope.reports import OpenedRun
 from rankscope_contract.model.events import Event, ExitReason
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
-from rankscope_contract.wire.web_config import TlsServer, WebConfig
+from rankscope_contract.wire.tls import TlsServer
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.api.attachment import EndedRun
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
@@ -102,7 +102,6 @@ DATA: tuple[Any, ...] = (
     EndedRun(run="r", rank=0, source="records", is_stored=True),
     FlopCount(1e9, tokens=3, samples=2, unknown=("aten::sort",)),
     *(Row(3, entry(), {**FINITE}), ServeConfig(token=TOKEN), ThroughputConfig(), TLS, entry()),
-    WebConfig(tls=TLS, users={"reader": "hash"}),
     *(kind.options_class() for kind in quantity_classes().values()),  # type: ignore[misc]
     *(ConfigError("every is a number"), CountError("no tokens"), RankscopeError("something")),
 )

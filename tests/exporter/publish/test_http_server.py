@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from rankscope_contract.wire.tls import client_context, server_context
-from rankscope_contract.wire.web_config import TlsServer
+from rankscope_contract.wire.tls import TlsServer, client_context, server_context
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish import http_server
@@ -540,7 +539,7 @@ def test_client_certificates_replace_the_token(certificates, mutual, tmp_path):
 def test_unusable_web_configuration_is_refused_at_start(certificates, tmp_path):
     basic = tmp_path / "basic.json"
     basic.write_text('{"basic_auth_users": {"me": "$2y$10$abc"}}')
-    with pytest.raises(ServeError, match=r"basic_auth_users is not supported on a rank.*RANKSCOPE_TOKEN"):
+    with pytest.raises(ServeError, match=r"basic_auth_users is not supported.*RANKSCOPE_TOKEN"):
         ServeConfig(web_config=str(basic))
     web = certificates.web_config(tmp_path / "web.json", key_file=str(certificates.key("client")))
     with pytest.raises(ServeError, match="the key belongs to another certificate"):

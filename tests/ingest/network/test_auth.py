@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rankscope_contract.wire.tls import client_context, server_context
-from rankscope_contract.wire.web_config import TlsServer
+from rankscope_contract.wire.tls import TlsServer, client_context, server_context
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.http_server import Answer, HttpServer
 from rankscope_exporter.publish.registration import ServiceClient, UnreachableError

@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 
 from rankscope_contract.wire import channel
-from rankscope_contract.wire.tls import server_context
-from rankscope_contract.wire.web_config import TlsServer
+from rankscope_contract.wire.tls import TlsServer, server_context
 from rankscope_ingest.base import file_limit
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError

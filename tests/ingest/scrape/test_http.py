@@ -6,8 +6,7 @@ import ipaddress
 
 import pytest
 
-from rankscope_contract.wire.tls import client_context, server_context
-from rankscope_contract.wire.web_config import TlsServer
+from rankscope_contract.wire.tls import TlsServer, client_context, server_context
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
 
