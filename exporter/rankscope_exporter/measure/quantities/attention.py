@@ -31,13 +31,13 @@ from rankscope_exporter.measure.formulas import (
     without_autocast,
     working_type,
 )
-from rankscope_exporter.measure.kernels.tensor_access import why_not_measurable
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
     Running,
-    local_matrix_or_reason,
-    unusable_reason,
+    Unreadable,
+    check_readable,
+    local_matrix,
 )
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import Allowed, at_least, is_number, is_whole, number
@@ -220,24 +220,20 @@ def is_multihead(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 
 def projected(
     module: nn.MultiheadAttention, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return query and key as [batch, heads, sequence, width], and the mask of the scores of `nn.MultiheadAttention`.
 
-    If query, key or mask cannot be read from the arguments of the module's call, return the reason as text.
+    If query, key or mask cannot be read from the arguments of the module's call, raise `Unreadable`.
     """
     given = _SIGNATURE.bind(module, *args, **kwargs).arguments
     if module.bias_k is not None or module.add_zero_attn:
-        return "adds its own keys (bias_k, add_zero_attn)"
+        raise Unreadable("adds its own keys (bias_k, add_zero_attn)")
     for name in ("query", "key"):
-        reason = why_not_measurable(given[name])
-        if reason is not None:
-            return f"{name} is {reason}"
-    together = [module.in_proj_weight] if module.in_proj_weight is not None else []
-    weights = [local_matrix_or_reason(weight) for weight in together or (module.q_proj_weight, module.k_proj_weight)]
-    matrices = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    if len(matrices) < len(weights):
-        return "projects with a weight that is not whole on this rank"
-    parts = matrices[0].chunk(3)[:2] if len(matrices) == 1 else matrices
+        check_readable(given[name], name)
+    if module.in_proj_weight is not None:
+        parts: Sequence[torch.Tensor] = local_matrix(module.in_proj_weight).chunk(3)[:2]
+    else:
+        parts = [local_matrix(module.q_proj_weight), local_matrix(module.k_proj_weight)]
     biases = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
     query = _heads(module, given["query"], parts[0], biases[0])
     key = _heads(module, given["key"], parts[1], biases[1])
@@ -248,7 +244,7 @@ def projected(
     full = [broadcast(form, batch, count, queries, key.shape[2]) for form in masks if form is not None]
     known = [one for one in full if one is not None]
     if len(known) < len(full):
-        return "has a mask that does not fit the scores of its calls"
+        raise Unreadable("has a mask that does not fit the scores of its calls")
     return query, key, _both(known)
 
 
@@ -307,19 +303,16 @@ class Attention(ModuleQuantity):
 
     def _follow(self, named: NamedModule) -> None:
         if (module := named.module) is not None:
-            self.before(named, functools.partial(self._read, Arguments(module, self.options)))
+            self.at_first_call(named, functools.partial(self._read, Arguments(module, self.options)), before=True)
             self._register(named, f"{self.name} of modules", functools.partial(self._ended, named))
 
     def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         module = call.module
         own = is_multihead(module)  # its masks already contain the causal mask
-        found = (
-            projected(module, args, kwargs) if is_multihead(module) else _found(arguments, self.options, args, kwargs)
-        )
-        if isinstance(found, str):
-            self.missing(found, call.named)
-            return
-        query, key, mask = found
+        if is_multihead(module):
+            query, key, mask = projected(module, args, kwargs)
+        else:
+            query, key, mask = _found(arguments, self.options, args, kwargs)
         scale = None if own else arguments.scale(args, kwargs)
         causal = False if own else arguments.causal(module, args, kwargs)
         ways = (False, True) if causal is None else (causal,)
@@ -367,45 +360,41 @@ def _causal_inside(output: Any) -> bool | None:
 
 def _found(
     arguments: Arguments, options: AttentionOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | str:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return query and key as [batch, heads, sequence, width], and the mask of the scores.
 
-    If query, key or mask cannot be read from the arguments of the module's call, return the reason as text.
+    If query, key or mask cannot be read from the arguments of the module's call, raise `Unreadable`.
     """
     given = arguments.query_and_key(args, kwargs)
     for label, tensor in zip(("query", "key"), given, strict=True):
-        reason = _why_unusable(label, tensor)
-        if reason is not None:
-            return reason
+        _check_heads(label, tensor)
     query, key = (tensor.detach().permute(options.permutation) for tensor in given)
     batch, heads, queries, width = query.shape
     if key.shape[3] != width or key.shape[0] not in (1, batch):
         shapes = f"query {list(query.shape)} and key {list(key.shape)}"
-        return f"{shapes} (batch, heads, sequence, width) do not fit: see order"
+        raise Unreadable(f"{shapes} (batch, heads, sequence, width) do not fit: see order")
     if not key.shape[1] or heads % key.shape[1]:
-        return f"{heads} heads of the query are not a multiple of {key.shape[1]} heads of the key: see order"
+        raise Unreadable(f"{heads} heads of the query are not a multiple of {key.shape[1]} heads of the key: see order")
     if not key.shape[2]:
-        return "key has no elements"
+        raise Unreadable("key has no elements")
     mask = arguments.mask(args, kwargs)
     if not isinstance(mask, torch.Tensor):
         return query, key, None
-    reason = unusable_reason(mask)
-    if reason is not None:
-        return f"mask is {reason}"
+    check_readable(mask, "mask")
     hides = hides_of(mask.detach(), true_attends=arguments.true_attends)
     full = broadcast(hides, batch, heads, queries, key.shape[2])
     if full is None:
-        return f"mask of shape {list(mask.shape)} does not fit the scores of its calls"
+        raise Unreadable(f"mask of shape {list(mask.shape)} does not fit the scores of its calls")
     return query, key, full
 
 
-def _why_unusable(label: str, tensor: Any) -> str | None:
+def _check_heads(label: str, tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
-        return f"{label} is not a tensor argument"
-    reason = unusable_reason(tensor)
-    if reason is None and (tensor.dim() != _DIMENSIONS or not tensor.is_floating_point()):
-        reason = f"{list(tensor.shape)}, not four dimensions of numbers: target the core of the attention"
-    return None if reason is None else f"{label} is {reason}"
+        raise Unreadable(f"{label} is not a tensor argument")
+    check_readable(tensor, label)
+    if tensor.dim() != _DIMENSIONS or not tensor.is_floating_point():
+        shape = f"{list(tensor.shape)}, not four dimensions of numbers"
+        raise Unreadable(f"{label} is {shape}: target the core of the attention")
 
 
 def _rows(module: str, micro_step: int, way: Sequence[int], sums: Numbers) -> Iterable[Row]:

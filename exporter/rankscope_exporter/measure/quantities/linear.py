@@ -19,8 +19,9 @@ from rankscope_exporter.measure.quantities.base import QuantityOptions, Sampling
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
     Running,
+    Unreadable,
     is_matrix,
-    local_matrix_or_reason,
+    local_matrix,
     may_be_gathered,
     weight_of,
 )
@@ -84,13 +85,14 @@ class Linear(ModuleQuantity):
         if not (isinstance(named.module, nn.Linear | nn.Embedding) or is_matrix(weight)):
             return
         self._has_modules = True
-        whole = local_matrix_or_reason(weight)
-        if isinstance(whole, torch.Tensor):
+        try:
+            local_matrix(weight)
             self._whole.append(named)
-        elif may_be_gathered(weight):
-            self.before(named, self._read_gathered)
-        else:
-            self.missing(whole, named)
+        except Unreadable as reason:
+            if may_be_gathered(weight):
+                self.at_first_call(named, self._read_gathered, before=True)
+            else:
+                self.missing(str(reason), named)
 
     def on_step_begin(self, table: Table) -> None:
         super().on_step_begin(table)
@@ -109,10 +111,12 @@ class Linear(ModuleQuantity):
             if named.module is None:  # the training has dropped the layer
                 continue
             weight = weight_of(named.module)
-            whole = local_matrix_or_reason(weight)
-            if isinstance(whole, str):
-                self.missing(whole, named)
-            elif whole.numel():
+            try:
+                whole = local_matrix(weight)
+            except Unreadable as reason:
+                self.missing(str(reason), named)
+                continue
+            if whole.numel():
                 if id(weight) not in names:  # a tied weight is computed once
                     weights.append(whole)
                 names.setdefault(id(weight), []).append(named.name)

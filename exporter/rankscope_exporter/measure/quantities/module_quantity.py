@@ -1,7 +1,7 @@
 """Base class of quantities that read tensors when modules are called; and access to the weight of a module.
 
-The dataset `features` has a column for the micro-batch, but none for the call. The methods `before` and
-`after` of the base class therefore read only the first call of a module in each micro-batch of a training forward pass.
+The dataset `features` has a column for the micro-batch, but none for the call. The method
+`at_first_call` of the base class therefore reads the first call of a module in each micro-batch of a forward pass only.
 
 The module also registers hooks on modules and tensors for quantities, and publishes notices about modules that are
 not measured.
@@ -10,7 +10,7 @@ not measured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -55,6 +55,10 @@ class CoverageNotes:
         new, self._new = self._new, {}
         for reason, modules in new.items():
             notice(f"{some_of(modules)}: {reason}")
+
+
+class Unreadable(Exception):  # noqa: N818 - the reason why a module has no rows
+    """A tensor of a module cannot be read. The text is the reason for the notice about the module."""
 
 
 class TensorHooks:
@@ -201,27 +205,23 @@ class ModuleQuantity(Quantity):
         """Store that a module, or a tensor of it, is not measured. This is reported once, when the step ends."""
         self._notes.add(reason, named.name)
 
-    def before(self, named: NamedModule, read: Callable[[Running, Sequence[Any], Mapping[str, Any]], None]) -> None:
-        """Register a hook that calls the function `read` before the first call of a module in each micro-batch.
+    def at_first_call(self, named: NamedModule, read: Callable[..., None], *, before: bool) -> None:
+        """Register a hook that calls `read` after the first call of a module in each micro-batch, or `before` it.
 
-        `read` gets this call and its positional and keyword arguments.
+        `read` gets this call and the result of the module or, before it, the positional and keyword arguments. If it
+        raises `Unreadable`, this is stored as the reason why the module is not measured.
         """
-        self._register(
-            named, f"{self.name} of modules", functools.partial(self._called_first, named, read), before=True
-        )
-
-    def after(self, named: NamedModule, read: Callable[[Running, Any], None]) -> None:
-        """Register a hook that calls the function `read` after the first call of a module in each micro-batch.
-
-        `read` gets this call and the result of the module.
-        """
-        self._register(named, f"{self.name} of modules", functools.partial(self._called_first, named, read))
+        hook = functools.partial(self._called_first, named, read)
+        self._register(named, f"{self.name} of modules", hook, before=before)
 
     def _called_first(
         self, named: NamedModule, read: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, *output: Any
     ) -> None:
         if self._is_first_call(named, module):
-            read(Running(named, module, self._hooking.micro_step), *(output or (args, kwargs)))
+            try:
+                read(Running(named, module, self._hooking.micro_step), *(output or (args, kwargs)))
+            except Unreadable as reason:
+                self.missing(str(reason), named)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._note_lost_hooks()
@@ -338,28 +338,31 @@ def may_be_gathered(weight: torch.Tensor | None) -> bool:
     return weight is None or hasattr(weight, "placements") or weight.dim() != _MATRIX or is_freed(weight)
 
 
-def local_matrix_or_reason(weight: torch.Tensor | None) -> torch.Tensor | str:
-    """Return the weight if it is a whole matrix on this rank; otherwise the reason why it is not, as text.
+def local_matrix(weight: torch.Tensor | None) -> torch.Tensor:
+    """Return the weight if it is a whole matrix on this rank; otherwise raise `Unreadable`.
 
     Reads no element of the weight.
     """
     if weight is None:
-        return "has a weight that is computed, or none"
+        raise Unreadable("has a weight that is computed, or none")
     placements = getattr(weight, "placements", None)
     if placements is not None:
         if not all(placement.is_replicate() for placement in placements):
-            return "has a weight in parts on several ranks"
+            raise Unreadable("has a weight in parts on several ranks")
         weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
     reason = why_not_measurable(weight)
     if reason is None and is_freed(weight):
         reason = "freed while it is not used"
     if reason is None and (weight.dim() != _MATRIX or not weight.is_floating_point()):
         reason = f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)}, not a matrix of floats"
-    return weight if reason is None else f"has a weight that is {reason}"
+    if reason is not None:
+        raise Unreadable(f"has a weight that is {reason}")
+    return weight
 
 
-def unusable_reason(tensor: torch.Tensor) -> str | None:
-    """Return the reason why a tensor cannot be read as a whole on this rank, as text; None if it can be read."""
-    if hasattr(tensor, "placements"):
-        return "a distributed tensor, which is not whole on any rank"
-    return why_not_measurable(tensor)
+def check_readable(tensor: torch.Tensor, what: str) -> None:
+    """Raise `Unreadable` if a tensor cannot be read as a whole on this rank. `what` begins the reason."""
+    is_divided = hasattr(tensor, "placements")
+    reason = "a distributed tensor, which is not whole on any rank" if is_divided else why_not_measurable(tensor)
+    if reason is not None:
+        raise Unreadable(f"{what} is {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
@@ -16,12 +17,14 @@ from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.pytree import Found, ObjectSpec, received, returned
 from rankscope_exporter.adapters.torch_private import entry, parameters_of
 from rankscope_exporter.measure.formulas import product, routing_sums, similarity
+from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
     Running,
-    local_matrix_or_reason,
-    unusable_reason,
+    Unreadable,
+    check_readable,
+    local_matrix,
     weight_of,
 )
 from rankscope_exporter.measure.table import Table
@@ -90,19 +93,17 @@ class Router(ModuleQuantity):
         parents = (item for item in candidates if any(child is module for child in item.children()))
         parent = next(map(weakref.ref, parents), None)
         if self.options.logits == "computed":
-            self.before(named, lambda call, *given: self._read(parent, call, _computed(call.module, received(*given))))
+            compute = lambda call, *given: self._read(parent, call, _computed(call.module, received(*given)))  # noqa: E731
+            self.at_first_call(named, compute, before=True)
         else:
-            self.after(named, lambda call, output: self._read(parent, call, self._logits(output)))
+            self.at_first_call(named, lambda call, out: self._read(parent, call, self._logits(out)), before=False)
 
     def on_step_begin(self, table: Table) -> None:
         super().on_step_begin(table)
         self._compared.clear()
 
-    def _read(self, parent: _Parent, call: Running, logits: torch.Tensor | str) -> None:
+    def _read(self, parent: _Parent, call: Running, logits: torch.Tensor) -> None:
         named = call.named
-        if isinstance(logits, str):
-            self.missing(logits, named)
-            return
         top_k = self.options.top_k or _top_k(call.module) or _top_k(None if parent is None else parent())
         if top_k is None:
             self.missing("has no router_load, because the number of experts per token is unknown: set top_k", named)
@@ -112,13 +113,12 @@ class Router(ModuleQuantity):
             self._compared.add(named.name)
             self._compare(call, logits.shape[-1])
 
-    def _logits(self, output: Any) -> torch.Tensor | str:
+    def _logits(self, output: Any) -> torch.Tensor:
         found = returned(output)
         slots = found.slots[:1] if self._spec is None else self._spec.select(found)
         if not slots:
-            return f"returns no {self.options.output or 'tensor'!r}"
-        reason = _why_no_logits(slots[0].tensor)
-        return slots[0].tensor if reason is None else f"returns an output that is {reason}"
+            raise Unreadable(f"returns no {self.options.output or 'tensor'!r}")
+        return _checked(slots[0].tensor, "returns an output that")
 
     def _compare(self, call: Running, experts: int) -> None:
         named, weight = call.named, _weight(call.module, experts)
@@ -129,29 +129,24 @@ class Router(ModuleQuantity):
         self._gate.table.defer("features", similarity(weight, experts), rows)
 
 
-def _why_no_logits(logits: torch.Tensor) -> str | None:
-    reason = unusable_reason(logits)
-    if reason is None and not (logits.is_floating_point() and logits.dim() and logits.shape[-1]):
-        reason = f"{str(logits.dtype).removeprefix('torch.')}{list(logits.shape)} and cannot be logits"
-    return reason
+def _checked(logits: torch.Tensor, what: str) -> torch.Tensor:
+    """Return `logits`; raise `Unreadable` if they cannot be logits. `what` begins the reason."""
+    check_readable(logits, what)
+    if not (logits.is_floating_point() and logits.dim() and logits.shape[-1]):
+        raise Unreadable(f"{what} is {dtype_name(logits.dtype)}{list(logits.shape)} and cannot be logits")
+    return logits
 
 
-def _computed(module: nn.Module, found: Found) -> torch.Tensor | str:
+def _computed(module: nn.Module, found: Found) -> torch.Tensor:
     """Return the logits, computed from the first argument and the weight of a router.
 
-    If they cannot be computed, return the reason as text. The weight may be [experts, width] or [width, experts].
+    If they cannot be computed, raise `Unreadable`. The weight may be [experts, width] or [width, experts].
     """
     if not found.slots:
-        return "has no tensor among its arguments"
-    given = found.slots[0].tensor
-    reason = _why_no_logits(given)
-    if reason is not None:
-        return f"has an argument that is {reason}"
-    weight = local_matrix_or_reason(weight_of(module))
-    if isinstance(weight, str):
-        return weight
+        raise Unreadable("has no tensor among its arguments")
+    given, weight = _checked(found.slots[0].tensor, "has an argument that"), local_matrix(weight_of(module))
     if given.shape[-1] not in weight.shape:
-        return f"has a weight of shape {list(weight.shape)}, which does not fit its argument"
+        raise Unreadable(f"has a weight of shape {list(weight.shape)}, which does not fit its argument")
     bias = entry(parameters_of(module), "bias")
     return product(given, weight if weight.shape[1] == given.shape[-1] else weight.t(), bias)
 
@@ -169,9 +164,10 @@ def _top_k(module: nn.Module | None) -> int | None:
 def _weight(module: nn.Module, experts: int) -> torch.Tensor | None:
     """Return the weight of a router, or that of a layer in the router; None if no weight is whole on this rank."""
     for owner in (module, *module.children()):
-        whole = local_matrix_or_reason(weight_of(owner))
-        if isinstance(whole, torch.Tensor) and experts in whole.shape:
-            return whole
+        with contextlib.suppress(Unreadable):
+            whole = local_matrix(weight_of(owner))
+            if experts in whole.shape:
+                return whole
     return None
 
 
