@@ -24,13 +24,7 @@ import torch
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.measure.kernels.isolation import Isolation
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
-from rankscope_exporter.measure.kernels.statistics_table import (
-    Rows,
-    StatisticsTable,
-    contiguous_rows,
-    copied_to_host,
-    on_device,
-)
+from rankscope_exporter.measure.kernels.statistics_table import Rows, StatisticsTable, contiguous_rows, copied_to_host
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_freed
 from rankscope_exporter.records.plan import ParameterEntries, Placed, PlanItem, PlanVersion, entry_at
 from rankscope_exporter.records.record import Deferred, Numbers, Row
@@ -489,10 +483,8 @@ class Table:
 
     def restore(self, saved: torch.Tensor, slots: Iterable[Slots | None], positions: Sequence[int]) -> None:
         """Write the statistics in `saved`, a result of `save`, of some of each of `slots` to the table again."""
-        buffer = self._table.statistics.buffer
-        rows = [one.rows[position] for one in slots if one is not None for position in positions]
-        index = on_device(rows, buffer.device)
-        buffer[: len(saved)].index_copy_(1, index, saved.index_select(1, index))
+        rows = tuple(one.rows[position] for one in slots if one is not None for position in positions)
+        self._table.statistics.restore(saved, rows)
 
     def defer(self, dataset: str, tensor: torch.Tensor, rows: Callable[[Numbers], Iterable[Row]]) -> None:
         """Copy `tensor` to the host, and add the rows that the function `rows` computes from the copy to `dataset`.

@@ -138,6 +138,11 @@ class StatisticsTable:
         """
         self.numbers[:, self._place(target)] = self.numbers[:, self._place(source)]
 
+    def restore(self, saved: torch.Tensor, rows: Rows) -> None:
+        """Write the entries `rows` of `saved`, an earlier copy of the buffer, to the table again."""
+        place = self._place(rows)
+        self.buffer[: len(saved), place] = saved[:, place]
+
     def _place(self, rows: Rows) -> Any:
         if isinstance(rows, range):
             return slice(rows.start, rows.stop)

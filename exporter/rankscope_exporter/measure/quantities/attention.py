@@ -22,15 +22,7 @@ from torch.nn.functional import linear
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.torch_private import saved_causality, saves_no_mask
-from rankscope_exporter.measure.formulas import (
-    HIDING,
-    Mask,
-    attention_sums,
-    broadcast,
-    hides_of,
-    without_autocast,
-    working_type,
-)
+from rankscope_exporter.measure import formulas
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
@@ -241,7 +233,7 @@ def projected(
     mask = given.get("attn_mask")
     padding = given.get("key_padding_mask")
     masks = [mask, None if padding is None else padding.reshape(batch, 1, 1, -1)]
-    full = [broadcast(form, batch, count, queries, key.shape[2]) for form in masks if form is not None]
+    full = [formulas.broadcast(form, batch, count, queries, key.shape[2]) for form in masks if form is not None]
     known = [one for one in full if one is not None]
     if len(known) < len(full):
         raise Unreadable("has a mask that does not fit the scores of its calls")
@@ -254,8 +246,8 @@ def _heads(module: nn.MultiheadAttention, x: torch.Tensor, weight: torch.Tensor,
         x = x[None]
     elif not module.batch_first:
         x = x.transpose(0, 1)
-    dtype = working_type(x.dtype)
-    with without_autocast(x.device):
+    dtype = formulas.working_type(x.dtype)
+    with formulas.without_autocast(x.device):
         out = linear(x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
     return torch.unflatten(out, -1, (module.num_heads, module.head_dim)).transpose(1, 2)
 
@@ -267,10 +259,10 @@ def _both(masks: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """
     if len(masks) < 2:
         return masks[0] if masks else None
-    hides = [mask if mask.dtype is torch.bool else mask <= HIDING for mask in masks]
+    hides = [mask if mask.dtype is torch.bool else mask <= formulas.HIDING for mask in masks]
     added = [mask for mask in masks if mask.dtype is not torch.bool]
     hidden = hides[0] | hides[1]
-    return functools.reduce(torch.add, added).masked_fill(hidden, 2 * HIDING) if added else hidden
+    return functools.reduce(torch.add, added).masked_fill(hidden, 2 * formulas.HIDING) if added else hidden
 
 
 ENTROPY: Final = "attention_entropy"
@@ -316,7 +308,10 @@ class Attention(ModuleQuantity):
         scale = None if own else arguments.scale(args, kwargs)
         causal = False if own else arguments.causal(module, args, kwargs)
         ways = (False, True) if causal is None else (causal,)
-        sums = [attention_sums(query, key, Mask(mask, causal=one), scale=scale, rows=self.options.rows) for one in ways]
+        sums = [
+            formulas.attention_sums(query, key, formulas.Mask(mask, causal=one), scale=scale, rows=self.options.rows)
+            for one in ways
+        ]
         way = [] if causal is None else [0]
         if causal is None:
             self._unseen[call.named.name] = way
@@ -381,8 +376,8 @@ def _found(
     if not isinstance(mask, torch.Tensor):
         return query, key, None
     check_readable(mask, "mask")
-    hides = hides_of(mask.detach(), true_attends=arguments.true_attends)
-    full = broadcast(hides, batch, heads, queries, key.shape[2])
+    hides = formulas.hides_of(mask.detach(), true_attends=arguments.true_attends)
+    full = formulas.broadcast(hides, batch, heads, queries, key.shape[2])
     if full is None:
         raise Unreadable(f"mask of shape {list(mask.shape)} does not fit the scores of its calls")
     return query, key, full

@@ -38,14 +38,7 @@ from rankscope_exporter.adapters.torch_private import coalescing_groups
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.quantities.base import SamplingGate
 from rankscope_exporter.measure.table import Slots
-from rankscope_exporter.monitors.flight_recorder.poller import (
-    NOT_SCRIPT_CODE,
-    OUR_CODE,
-    TORCH_CODE,
-    script_frames,
-    short_file,
-    short_path,
-)
+from rankscope_exporter.monitors.flight_recorder.poller import NOT_SCRIPT_CODE, script_frames, short_file, short_path
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
@@ -84,7 +77,7 @@ class CallSites:
 
     def of(self, caller: FrameType) -> CallSite | None:
         """Return the call site of the frame `caller`; None if the code of the frame is that of torch or Rankscope."""
-        if caller.f_code.co_filename.startswith((OUR_CODE, TORCH_CODE)):
+        if caller.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
             return None
         frames = script_frames(caller, MAX_FRAMES)
         key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
