@@ -14,8 +14,7 @@ import torch
 
 from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.c_kernel import CODES, CKernel, Read, c_kernel
-from rankscope_exporter.measure.kernels.compiled import ready_kernel
-from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
+from rankscope_exporter.measure.kernels.compiled import DeviceArguments, ready_kernel
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Rows, StatisticsTable, contiguous_rows
 from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES, elements_of, readable_by_kernel
 from rankscope_exporter.process.openmp import openmp_parallel

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from rankscope_contract.model.kinds import SUMMANDS
-from rankscope_exporter.measure.kernels.device_arguments import CHUNK, JOB_FIELDS, PARTIAL_FIELDS, DeviceJobs
+from rankscope_exporter.measure.kernels.compiled import CHUNK, JOB_FIELDS, PARTIAL_FIELDS, DeviceJobs
 from rankscope_exporter.measure.kernels.statistics_table import ROWS
 
 _BLOCK: Final = 1024

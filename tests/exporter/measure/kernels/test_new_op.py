@@ -25,7 +25,7 @@ from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.measure.kernels import triton_kernels
-from rankscope_exporter.measure.kernels.device_arguments import CHUNK, DeviceArguments
+from rankscope_exporter.measure.kernels.compiled import CHUNK, DeviceArguments
 sizes, dtypes = (7, CHUNK + 3), (torch.float32, torch.float64)
 tensors = [torch.linspace(-1, 3, size, dtype=dtype) for size in sizes for dtype in dtypes]
 tensors[0][2], tensors[1][3] = torch.nan, torch.inf

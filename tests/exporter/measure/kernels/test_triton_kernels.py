@@ -21,8 +21,8 @@ from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_exporter.adapters import tracing
 from rankscope_exporter.config.monitor_config import DEFAULT_QUANTITIES
 from rankscope_exporter.measure.kernels import compiled as loading
-from rankscope_exporter.measure.kernels import device_arguments, measure_group
-from rankscope_exporter.measure.kernels.device_arguments import DeviceArguments
+from rankscope_exporter.measure.kernels import measure_group
+from rankscope_exporter.measure.kernels.compiled import DeviceArguments
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.measure.quantities import quantity_classes
 from rankscope_exporter.records.record import Transfer
@@ -39,7 +39,7 @@ def kernels() -> Iterator[Any]:
     pytest.importorskip("triton", reason="triton is not installed: it belongs to torch for CUDA")
     with pytest.MonkeyPatch.context() as patch:
         module = importlib.import_module("rankscope_exporter.measure.kernels.triton_kernels")
-        patch.setattr(device_arguments, "CHUNK", CHUNK)
+        patch.setattr(loading, "CHUNK", CHUNK)
         for name, value in {"CHUNK": CHUNK, "_BLOCK": 32, "_COMBINED": 2}.items():
             patch.setattr(module, name, value)
         yield module
@@ -105,7 +105,7 @@ def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
     arguments, tensors, table = DeviceArguments(range(1), 0.0), [torch.ones(3)], StatisticsTable(1, CPU)
     used = []
     for stream in (7, 7, 8):
-        monkeypatch.setattr(device_arguments, "stream_of", lambda _device, stream=stream: stream)
+        monkeypatch.setattr(loading, "stream_of", lambda _device, stream=stream: stream)
         arguments.run(lambda jobs, _table, extra_sums: used.append(jobs), tensors, table)
 
     assert used[0] is used[1]
@@ -118,7 +118,7 @@ def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeyp
     arguments.run(kernels.measure_jobs, [numbers(5, torch.float32)], StatisticsTable(1, CPU))
     tensors, table = [numbers(CHUNK + 7, torch.float32)], StatisticsTable(1, CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(device_arguments, "on_device", lambda *_: torch.empty(-1))
+        patch.setattr(loading, "on_device", lambda *_: torch.empty(-1))
         with pytest.raises(RuntimeError):
             arguments.run(kernels.measure_jobs, tensors, table)
     arguments.run(kernels.measure_jobs, tensors, table)
@@ -147,7 +147,7 @@ def test_interpreted_kernel_is_not_used_on_a_device(kernels, caplog):
 
 
 def test_kernel_with_wrong_results_is_not_used(kernels, monkeypatch):
-    for owner, name in ((kernels, "CHUNK"), (kernels, "_BLOCK"), (device_arguments, "CHUNK")):
+    for owner, name in ((kernels, "CHUNK"), (kernels, "_BLOCK"), (loading, "CHUNK")):
         monkeypatch.setattr(owner, name, 16_384)
 
     loading.check_kernel(kernels.measure_jobs, CPU, ("sum_of_fourth_powers",))
