@@ -153,11 +153,6 @@ def short_file(file: str) -> str:
     """Return the path `file` without the folders above its package: equal on all machines."""
     modules = (vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__"))
     package = next((str(names.get("__package__") or "") for names in modules if names.get("__file__") == file), "")
-    return short_path(file, package)
-
-
-def short_path(file: str, package: str) -> str:
-    """Return the file name of `file` after a folder for each element of the dotted name `package`."""
     levels = package.count(".") + 1 if package else 0
     return "/".join(PurePath(file).parts[-levels - 1 :])
 

@@ -27,18 +27,19 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FrameType, MethodType
+from types import FrameType, MethodType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.pytree import Slot
 from rankscope_exporter.adapters.torch_private import coalescing_groups
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.quantities.base import SamplingGate
 from rankscope_exporter.measure.table import Slots
-from rankscope_exporter.monitors.flight_recorder.poller import NOT_SCRIPT_CODE, script_frames, short_file, short_path
+from rankscope_exporter.monitors.flight_recorder.poller import NOT_SCRIPT_CODE, script_frames, short_file
 
 MAX_FRAMES: Final = 128
 _MOST_STACKS: Final = 4096
@@ -46,8 +47,6 @@ _MOST_STACKS: Final = 4096
 
 Recursion can produce any number of different stacks. Without the limit, they could fill the memory.
 """
-
-_Key = tuple[tuple[CodeType, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,45 +72,34 @@ class CallSites:
 
     def __init__(self, expressions: Sequence[str] = ()) -> None:
         self._expressions = [re.compile(expression, re.DOTALL) for expression in expressions]
-        self._known: dict[_Key, CallSite] = {}
+        self._of_stack = functools.lru_cache(_MOST_STACKS)(self._site)
 
     def of(self, caller: FrameType) -> CallSite | None:
         """Return the call site of the frame `caller`; None if the code of the frame is that of torch or Rankscope."""
         if caller.f_code.co_filename.startswith(NOT_SCRIPT_CODE):
             return None
-        frames = script_frames(caller, MAX_FRAMES)
-        key = tuple((frame.f_code, frame.f_lineno) for frame in frames)
-        if (site := self._known.get(key)) is None:
-            if len(self._known) >= _MOST_STACKS:
-                self._known.clear()
-            codes = ((_label(frame), frame.f_code, frame.f_lineno) for frame in frames)
-            lines = [(label, f"{code.co_filename}[{line}]", code.co_qualname) for label, code, line in codes]
-            site = self._known[key] = self._site(lines[0][0], lines)
-        return site
+        codes = ((frame.f_code, frame.f_lineno) for frame in script_frames(caller, MAX_FRAMES))
+        return self._of_stack(*((code.co_filename, line, code.co_qualname) for code, line in codes))
 
-    def of_record(self, frames: Iterable[Mapping[str, Any]], label: str) -> CallSite:
-        """Return the call site with the label `label` for a collective call in torch's flight record.
+    def of_record(self, frames: Iterable[Mapping[str, Any]]) -> CallSite:
+        """Return the call site of a collective call in torch's flight record.
 
         `frames` are the frames of the call stack in the flight record, innermost first.
         """
-        own = [frame for frame in frames if not str(frame["filename"]).startswith(NOT_SCRIPT_CODE)]
-        places = ((str(frame["filename"]), f"[{frame['line']}]", str(frame["name"])) for frame in own)
-        return self._site(label, [(short_file(file) + line, file + line, name) for file, line, name in places])
+        named = ((str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in frames)
+        return self._site(*(frame for frame in named if not frame[0].startswith(NOT_SCRIPT_CODE)))
 
-    def _site(self, label: str, lines: Sequence[tuple[str, str, str]]) -> CallSite:
-        """Return a call site. `lines` has short and whole file with the line, and the function, innermost first."""
-        stack = tuple(f"{short} {function}" for short, _, function in reversed(lines))
-        text = "\n".join(f"{whole} {function}" for _, whole, function in reversed(lines))
+    def _site(self, *frames: tuple[str, int, str]) -> CallSite:
+        """Return a call site, given file, line and function of each frame of the script, innermost first."""
+        labels = [f"{short_file(file)}[{line}]" for file, line, _ in frames]
+        stack = tuple(f"{label} {name}" for label, (*_, name) in zip(labels, frames, strict=True))[::-1]
+        text = "\n".join(f"{file}[{line}] {name}" for file, line, name in reversed(frames))
         is_chosen = not self._expressions or any(expression.search(text) for expression in self._expressions)
-        return CallSite(label, stack, is_chosen)
+        return CallSite(labels[0] if labels else NO_PLACE, stack, is_chosen)
 
 
-def _label(frame: FrameType) -> str:
-    """Return file and line of a frame, without folders outside of the package, which differ between machines."""
-    names = frame.f_globals
-    package = names.get("__package__") or (names.get("__name__") or "").rpartition(".")[0]
-    return f"{short_path(frame.f_code.co_filename, package)}[{frame.f_lineno}]"
-
+NO_PLACE: Final = "torch"
+"""Name of the call site of a collective if its stack has no Python code of the script, as on a thread of torch."""
 
 BATCH: Final = "batch_isend_irecv"
 _SENDS: Final = "isend"
@@ -359,24 +347,21 @@ class _WaitInterception(_Interception):
         return result
 
 
-class Interceptor:
-    """Intercepts several functions of torch.distributed for one listener, until `remove` is called."""
+def intercept(listener: Listener, names: Iterable[str]) -> CallbackHandle:
+    """Intercept several functions of torch.distributed for one listener, until the handle is removed."""
+    with _lock:
+        found = [_interception_of(dist, name, _FunctionInterception) for name in names]
+        found.append(_interception_of(getattr(dist, "Work", None), WAIT, _WaitInterception))
+        interceptions = [item for item in found if item is not None]
+        for item in interceptions:
+            item.join(listener)
 
-    def __init__(self, listener: Listener, names: Iterable[str]) -> None:
-        self._listener = listener
+    def remove() -> None:
         with _lock:
-            found = [_interception_of(dist, name, _FunctionInterception) for name in names]
-            found.append(_interception_of(getattr(dist, "Work", None), WAIT, _WaitInterception))
-            self._interceptions = [item for item in found if item is not None]
-            for item in self._interceptions:
-                item.join(listener)
+            for item in interceptions:
+                item.leave(listener)
 
-    def remove(self) -> None:
-        """Stop the interception for the listener of this object."""
-        with _lock:
-            for item in self._interceptions:
-                item.leave(self._listener)
-        self._interceptions = []
+    return CallbackHandle(remove)
 
 
 _lock = threading.Lock()

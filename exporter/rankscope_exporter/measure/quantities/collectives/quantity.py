@@ -48,12 +48,18 @@ _FRAMES_SHOWN: Final = 8
 class CallLog:
     """Stores the collective calls since the last report, for notices to the user.
 
+    Calls of torch itself are read from its flight record. The first read returns all calls that no monitor has read
+    before.
+
     Calls are equal if function, line, dtypes, shapes, group and the innermost 8 lines of the call stack are equal.
     Equal calls are reported in one notice with the number of calls, in the order of the first calls. Every call is
     counted in exactly one notice. If a call repeats after a report, it is reported again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sites: interception.CallSites, targets: Targets) -> None:
+        self._sites = sites
+        self._targets = targets
+        self._after = read_before()
         self._new: Counter[str] = Counter()
         self._known: set[str] = set()
         self._dropped = 0
@@ -67,6 +73,32 @@ class CallLog:
             return
         self._known.add(text)
         self._new[text] += 1
+
+    def note_internal(self, report: Report) -> None:
+        """Add the calls of torch in its flight record. Calls that the quantity intercepted are skipped.
+
+        If a flight recorder of torch cannot be read, the function `report` receives a message and the recorder is
+        skipped.
+        """
+        if not has_groups():
+            return
+        ranks = ranks_by_group(report)
+        for recorder, raws in read_with_stacks(report).items():
+            last = self._after.get(recorder, -1)
+            for raw in raws:
+                if int(raw["record_id"]) > last and not _is_intercepted(raw):
+                    self._note_raw(raw, ranks)
+            self._after[recorder] = max(last, *(int(raw["record_id"]) for raw in raws))
+
+    def _note_raw(self, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> None:
+        row = row_of(raw, ranks)
+        site = self._sites.of_record(raw.get("frames", ()))
+        name = f"{row['op']}@{site.label}"
+        if not (site.is_chosen and self._targets.selects(name, row["op"])):
+            return
+        forms = f"{_call_forms(raw, 'input')} -> {_call_forms(raw, 'output')}"
+        size = f" of {row['group_size']} ranks" if row["group_size"] else ""
+        self.note(name, f"{forms}, group {row['group']}{size}", site)
 
     def report(self, notice: Callable[[str], None]) -> None:
         """Call the function `notice` once with a text for each group of equal calls since the last report."""
@@ -90,48 +122,6 @@ def _forms(parts: Sequence[Slot]) -> str:
 def _stack(site: interception.CallSite) -> str:
     shown = site.stack[-_FRAMES_SHOWN:]
     return " > ".join(shown if len(shown) == len(site.stack) else ("…", *shown)) or "no Python code"
-
-
-NO_PLACE: Final = "torch"
-"""Name of the call site of a collective if its stack has no Python code of the script, as on a thread of torch."""
-
-
-class InternalCalls:
-    """Reader of new collective calls in torch's flight record.
-
-    The first read returns all calls that no monitor has read before.
-    """
-
-    def __init__(self, sites: interception.CallSites, targets: Targets) -> None:
-        self._sites = sites
-        self._targets = targets
-        self._after = read_before()
-
-    def note(self, log: CallLog, report: Report) -> None:
-        """Add the calls of torch in the flight record to `log`. Calls that the quantity intercepted are skipped.
-
-        If a flight recorder of torch cannot be read, the function `report` receives a message and the recorder is
-        skipped.
-        """
-        if not has_groups():
-            return
-        ranks = ranks_by_group(report)
-        for recorder, raws in read_with_stacks(report).items():
-            last = self._after.get(recorder, -1)
-            for raw in raws:
-                if int(raw["record_id"]) > last and not _is_intercepted(raw):
-                    self._note(log, raw, ranks)
-            self._after[recorder] = max(last, *(int(raw["record_id"]) for raw in raws))
-
-    def _note(self, log: CallLog, raw: Raw, ranks: Mapping[str, tuple[int, ...]]) -> None:
-        row = row_of(raw, ranks)
-        site = self._sites.of_record(raw.get("frames", ()), row["call_site"] or NO_PLACE)
-        name = f"{row['op']}@{site.label}"
-        if not (site.is_chosen and self._targets.selects(name, row["op"])):
-            return
-        forms = f"{_call_forms(raw, 'input')} -> {_call_forms(raw, 'output')}"
-        size = f" of {row['group_size']} ranks" if row["group_size"] else ""
-        log.note(name, f"{forms}, group {row['group']}{size}", site)
 
 
 def _is_intercepted(raw: Raw) -> bool:
@@ -221,8 +211,7 @@ class Collectives(Quantity):
         self._on_other_threads: set[str] = set()  # functions that were called on other threads
         self._is_any_chosen = False
         self._has_noted_uncalled = False
-        self._log = CallLog()
-        self._internal_calls = InternalCalls(self._sites, self.targets)
+        self._log = CallLog(self._sites, self.targets)
         self._hooking: HookContext
         self._gate: SamplingGate
 
@@ -254,7 +243,7 @@ class Collectives(Quantity):
             lambda work: waited(work) if self._is_training() else None,
         )
         gate.keep(CallbackHandle(self._release))
-        gate.keep(interception.Interceptor(listener, interception.OPERATIONS))
+        gate.keep(interception.intercept(listener, interception.OPERATIONS))
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._release()
@@ -373,7 +362,7 @@ class Collectives(Quantity):
 
     def _note_internal(self) -> None:
         try:
-            self._internal_calls.note(self._log, self._report)
+            self._log.note_internal(self._report)
         except Exception as error:  # noqa: BLE001 - torch may change the record, and hooks must be removed
             self._report("reading the collective calls of torch itself from its flight record", error)
 
