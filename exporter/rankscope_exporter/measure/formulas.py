@@ -23,10 +23,8 @@ bisection in numpy. LAPACK would start its own threads from about 100 steps on, 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -34,13 +32,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import linear, normalize
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast, in which products have the precision of their operands."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
 
 
 def working_type(dtype: torch.dtype) -> torch.dtype:
@@ -208,7 +199,7 @@ def attention_sums(
     mask = mask.grouped(key_heads, sampled)
     key = key.expand(len(query), -1, -1, -1)
     total = torch.zeros(3, *grouped.shape[1:3], dtype=torch.float64, device=query.device)
-    with without_autocast(query.device):
+    with torch.autocast(query.device.type, enabled=False):
         for part in chunks(grouped, key, max_bytes // (_BYTES_PER_SCORE * dtype.itemsize)):
             within, of_heads, of_rows = part
             queries = grouped[within, of_heads, :, of_rows].to(dtype) * factor
@@ -254,7 +245,7 @@ def routing_sums(logits: torch.Tensor, top_k: int | None) -> torch.Tensor:
     experts = logits.shape[-1]
     flat = logits.detach().reshape(-1, experts)
     total = torch.zeros(3 + experts, dtype=torch.float64, device=logits.device)
-    with without_autocast(logits.device):
+    with torch.autocast(logits.device.type, enabled=False):
         for part in torch.split(flat, max(1, _TOKENS // experts)):
             wide = part.to(working_type(part.dtype))
             log = wide.log_softmax(-1)
@@ -275,7 +266,7 @@ def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
     `weight` is 2-D. The experts are its rows if the number of rows is `experts`, otherwise its columns.
     """
     wide = weight.detach().to(working_type(weight.dtype))
-    with without_autocast(weight.device):
+    with torch.autocast(weight.device.type, enabled=False):
         vectors = normalize(wide if wide.shape[0] == experts else wide.t(), dim=1)
         vectors = vectors.double()
         together, own = vectors.sum(0).square().sum(), vectors.square().sum()
@@ -285,7 +276,7 @@ def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
 def product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the logits [..., experts] of tokens [..., width], given a weight [experts, width]."""
     dtype = working_type(given.dtype)
-    with without_autocast(given.device):
+    with torch.autocast(given.device.type, enabled=False):
         return linear(given.detach().to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype))
 
 
@@ -348,7 +339,7 @@ def spectral_numbers(
     a GPU needs less time for the products than the host for starting them one by one.
     """
     together = weights[0].device.type != "cpu" if together is None else together
-    with without_autocast(weights[0].device):
+    with torch.autocast(weights[0].device.type, enabled=False):
         matrices = [_Matrix(weight) for weight in weights]
         steps = lanczos_steps(matrices[0].size, tolerance)
         scale = torch.stack([matrix.largest() for matrix in matrices])

@@ -224,9 +224,6 @@ class Slots:
         self._derived: Slots | None = None
         self._single: dict[int, Slots] = {}
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def __getitem__(self, position: int) -> Slots:
         """Return one of the slots, for a tensor that is measured alone."""
         if (found := self._single.get(position)) is None:
@@ -364,7 +361,7 @@ class Table:
             self._specs.end_step(self._added.values())
         if self._requested == len(self._added):
             return 0, 0
-        ages = [(len(slots), self._step - slots.requested) for slots in self._added.values()]
+        ages = [(len(slots.rows), self._step - slots.requested) for slots in self._added.values()]
         return sum(count for count, age in ages if age), sum(count * age for count, age in ages)
 
     def all_slots(self) -> Iterator[Slots]:

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from rankscope_exporter.adapters.torch_private import foreach_copy
-from rankscope_exporter.measure.kernels.tensor_access import MEASURABLE, is_freed
+from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _ROUNDS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -33,11 +33,9 @@ _WORDS: Final = {"cpu": 1 << 15}
 _WORDS_ELSEWHERE: Final = 1 << 20
 
 
-def hashable(tensor: torch.Tensor | None) -> bool:
-    """Return whether a tensor can be hashed: not None, freed, sparse, nested, packed or on the meta device."""
-    if tensor is None or tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
-        return False
-    return tensor.dtype in MEASURABLE and not is_freed(tensor)
+def hashable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be hashed: not freed, sparse, nested, packed or on the meta device."""
+    return why_not_measurable(tensor) is None and tensor.layout is torch.strided and not is_freed(tensor)
 
 
 def finished(partial: int, size_bytes: int) -> int:

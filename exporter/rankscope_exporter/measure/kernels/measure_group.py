@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from rankscope_exporter.adapters.parameter_names import local_tensor
 from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.c_kernel import CODES, CKernel, Read, c_kernel
 from rankscope_exporter.measure.kernels.compiled import DeviceArguments, ready_kernel
@@ -193,12 +194,7 @@ def _locals(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | N
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors
     with torch.no_grad():
-        return [
-            tensor
-            if tensor is None or type(tensor) in PLAIN_TYPES or not hasattr(tensor, "to_local")
-            else tensor.to_local()
-            for tensor in tensors
-        ]
+        return [None if tensor is None else local_tensor(tensor) for tensor in tensors]
 
 
 @functools.cache

@@ -247,7 +247,7 @@ def _heads(module: nn.MultiheadAttention, x: torch.Tensor, weight: torch.Tensor,
     elif not module.batch_first:
         x = x.transpose(0, 1)
     dtype = formulas.working_type(x.dtype)
-    with formulas.without_autocast(x.device):
+    with torch.autocast(x.device.type, enabled=False):
         out = linear(x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
     return torch.unflatten(out, -1, (module.num_heads, module.head_dim)).transpose(1, 2)
 

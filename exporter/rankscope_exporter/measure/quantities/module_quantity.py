@@ -23,7 +23,7 @@ from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, ParameterHook, Removable, TensorHook
-from rankscope_exporter.adapters.parameter_names import NamedModule, named_modules, selected, unmatched
+from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor, named_modules, selected, unmatched
 from rankscope_exporter.adapters.tracing import on_compilation
 from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
@@ -349,7 +349,7 @@ def local_matrix(weight: torch.Tensor | None) -> torch.Tensor:
     if placements is not None:
         if not all(placement.is_replicate() for placement in placements):
             raise Unreadable("has a weight in parts on several ranks")
-        weight = weight.to_local()  # type: ignore[attr-defined]  # a DTensor
+        weight = local_tensor(weight)
     reason = why_not_measurable(weight)
     if reason is None and is_freed(weight):
         reason = "freed while it is not used"
