@@ -38,7 +38,7 @@ from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.adapters.pytree import Found, Slot, Specs, parse_specs, received, returned
 from rankscope_exporter.adapters.torch_private import gradient_hooks, in_place_changes, is_view
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_integer, why_not_measurable
-from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate
+from rankscope_exporter.measure.quantities.base import BACKWARD, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.module_quantity import ModuleQuantity, TensorHooks, in_backward
 from rankscope_exporter.measure.table import Slots, Table
 from rankscope_exporter.process.validation import table
@@ -328,7 +328,9 @@ class Activations(ModuleQuantity):
         self._step = _StepTensors()
 
     def expected(self) -> ExpectedRows:
-        return self.expected_of(self.kinds())  # modules that were never measured are reported separately
+        # Lost hooks, and a backward pass in which no hooks run, have notices of their own, as have unmeasured modules.
+        is_explained = self._lost or BACKWARD in self.monitored.compiled
+        return ExpectedRows(self.name, frozenset(() if is_explained else self.kinds()), names_unmeasured=True)
 
     def on_forward_failed(self, table: Table) -> None:
         micro_step, step = self._hooking.micro_step, self._step

@@ -111,11 +111,6 @@ class AttentionOptions(QuantityOptions):
             raise ValueError(f"order must be 's,b,h,d' or these letters in another order, not {self.order!r}")
         object.__setattr__(self, "order", order)
 
-    @property
-    def permutation(self) -> tuple[int, ...]:
-        """Return the positions, from 0, of batch, heads, sequence and width among the dimensions of query and key."""
-        return tuple(self.order.split(",").index(letter) for letter in _LETTERS)
-
 
 class Arguments:
     """Finds query, key, mask and scale factor among the arguments of a call of one module."""
@@ -162,7 +157,7 @@ class Arguments:
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
         """Return the factor by which a call multiplies the products of query and key; None for the default factor."""
         given = (self._options.scale, *(self._get(name, args, kwargs) for name in _SCALES))
-        return next((float(value) for value in given if _is_finite(value)), None)
+        return next((float(value) for value in given if is_number(value) and math.isfinite(value)), None)
 
     def _get(self, argument: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         names = self._names
@@ -191,10 +186,6 @@ def _causal_or_none(value: Any) -> bool | None:
         return value
     name = value if isinstance(value, str) else getattr(value, "name", None)
     return "causal" in name.lower() if isinstance(name, str) and not isinstance(value, torch.Tensor) else None
-
-
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value)
 
 
 _SIGNATURE: Final = inspect.signature(nn.MultiheadAttention.forward)
@@ -363,7 +354,8 @@ def _found(
     given = arguments.query_and_key(args, kwargs)
     for label, tensor in zip(("query", "key"), given, strict=True):
         _check_heads(label, tensor)
-    query, key = (tensor.detach().permute(options.permutation) for tensor in given)
+    permutation = tuple(options.order.split(",").index(letter) for letter in _LETTERS)
+    query, key = (tensor.detach().permute(permutation) for tensor in given)
     batch, heads, queries, width = query.shape
     if key.shape[3] != width or key.shape[0] not in (1, batch):
         shapes = f"query {list(query.shape)} and key {list(key.shape)}"

@@ -118,9 +118,11 @@ class MicroBatchSums:
     def __init__(self, monitored: MonitoredModel, *, wanted: bool | None) -> None:
         self._monitored = monitored
         self._wanted = wanted
-        self._is_known = False  # whether the loop was seen to accumulate micro-batches that are reduced separately
+        self.is_known = False
+        """True if the loop is known to accumulate micro-batches that are reduced separately: later steps need sums."""
         self._sums: dict[int, torch.Tensor] = {}
-        self._reported: set[str] = set()
+        self.reported: set[str] = set()
+        """The topics of published notices about these sums, which state that `grad_unreduced` may be absent."""
         self.hooks: MicroGradientHooks | None = None
         self._hooking: HookContext
         self.are_kept = False
@@ -145,15 +147,6 @@ class MicroBatchSums:
             self.are_kept = True
             self.hooks.register()
 
-    def learn(self) -> None:
-        """Store that the loop accumulates micro-batches that are reduced separately: later steps need sums."""
-        self._is_known = True
-
-    @property
-    def are_reported(self) -> bool:
-        """True if a notice about these sums was published, which may state that `grad_unreduced` is absent."""
-        return bool(self._reported)
-
     def release(self) -> None:
         """Release all sums of gradients."""
         self.are_kept = False
@@ -167,20 +160,19 @@ class MicroBatchSums:
         if self._wanted is not None:
             return self._wanted
         each = self._monitored.framework.traits.reduces_each_micro_batch
-        return each is True or (each is None and self._is_known)
+        return each is True or (each is None and self.is_known)
 
     def _fits(self) -> bool:
         parameters = [item for item in self._monitored.tensors() if item is not None and item.requires_grad]
         if not parameters:
             return False
-        size, free = sum(map(self._bytes_of, parameters)), free_bytes(self._monitored.device)
+        framework = self._monitored.framework
+        elements = [(math.prod(framework.local_spec(item).shape), framework.reduced_spec(item)) for item in parameters]
+        size = sum(count * spec.dtype.itemsize for count, spec in elements)
+        free = free_bytes(self._monitored.device)
         fits = bool(self._wanted) or size * _SHARE <= free
         self.report_once("kept" if fits else "absent", bytes_text(size), bytes_text(free))
         return fits
-
-    def _bytes_of(self, parameter: torch.nn.Parameter) -> int:
-        framework = self._monitored.framework
-        return math.prod(framework.local_spec(parameter).shape) * framework.reduced_spec(parameter).dtype.itemsize
 
     def _hook_of(self, index: int, parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], None]:
         return functools.partial(self._add, index, self._monitored.framework.reduced_spec(parameter).dtype)
@@ -204,8 +196,8 @@ class MicroBatchSums:
 
     def report_once(self, topic: str, *sizes: str) -> None:
         """Publish the notice `topic` the first time: `grad_unreduced` may be absent."""
-        if topic not in self._reported:
-            self._reported.add(topic)
+        if topic not in self.reported:
+            self.reported.add(topic)
             self._hooking.tell(f"gradients: {_NOTICES[topic].format(*sizes)}")
 
 
@@ -238,10 +230,8 @@ class MicroGradients(Quantity):
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._hooking, self._gate = hooking, gate
-        where, hook_of = (
-            "measuring the gradient of a micro-batch",
-            lambda index, _: functools.partial(self._read, index),
-        )
+        where = "measuring the gradient of a micro-batch"
+        hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - short
         self._hooks = MicroGradientHooks(self.monitored, hooking, gate, where, hook_of)
         self._hooks.register()
 
@@ -316,7 +306,7 @@ class Gradients(Quantity):
         kinds = set()
         if self.monitored.is_trained():
             kinds = {Kind.GRAD_REDUCED} if len(self._elsewhere) < len(self.monitored.parameters) else set()
-            if self.monitored.copies > 1 and not self._sums.are_reported:
+            if self.monitored.copies > 1 and not self._sums.reported:
                 kinds.add(Kind.GRAD_UNREDUCED)
         return ExpectedRows(self.name, frozenset(kinds))
 
@@ -357,7 +347,7 @@ class Gradients(Quantity):
             self._frozen.protect(table)
         gradient, slot = holder.grad, _one(table.slots[Kind.GRAD_UNREDUCED], index)
         if gradient is None:  # this framework keeps no sum of several micro-batches
-            self._sums.learn()
+            self._sums.is_known = True
             table.forget(slot)
         else:
             table.measure([gradient], slot)
@@ -369,7 +359,7 @@ class Gradients(Quantity):
             self._read_sums(table)
         elif self._mixed:
             # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
-            self._sums.learn()
+            self._sums.is_known = True
             table.forget(table.slots[Kind.GRAD_UNREDUCED])
         elif self._batched:
             # A gradient that no backward pass of this step has reached is left over from an earlier step.
@@ -405,7 +395,7 @@ class Gradients(Quantity):
             self._read_sums(table)
             self._sums.release()
         elif not self._batched and len(self._arrived) < sum(item is not None for item in self.monitored.gradients()):
-            self._sums.learn()
+            self._sums.is_known = True
 
     def on_optimizer_step_begin(self, table: Table) -> None:
         if self.monitored.update.is_inside_backward:

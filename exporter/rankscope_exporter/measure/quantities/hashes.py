@@ -126,7 +126,8 @@ class Hashes(Quantity):
             if parameter is not None:
                 name, stage = self.monitored.parameters[index].name, framework.vpp_stage(parameter)
                 yield _item(Kind.PARAM_AFTER, name, stage, replicas, parameter)
-        if self.options.state and self._groups and not self._has_partial_state():
+        is_partial = framework.traits.optimizer_takes_copies or self.monitored.has_divided_state
+        if self.options.state and self._groups and not is_partial:
             yield from self._state(tensors)
         if self._buffers.patterns:
             yield from self._kept_buffers()
@@ -146,21 +147,15 @@ class Hashes(Quantity):
 
     def _kept_buffers(self) -> Iterator[_Item]:
         for name, buffer in self.monitored.framework.module.named_buffers():
-            ranks = self._ranks_of(buffer) or self._world()
+            ranks = self._ranks_of(buffer) or range(self.monitored.world_size)
             if self._buffers.selects(plain_name(name)) and (len(ranks) > 1 or self.options.of == "all"):
                 replicas = ranks_text(ranks) if len(ranks) > 1 else None
                 yield _item(BUFFER, plain_name(name), None, replicas, buffer)
-
-    def _has_partial_state(self) -> bool:
-        return self.monitored.framework.traits.optimizer_takes_copies or self.monitored.has_divided_state
 
     def _ranks_of(self, tensor: torch.Tensor) -> Sequence[int]:
         known = self.monitored.framework.replicas(tensor)
         if known or not self.options.everywhere or self.monitored.framework.layout(tensor).placement == "shard":
             return known
-        return self._world()
-
-    def _world(self) -> Sequence[int]:
         return range(self.monitored.world_size)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -27,9 +26,8 @@ from rankscope_exporter.adapters.parameter_names import NamedModule, local_tenso
 from rankscope_exporter.adapters.tracing import on_compilation
 from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
-from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, Quantity, QuantityOptions, SamplingGate
+from rankscope_exporter.measure.quantities.base import REMEDY, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.table import Table
-from rankscope_exporter.records.record import ExpectedRows
 
 MODEL: Final = "the model"
 
@@ -274,11 +272,6 @@ class ModuleQuantity(Quantity):
             self._hooked.setdefault(named.name, (named, hook))
         except (RuntimeError, AttributeError) as error:  # scripted modules and other objects that are no real modules
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
-
-    def expected_of(self, kinds: AbstractSet[str]) -> ExpectedRows:
-        """Return `kinds`, none if hooks were lost or run in no backward pass, which both have own notices."""
-        is_explained = self._lost or BACKWARD in self.monitored.compiled
-        return ExpectedRows(self.name, frozenset() if is_explained else frozenset(kinds), names_unmeasured=True)
 
     def _note_lost_hooks(self) -> None:
         """Store which modules have lost their hooks, so that they are reported.

@@ -125,8 +125,8 @@ class Router(ModuleQuantity):
         if weight is None or experts == 1:
             self.missing("has no router_similarity: this rank holds no whole weight of two experts or more", named)
             return
-        rows = functools.partial(_similarity_rows, named.name)
-        self._gate.table.defer("features", similarity(weight, experts), rows)
+        row = {"kind": SIMILARITY, "module": named.name, "index": None, "micro_step": None}
+        self._gate.table.defer("features", similarity(weight, experts), lambda value: [{**row, "value": value.item()}])
 
 
 def _checked(logits: torch.Tensor, what: str) -> torch.Tensor:
@@ -179,7 +179,3 @@ def _rows(module: str, micro_step: int, sums: Numbers) -> Iterable[Row]:
     if known:
         for expert, count in enumerate(chosen):
             yield {**common, "kind": LOAD, "index": expert, "value": count / known}
-
-
-def _similarity_rows(module: str, value: Numbers) -> Iterable[Row]:
-    yield {"kind": SIMILARITY, "module": module, "index": None, "micro_step": None, "value": value.item()}

@@ -465,9 +465,3 @@ def stream_of(device: torch.device) -> int | None:
         return int(torch.accelerator.current_stream(device).stream_id)
     except RuntimeError:  # a device without streams
         return None
-
-
-def pending_work_of(result: Any) -> list[Any]:
-    """Return the work objects of asynchronous calls among the results of a call."""
-    found = result if isinstance(result, list) else [result]
-    return [item for item in found if isinstance(item, dist.Work)]

@@ -306,7 +306,8 @@ class Collectives(Quantity):
 
     def _ended(self, call: interception.CollectiveCall, result: Any) -> None:
         outputs, tensors = call.note
-        if works := interception.pending_work_of(result):
+        results = result if isinstance(result, list) else [result]
+        if works := [item for item in results if isinstance(item, dist.Work)]:
             self._step.works.expect(works, outputs, tensors)
         else:
             self._measure(outputs)
