@@ -212,8 +212,7 @@ def _renumbered(
 class Slots:
     """The slots of tensors that a quantity measures together, in the order of the tensors."""
 
-    def __init__(self, table: StepTable, specs: Specs | None, rows: Rows) -> None:
-        """If `specs` is None, the plan has the shapes of other tensors, from which the measured ones are computed."""
+    def __init__(self, table: StepTable, specs: Specs, rows: Rows) -> None:
         self.rows = rows
         self.requested = 0
         """Number of the sampled step of the quantity at which it last requested the slots."""
@@ -221,7 +220,6 @@ class Slots:
         self._specs = specs
         self.group: MeasureGroup | None = None
         """The group of the rows, which measures their tensors; None until a tensor was measured."""
-        self._derived: Slots | None = None
         self._single: dict[int, Slots] = {}
 
     def __getitem__(self, position: int) -> Slots:
@@ -230,21 +228,15 @@ class Slots:
             found = self._single[position] = Slots(self._table, self._specs, contiguous_rows([self.rows[position]]))
         return found
 
-    @property
-    def derived(self) -> Slots:
-        """The same slots for tensors that the monitor has computed, whose shapes and dtypes are not published."""
-        self._derived = self._derived or Slots(self._table, None, self.rows)
-        return self._derived
-
     def group_of(self, rows: Rows) -> MeasureGroup:
         """Return a new group for some of the rows."""
-        how, described = self._table.measurement, None if self._specs is None else self._specs.describe
-        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=described)
+        how = self._table.measurement
+        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=self._specs.describe)
 
     def move(self, rows: Rows) -> None:
         """Let the slots have other rows of the statistics table."""
         self.rows = rows
-        self.group = self._derived = None
+        self.group = None
         self._single = {}
 
 
@@ -410,7 +402,7 @@ class Table:
         """Compute the statistics of `tensors`, one for each of `slots`.
 
         The slot of None remains as it is, and so does that of a tensor whose statistics cannot be computed. The plan
-        gets the shapes and dtypes of `tensors`, unless the slots are derived ones.
+        gets the shapes and dtypes of `tensors`.
         """
         if slots is None:
             return

@@ -356,7 +356,7 @@ class Gradients(Quantity):
         if self._frozen.stepped:
             self._frozen.protect(table)
         if self._sums.are_kept:
-            self._read_sums(table)
+            table.measure(self._sums.tensors(), table.slots[Kind.GRAD_UNREDUCED])
         elif self._mixed:
             # Accumulation without no_sync(): the sum of reduced micro-batches and a local one is neither kind.
             self._sums.is_known = True
@@ -386,13 +386,9 @@ class Gradients(Quantity):
             table.copy(table.slots[Kind.GRAD_UNREDUCED], table.slots[Kind.GRAD_REDUCED])
         self._has_reduced = True
 
-    def _read_sums(self, table: Table) -> None:
-        slots = table.slots[Kind.GRAD_UNREDUCED]
-        table.measure(self._sums.tensors(), None if slots is None else slots.derived)
-
     def _finish_sums(self, table: Table) -> None:
         if self._sums.are_kept:  # the last pass may have called no hook
-            self._read_sums(table)
+            table.measure(self._sums.tensors(), table.slots[Kind.GRAD_UNREDUCED])
             self._sums.release()
         elif not self._batched and len(self._arrived) < sum(item is not None for item in self.monitored.gradients()):
             self._sums.is_known = True
