@@ -10,7 +10,6 @@ The arguments of the kernel for devices are addresses, sizes and chunks of tenso
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib
 import importlib.util
 import logging
@@ -28,6 +27,7 @@ from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.c_kernel import CODES, c_kernel
 from rankscope_exporter.measure.kernels.statistics_table import DeviceKernel, Kernel, Rows, StatisticsTable, on_device
 from rankscope_exporter.measure.kernels.tensor_access import readable_by_kernel
+from rankscope_exporter.measure.kernels.torch_backend import zero_bits
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.record import StepObserver
 
@@ -122,8 +122,8 @@ class DeviceArguments:
         if not found:
             self._jobs, self._seen = None, seen
             return
-        bits = functools.partial(_zero_bits, self._zero_below)
-        fields = [(address, numel, row, CODES[dtype], bits(dtype)) for (address, numel, dtype), row in found]
+        bits = {dtype: zero_bits(self._zero_below, dtype, torch.promote_types(dtype, torch.float32)) for dtype in CODES}
+        fields = [(address, numel, row, CODES[dtype], bits[dtype]) for (address, numel, dtype), row in found]
         sizes = [numel for (_, numel, _), _ in found]
         if self._jobs is None or sizes != self._sizes:
             self._jobs = _with_chunks(on_device(fields, device), sizes, device)
@@ -149,19 +149,6 @@ def _with_chunks(fields: torch.Tensor, sizes: Sequence[int], device: torch.devic
 def stream_of(device: torch.device) -> int:
     """Return the number of the current stream of `device`; 0 for a device other than CUDA."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
-
-
-@functools.cache
-def _zero_bits(zero_below: float, dtype: torch.dtype) -> int:
-    """Return the bits of the smallest magnitude that does not count as zero, in float64 or float32.
-
-    Smaller dtypes are converted to float32.
-    """
-    if not zero_below > 0:
-        return 1
-    wide, bits = (torch.float64, torch.int64) if dtype is torch.float64 else (torch.float32, torch.int32)
-    bound = torch.tensor(torch_backend.round_up(zero_below, dtype), dtype=wide, device="cpu")
-    return max(1, int(bound.view(bits)))
 
 
 class LazyKernel:

@@ -35,7 +35,6 @@ _TEAM: Final = slice(4, 6)
 _REQUEST_FIELDS: Final = 13
 _JOB_FIELDS: Final = 6
 _SIZE, _DTYPE, _SHAPE = 1, 3, 4
-_BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Spec = tuple[tuple[int, ...], torch.dtype]
 _is_neg = torch.Tensor.is_neg
@@ -204,13 +203,8 @@ def _thresholds(zero_below: float) -> array.array[int]:
     The first half of the list has the bits of this bound in the dtype itself. The second half has the bits of the same
     bound in float64.
     """
-    own, wide = [], []
-    for dtype in CODES:
-        smallest = torch_backend.round_up(zero_below, dtype) if zero_below > 0 else 0.0
-        bound = torch.tensor(smallest, dtype=torch.float64, device="cpu")  # whatever default device a script has set
-        wide.append(max(1, int(bound.view(torch.int64))))
-        own.append(max(1, int(bound.to(dtype).view(_BITS_OF[dtype.itemsize]))))
-    return array.array("q", own + wide)
+    own = [torch_backend.zero_bits(zero_below, dtype, dtype) for dtype in CODES]
+    return array.array("q", own + [torch_backend.zero_bits(zero_below, dtype, torch.float64) for dtype in CODES])
 
 
 _EXACT_IN_FLOAT32: Final = 1 << 24

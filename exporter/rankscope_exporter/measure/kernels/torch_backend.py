@@ -6,6 +6,7 @@ They are computed in float64, without a host synchronisation on accelerators. `m
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -103,7 +104,17 @@ def masked_sums(values: torch.Tensor, zeros: torch.Tensor) -> Sums:
     return (finite.square().sum(), least.amin(), most.amax(), finite.sum(), nan.sum(), infinite.sum(), zeros)
 
 
-def round_up(bound: float, dtype: torch.dtype) -> float:
+_BITS_OF: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@functools.cache
+def zero_bits(zero_below: float, dtype: torch.dtype, of: torch.dtype) -> int:
+    """Return the bits, as a number of the dtype `of`, of the smallest magnitude of `dtype` that is no zero."""
+    bound = torch.tensor(_round_up(zero_below, dtype) if zero_below > 0 else 0.0, dtype=of, device=_CPU)
+    return max(1, int(bound.view(_BITS_OF[of.itemsize])))
+
+
+def _round_up(bound: float, dtype: torch.dtype) -> float:
     """Return the smallest number of `dtype` that is at least `bound`.
 
     A number of `dtype` is below it exactly if it is below `bound`; torch rounds the bound to the nearest number.
