@@ -45,7 +45,7 @@ A new plan costs about as much as 8 records with the same entries, because an en
 """
 
 MOST_CHANGES: Final = 8
-"""Number of steps at which parameters of one quantity may change.
+"""Number of steps at which tensors of one quantity may change.
 
 Later changes remove shape and dtype from the plan.
 """
@@ -257,12 +257,9 @@ class Specs:
 
         Return False for a tensor without memory, whose shape may be temporary.
         """
-        entry, dtype = self._table.entry(row), dtype_name(tensor.dtype)
-        if entry.shape == tensor.shape and entry.dtype == dtype and not self._all_vary:
-            return True
         if tensor.is_meta or (tensor.layout is torch.strided and is_freed(tensor)):
             return False
-        self._describe(row, dtype, tuple(tensor.shape))
+        self._describe(row, dtype_name(tensor.dtype), tuple(tensor.shape))
         return True
 
     def copy(self, source: Rows, target: Rows) -> None:
@@ -293,9 +290,7 @@ class Specs:
                 self._vary(row, entry)
             return
         self.have_changed = True
-        if self._steps >= MOST_CHANGES or (
-            entry.dtype != name and self._steps >= _ALL_VARY_AFTER and not is_of_parameter
-        ):
+        if self._steps >= MOST_CHANGES:
             self._table.replace(row, replace(entry, dtype="", shape=(), shape_varies=False))
         elif fits or is_of_parameter:
             self._table.replace(row, replace(entry, dtype=name, shape=entry.shape if fits else shape))
@@ -365,7 +360,7 @@ class Table:
         for key, slots in list(self._added.items()):
             if slots.requested < self._step:
                 del self._added[key]
-                self._isolation.forget(slots)
+                self._isolation.failures.pop(slots, None)
         return list(self.all_slots())
 
     def add(

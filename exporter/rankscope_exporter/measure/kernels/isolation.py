@@ -58,10 +58,6 @@ class Isolation:
         self.sample = self.step = 0
         """The number of the present step, among sampled steps and among all steps."""
 
-    def forget(self, scope: Hashable) -> None:
-        """Forget the failures of the batch `scope`, because other tensors will have its rows."""
-        self.failures.pop(scope, None)
-
     def run(
         self,
         scope: Hashable,
