@@ -97,14 +97,9 @@ class StatisticsTable:
 
         The capacity is doubled, so that adding entries one by one is fast.
         """
-        if size <= self.size:
-            return
-        old, kept = self.buffer, self.size
-        self.size = max(size, 2 * self.size, _LEAST_GROWN)
-        with torch.no_grad():
-            self._use(_new_buffer(self, self.device))
-            self.numbers[NUMEL_ROW] = ABSENT
-            self.buffer[:, :kept].copy_(old)
+        if size > self.size:
+            self.size = max(size, 2 * self.size, _LEAST_GROWN)
+            self._extend()
 
     def accumulate(self, ops: Iterable[str]) -> None:
         """Add the rows that `ops` need; entries measured before have NaN there in the current step."""
@@ -113,13 +108,17 @@ class StatisticsTable:
     def add_sums(self, names: Iterable[str]) -> None:
         """Add rows for the optional sums `names` that the table does not have yet."""
         if missing := tuple(sorted({*names} - {*self.extra_sums})):
-            old, kept = self.buffer, ROWS + len(self.extra_sums)
             self.extra_sums += missing
             self.is_decided = False  # the kernel may not have these sums
-            with torch.no_grad():
-                self._use(_new_buffer(self, self.device))
-                self.extras.fill_(math.nan)
-                self.buffer[:kept].copy_(old)
+            self._extend()
+
+    def _extend(self) -> None:
+        old = self.buffer
+        with torch.no_grad():
+            self._use(_new_buffer(self, self.device))
+            self.numbers[NUMEL_ROW] = ABSENT
+            self.extras.fill_(math.nan)
+            self.buffer[: len(old), : old.shape[1]].copy_(old)
 
     def forget(self, rows: Rows) -> None:
         self.numbers[NUMEL_ROW, self._place(rows)] = ABSENT

@@ -315,8 +315,8 @@ class Gradients(Quantity):
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._frozen.stepped.clear()
-        if self._frozen.saved is not None:
-            self._frozen.clear()
+        self._frozen.kept.clear()
+        self._frozen.saved = None
         self._mixed = self._has_reduced = False
         self._arrived.clear()
         if self._may_sum:
@@ -435,24 +435,20 @@ class FrozenRows:
     def __init__(self) -> None:
         self.stepped: set[int] = set()
         """Positions of parameters whose optimizer has stepped, and whose present rows are not saved yet."""
-        self._kept: set[int] = set()  # positions of parameters whose rows are saved
+        self.kept: set[int] = set()
+        """Positions of parameters whose rows are saved."""
         self.saved: torch.Tensor | None = None
-
-    def clear(self) -> None:
-        """Forget the saved rows: another step begins."""
-        self._kept.clear()
-        self.saved = None
 
     def protect(self, table: Table) -> None:
         """Save the rows of the parameters `stepped` before a backward pass changes rows."""
         self.restore(table)
-        self._kept |= self.stepped
+        self.kept |= self.stepped
         self.stepped.clear()
         self.saved = table.save()
 
     def restore(self, table: Table) -> None:
         """Write the saved rows to `table`, except those of parameters whose optimizer has stepped again."""
-        kept = self._kept - self.stepped
+        kept = self.kept - self.stepped
         if kept and self.saved is not None:
             table.restore(self.saved, table.slots.values(), sorted(kept))
 

@@ -105,7 +105,9 @@ class OptimizerState(StateQuantity):
 
     def _measure_named(self, known: Sequence[ParameterState | None], table: Table) -> None:
         states = [_NO_STATE if own is None else own.state for own in known]
-        self._find_named(states)
+        others = (key for state in states for key in self._selected(state))
+        for key in dict.fromkeys(key for key in others if key not in self._found and key not in self._kinds):
+            self._found[key] = [index for index, state in enumerate(states) if state_tensor(state, key) is not None]
         for key, owners in self._found.items():
             named = functools.partial(self._named_entries, key, states)
             found = table.add(key, named, [self.monitored.owners[index] for index in owners])
@@ -122,11 +124,6 @@ class OptimizerState(StateQuantity):
             kinds.update(KIND_OF_STATE.get(name, name) for name in self._named.patterns if name.isidentifier())
         self._in_use, self._remarks = [], remarks  # the first one holds optimizers
         return ExpectedRows(self.name, frozenset(kinds), "; ".join(dict.fromkeys(remarks.values())))
-
-    def _find_named(self, states: list[Mapping[str, Any]]) -> None:
-        known = {*self._found, *self._kinds}
-        for key in dict.fromkeys(key for state in states for key in self._selected(state) if key not in known):
-            self._found[key] = [index for index, state in enumerate(states) if state_tensor(state, key) is not None]
 
     def _named_entries(self, key: str, states: list[Mapping[str, Any]]) -> list[PlanEntry]:
         return [self._entry(key, index, states[index][key]) for index in self._found[key]]
