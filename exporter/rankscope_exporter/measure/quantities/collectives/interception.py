@@ -102,51 +102,20 @@ NO_PLACE: Final = "torch"
 """Name of the call site of a collective if its stack has no Python code of the script, as on a thread of torch."""
 
 BATCH: Final = "batch_isend_irecv"
-_SENDS: Final = "isend"
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """Names of the parameters of a collective function.
-
-    `inputs` and `outputs` name the tensors. `sent_on` is the name of the parameter that contains the only sending rank;
-    None if all ranks send. `received_on` is the name of the parameter that contains the only receiving rank; None if
-    all ranks receive.
-    """
-
-    inputs: str | None = None
-    outputs: str | None = None
-    sent_on: str | None = None
-    received_on: str | None = None
-
-
-_INTO_TENSOR: Final = _Form("input_tensor", "output_tensor")
-_SCATTERED: Final = _Form("input", "output")
-
-_FORMS: Final[dict[str, _Form]] = {
-    "send": _Form(inputs="tensor"),
-    "recv": _Form(outputs="tensor"),
-    "isend": _Form(inputs="tensor"),
-    "irecv": _Form(outputs="tensor"),
-    "broadcast": _Form("tensor", "tensor", sent_on="src"),
-    "all_reduce": _Form("tensor", "tensor"),
-    "reduce": _Form("tensor", "tensor", received_on="dst"),
-    "scatter": _Form("scatter_list", "tensor", sent_on="src"),
-    "reduce_scatter": _Form("input_list", "output"),
-    "_reduce_scatter_base": _SCATTERED,
-    "reduce_scatter_tensor": _SCATTERED,
-    "reduce_scatter_single": _SCATTERED,
-    "all_gather": _Form("tensor", "tensor_list"),
-    "gather": _Form("tensor", "gather_list", received_on="dst"),
-    "_all_gather_base": _INTO_TENSOR,
-    "all_gather_into_tensor": _INTO_TENSOR,
-    "all_gather_single": _INTO_TENSOR,
-    "all_to_all": _Form("input_tensor_list", "output_tensor_list"),
-    "all_to_all_single": _SCATTERED,
-}
-
-OPERATIONS: Final = (*_FORMS, BATCH)
+_ISEND: Final = "isend"
+_SENDS: Final = ("send", _ISEND)
+_RECEIVES: Final = ("recv", "irecv")
+OPERATIONS: Final = (
+    *(*_SENDS, *_RECEIVES, BATCH),
+    *("broadcast", "all_reduce", "reduce", "scatter", "gather", "all_to_all", "all_to_all_single"),
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "_all_gather_base"),
+    *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "_reduce_scatter_base"),
+)
 """Names of the functions of torch.distributed that this module supports."""
+
+_INPUTS: Final = ("input", "input_tensor", "input_list", "input_tensor_list", "scatter_list")
+_OUTPUTS: Final = ("output", "output_tensor", "output_tensor_list", "tensor_list", "gather_list")
+"""Names of parameters of these functions for inputs and for outputs. A function without one has them in `tensor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,19 +139,19 @@ def call_tensors_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return None
     if op == BATCH:
         return _of_batch(args[0] if args else kwargs.get("p2p_op_list"))
-    form = _FORMS[op]
+    parameters = _signature(op).parameters
     try:
-        inputs = _signature(op).bind_partial(*args, **kwargs).arguments
+        given = _signature(op).bind_partial(*args, **kwargs).arguments
     except TypeError:  # the call itself will raise it
         return None
-    group = inputs.get("group")
+    group = given.get("group")
     if not _is_member(group):
         return None
-    return CallTensors(
-        _parts(inputs, form.inputs) if _is_here(form.sent_on, inputs, group) else (),
-        _parts(inputs, form.outputs) if _is_here(form.received_on, inputs, group) else (),
-        group,
-    )
+    sent, received = (next((name for name in names if name in parameters), "tensor") for names in (_INPUTS, _OUTPUTS))
+    # The `dst` of a send and the `src` of a receive are the other rank.
+    sends = op in _SENDS or (op not in _RECEIVES and _is_here("src", op, given, group))
+    receives = op in _RECEIVES or (op not in _SENDS and _is_here("dst", op, given, group))
+    return CallTensors(_parts(given.get(sent)) if sends else (), _parts(given.get(received)) if receives else (), group)
 
 
 def is_coalescing(group: Any) -> bool:
@@ -203,13 +172,12 @@ def _of_batch(operations: Any) -> CallTensors | None:
     inputs: list[Slot] = []
     outputs: list[Slot] = []
     for position, item in enumerate(operations):
-        side = inputs if getattr(item.op, "__name__", "") == _SENDS else outputs
+        side = inputs if getattr(item.op, "__name__", "") == _ISEND else outputs
         side.append(Slot(position, "", item.tensor))
     return CallTensors(inputs, outputs, operations[0].group if operations else None)
 
 
-def _parts(inputs: Mapping[str, Any], name: str | None) -> Sequence[Slot]:
-    value = None if name is None else inputs.get(name)
+def _parts(value: Any) -> Sequence[Slot]:
     if isinstance(value, torch.Tensor):
         return (Slot(None, "", value),)
     if isinstance(value, list | tuple):
@@ -224,17 +192,17 @@ def _is_member(group: Any) -> bool:
         return False
 
 
-def _is_here(name: str | None, inputs: Mapping[str, Any], group: Any) -> bool:
-    """Return whether a call of a collective concerns this rank.
+def _is_here(name: str, op: str, given: Mapping[str, Any], group: Any) -> bool:
+    """Return whether a call of `op` concerns this rank, which is so for every rank without a parameter `name`.
 
-    `name` is the argument with the rank in the world ("dst"; in the group, if prefixed by `group_`); None: every rank.
+    `name` is the parameter with the rank in the world ("dst"; in the group, if prefixed by `group_`).
     """
-    if name is None:
+    if name not in _signature(op).parameters:
         return True
-    of_group = inputs.get(f"group_{name}")
+    of_group = given.get(f"group_{name}")
     if of_group is not None:
         return bool(dist.get_rank(group) == of_group)
-    return bool(dist.get_rank() == (inputs.get(name) or 0))  # 0 where torch has a default
+    return bool(dist.get_rank() == (given.get(name) or 0))  # 0 where torch has a default
 
 
 @cache
@@ -305,7 +273,7 @@ class _FunctionInterception(_Interception):
         super().__init__(owner, name, original)
         # Without its attributes: a wrapper of other code may have copied those of an earlier replacement.
         functools.update_wrapper(self, original, updated=())
-        self._sends = name == _SENDS
+        self._sends = name == _ISEND
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling():
