@@ -270,10 +270,7 @@ def warm_up(device: torch.device) -> threading.Thread | None:
 
 def warm_up_seconds(device: torch.device) -> float:
     """Return the CPU seconds that importing the compiler and compiling the kernel for `device` took."""
-    kernels = tuple(_OF_DEVICES.items())
-    return sum(
-        kernel.seconds for (own, _), kernel in kernels if own.type == device.type and device.index in {None, own.index}
-    )
+    return sum(kernel.seconds for (own, _), kernel in tuple(_OF_DEVICES.items()) if own == device)
 
 
 def backend_name(device: torch.device = _CPU, *, coming: bool = False) -> str:

@@ -51,7 +51,6 @@ NONE: Final = "none"
 _MASKS: Final = ("attn_mask", "attention_mask", "mask")
 _CAUSAL: Final = ("is_causal", "causal", "attn_mask_type")
 _CAUSAL_VALUES: Final = Allowed("true, false or 'auto'", lambda value: isinstance(value, bool) or value == AUTO)
-_FINITE: Final = number("a finite number")
 _SCALES: Final = ("scale", "softmax_scale")
 _LETTERS: Final = "bhsd"
 _TRUE_HIDES: Final = ("megatron.", "mindspeed.", "transformer_engine.")
@@ -93,7 +92,7 @@ class AttentionOptions(QuantityOptions):
     "auto" reads the arguments is_causal, causal and attn_mask_type, then the attributes of the module with these names.
     Without them and without a mask, it reads the autograd graph of the call, which has the mask inside of the module.
     """
-    scale: Annotated[float, _FINITE] | None = None
+    scale: Annotated[float, number("a finite number")] | None = None
     """Factor of the products of query and key.
 
     Null reads the argument scale or softmax_scale; without them it is 1 / √d.

@@ -60,7 +60,6 @@ class SamplingGate(Gate, Protocol):
 
 TargetNames = Annotated[tuple[str, ...], Checked(Targets)]
 """Type of a setting with names, globs and regular expressions."""
-_STATISTICS: Final = list_of(str, "a list of statistics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class QuantityOptions:
     """Stop sampling after this number of sampled steps; null means no limit."""
     ranks: Annotated[tuple[int, ...], RANKS] | None = None
     """Numbers of the ranks that measure this quantity; null means all ranks."""
-    ops: Annotated[tuple[str, ...], _STATISTICS, Checked(chosen_ops)] | None = None
+    ops: Annotated[tuple[str, ...], list_of(str, "a list of statistics"), Checked(chosen_ops)] | None = None
     """Statistics (ops) to publish; null means the value of the monitor's `ops`."""
 
     def __post_init__(self) -> None:

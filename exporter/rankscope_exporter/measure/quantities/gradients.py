@@ -135,11 +135,6 @@ class MicroBatchSums:
         self.hooks = MicroGradientHooks(self._monitored, hooking, gate, where, self._hook_of)
         gate.keep(CallbackHandle(self.release))
 
-    @property
-    def may_be_needed(self) -> bool:
-        """False if the framework keeps the sums itself, and the option does not ask for sums."""
-        return bool(self._wanted) or self._monitored.framework.traits.reduces_each_micro_batch is not False
-
     def on_step_begin(self) -> None:
         """Release the gradient sums of the last step, and start new ones if they are needed and fit into the memory."""
         self.release()
@@ -277,8 +272,9 @@ class Gradients(Quantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._sums = MicroBatchSums(self.monitored, wanted=self.options.sum_micro_batches)
-        self._may_sum = self._sums.may_be_needed
         traits = monitored.framework.traits
+        # Unless the framework keeps the sums itself, and the option does not ask for sums.
+        self._may_sum = self.options.sum_micro_batches or traits.reduces_each_micro_batch is not False
         self._batched = traits.local_until_backward_ends
         self._reduces_after_last = traits.reduces_after_last_backward
         # A reduction by the loop, between backward and step, is visible only at the step.
