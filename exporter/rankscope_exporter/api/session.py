@@ -249,15 +249,13 @@ class Session:
                 on_registered=lambda attempt: self.notices.registered(config, attempt, self.first_step),
             ),
         )
-        self.diagnosis = Diagnosis(
-            self.identity.rank, self.channel.publish, lambda: self.channel.progress()[0], boundary
-        )
+        self.diagnosis = Diagnosis(self.identity.rank, self.channel.publish, lambda: self.channel.step, boundary)
         self.watchdog = Watchdog(
             limits=HangLimits(training=config.hang_after_seconds, in_phase=config.hang_in_phase_after_seconds),
             stack_signal=config.stacks_signal,
             diagnosis=self.diagnosis,
             boundary=boundary,
-            progress=self.channel.progress,
+            progress=lambda: (self.channel.step, self.channel.phase),
             planned_steps=self.planned_steps,
             print_line=self.console.line,
         )
@@ -460,7 +458,7 @@ class Session:
         self._announce_kinds()
 
     def _announce_kinds(self) -> None:
-        self.channel.announce(sorted(self.active_quantities.published()))
+        self.channel.latest.announce(sorted(self.active_quantities.published()))
 
     def _publish_notices(self) -> None:
         self.notices.about(self.change_queue.sampling.config, self.config.rules, self.active_quantities.published())
@@ -501,7 +499,7 @@ class Session:
         }
 
     def overhead(self) -> dict[str, float]:
-        return {**self.overhead_seconds(), **self.channel.overhead_seconds()}
+        return {**self.overhead_seconds(), **self.channel.meter.totals()}
 
     def _dropped(self) -> dict[str, int]:
         return {

@@ -21,7 +21,6 @@ from typing import Any, Final
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_contract.rules.base import AnomalyRule
-from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Scalar, Statistics, StepRecord
 
 _BYTES: Final = 6
@@ -136,14 +135,13 @@ class LatestValues:
         self._rules = tuple(rules)
         self._lock = threading.Lock()
         self._now = Snapshot()
-        self._kinds_of_plan: dict[str, tuple[str, ...]] = {}
+        self._announced: set[str] = set()
         self.announce((NO_KIND,))
 
     def announce(self, kinds: Iterable[str]) -> None:
         """Add anomaly counters with value 0 of each kind and its rules, before the first record with these kinds."""
         with self._lock:
-            for kind in kinds:
-                self._announce(kind)
+            self._announce(kinds)
 
     def update(self, record: StepRecord) -> None:
         """Update the latest values from `record`.
@@ -163,8 +161,9 @@ class LatestValues:
             # A record of hardware metrics, between steps, contains no logged scalars.
             judged = {NO_KIND} if record.scalars and record.step is not None else set()
             if record.statistics is not None:
-                kinds = self._kinds(record.statistics.plan)
+                kinds = record.statistics.plan.kinds
                 judged.update(kinds)
+                self._announce(kinds)
                 now.statistics.update(dict.fromkeys(kinds, (record.step, record.statistics)))
                 now.tensors_version += 1
             for scalar in record.scalars:
@@ -182,23 +181,16 @@ class LatestValues:
             copies = {item.name: copy.copy(getattr(self._now, item.name)) for item in fields(Snapshot)}
             return Snapshot(**copies | {"taken_at": self._clock()})
 
-    def _kinds(self, plan: NamedPlan) -> tuple[str, ...]:
-        """Return the kinds of `plan` in the order of the plan, so that the page has the same order in each process."""
-        kinds = self._kinds_of_plan.get(plan.hash)
-        if kinds is None:
-            kinds = tuple(dict.fromkeys(str(entry.kind) for entry in plan.plan.entries))
-            used = {statistics.plan.hash for _, statistics in self._now.statistics.values()}
-            self._kinds_of_plan = {name: self._kinds_of_plan[name] for name in used} | {plan.hash: kinds}
-            for kind in kinds:
-                self._announce(kind)
-        return kinds
-
-    def _announce(self, kind: str) -> None:
-        for rule in self._rules:
+    def _announce(self, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            if kind in self._announced:
+                continue
+            self._announced.add(kind)
             ops = _TENSOR_OPS if kind else ("value",)
-            if any(rule.judges(kind or None, op) for op in ops):
-                self._now.anomalies.setdefault((rule.name, kind), 0)
-                self._now.firing.setdefault((rule.name, kind), False)
+            for rule in self._rules:
+                if any(rule.judges(kind or None, op) for op in ops):
+                    self._now.anomalies.setdefault((rule.name, kind), 0)
+                    self._now.firing.setdefault((rule.name, kind), False)
 
     def _store_scalar(self, scalar: Scalar) -> None:
         key, now = (scalar.name, tuple(sorted(scalar.labels.items()))), self._now

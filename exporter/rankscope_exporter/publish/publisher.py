@@ -328,11 +328,8 @@ class Publisher:
 
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
-        try:
-            with self.queries(), no_fork():
-                function(*args)
-        except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
-            self.boundary.report(where, error)
+        with self.queries(), no_fork():
+            self.boundary.call(where, function, *args)
 
     def _publish(self, record: StepRecord) -> None:
         self.events.on_publish(record)

@@ -17,9 +17,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -121,15 +120,15 @@ class RankServer:
         self.state = STATE_RUNNING  # or STATE_DRAINING, while the rank waits for the commit of its last records
         self.is_closed = False
         self._unencodable = 0  # rows of nested datasets, such as events, whose values do not fit the columns
-        self._meter = CpuMeter()
-        self.spool = spool_of(config, self.incarnation, self._describe, on_fault=report, meter=self._meter)
+        self.meter = CpuMeter()
+        self.spool = spool_of(config, self.incarnation, self._describe, on_fault=report, meter=self.meter)
         self.orphans: OrphanRecovery | None = None
         is_kept = None if self.spool is None else self.spool.files.holds
         self.ring = Ring(config.ring_records, config.ring_bytes, is_kept=is_kept)
-        self._latest = LatestValues(self.rules)
+        self.latest = LatestValues(self.rules)
         self.exposition = Exposition(
             self.identity,
-            self._latest,
+            self.latest,
             self._stats,
             rules=self.rules,
             series_budget=config.series_budget,
@@ -158,11 +157,11 @@ class RankServer:
         config = self.config
         client = service_client(config)
         if self.spool is not None and client is not None and config.ingest_url is not None:
-            root, service = Path(self.spool.root), service_name(config.ingest_url)
+            root, service = self.spool.files.folder.parent, service_name(config.ingest_url)
             self.orphans = OrphanRecovery(root, self.incarnation, client, service, self.boundary.report)
             self._parts.callback(self.orphans.stop)
         routes = Routes(self, token=config.secret, is_guarded=config.is_guarded)
-        self._server = open_server(config, routes, on_fault=self.boundary.report, meter=self._meter)
+        self._server = open_server(config, routes, on_fault=self.boundary.report, meter=self.meter)
         self._parts.callback(self._server.stop)
         address = config.advertised(self._server.port, self.identity.host)
         self.url = f"{config.scheme}://{address}"
@@ -173,16 +172,13 @@ class RankServer:
         self._server.start()
         if client is not None:
             self._registration = RegistrationLoop(
-                client, self._introduce, self._on_reply, on_fault=self.boundary.report, meter=self._meter
+                client, self._introduce, self._on_reply, on_fault=self.boundary.report, meter=self.meter
             )
             self._parts.callback(self._registration.stop)
             if self.orphans is not None:
                 self.boundary.call("serving spools of dead processes", self.orphans.start, self.url)
             self._registration.start()
         return self.url
-
-    def announce(self, kinds: Iterable[str]) -> None:
-        self._latest.announce(kinds)
 
     def publish(self, record: StepRecord) -> int:
         """Store a finished record and return its sequence number.
@@ -200,7 +196,7 @@ class RankServer:
             seq = self.ring.append(encoded)
             if record.step is not None:
                 self.step = record.step
-            self._latest.update(record)
+            self.latest.update(record)
         if self._registration is not None and any(event.type in _URGENT for event in record.events):
             self._registration.poke()
         return seq
@@ -251,13 +247,6 @@ class RankServer:
                     stack.callback(part.abandon)
             self.ring = Ring(self.config.ring_records, self.config.ring_bytes)
 
-    def progress(self) -> tuple[int | None, str | None]:
-        """Return the number of the last published step, and the name of the phase that the script has announced."""
-        return self.step, self.phase
-
-    def overhead_seconds(self) -> Mapping[str, float]:
-        return self._meter.totals()
-
     def on_poll(self, committed: int, *, has_notice: bool) -> None:
         if self._registration is not None:
             (self._registration.send_now if has_notice else self._registration.on_poll)()
@@ -277,7 +266,7 @@ class RankServer:
             collectives=call("collectives on the page", sources.collectives) or {},
             faults=self.boundary.count,
             dropped=own | (call("dropped records on the page", sources.dropped) or {}),
-            overhead_seconds=(call("overhead on the page", sources.overhead) or {}) | self._meter.totals(),
+            overhead_seconds=(call("overhead on the page", sources.overhead) or {}) | self.meter.totals(),
             ring_records=len(self.ring),
             ring_uncommitted=self.ring.uncommitted,
         )

@@ -277,14 +277,10 @@ class RegistrationLoop:
         """Send one registration; return the seconds until the next heartbeat, None if the registration failed."""
         try:
             reply = self.client.register(self.describe())
-        except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
+        except (RefusedError, UnreachableError) as error:
             self._registered = False
-            if isinstance(error, RefusedError):
-                self._log_once(f"the service refused this rank ({error}); retrying")
-            elif isinstance(error, UnreachableError):
-                self._log_once(f"the service cannot be reached ({error}); retrying")
-            else:
-                self.on_fault("registration", error)
+            what = "refused this rank" if isinstance(error, RefusedError) else "cannot be reached"
+            self._log_once(f"the service {what} ({error}); retrying")
             return None
         self._registered = True
         notice = str(reply.notice or "")

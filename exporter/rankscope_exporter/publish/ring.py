@@ -299,10 +299,7 @@ class Ring:
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            while self.uncommitted and not stop():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
+            while self.uncommitted and not stop() and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(min(left, 0.1))  # polls, since `stop` does not notify the condition
             return self.uncommitted
 

@@ -92,12 +92,13 @@ class NamedPlan:
     plan: Plan = field(compare=False)
     hash: str
     json: str = field(compare=False)
+    kinds: tuple[str, ...] = field(compare=False)  # of the entries, in their order
 
     @classmethod
     def of(cls, plan: Plan) -> NamedPlan:
-        """Create an object for `plan`, and compute the hash and the canonical JSON text of the plan."""
+        """Create an object for `plan`, and compute the hash, the canonical JSON text and the kinds of the plan."""
         text = plan.to_json()
-        return cls(plan, plan_hash(text), text)
+        return cls(plan, plan_hash(text), text, tuple(dict.fromkeys(str(entry.kind) for entry in plan.entries)))
 
 
 @dataclass(frozen=True, eq=False)

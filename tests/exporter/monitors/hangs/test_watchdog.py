@@ -101,7 +101,7 @@ def test_evaluation_is_not_a_hang(reader, eventually):
     parts = made()
     with attached(parts, hang_after_seconds=0.8, hang_in_phase_after_seconds=60) as monitor:
         train(monitor, 3, **parts)
-        eventually(lambda: session_of(monitor).channel.progress()[0])
+        eventually(lambda: session_of(monitor).channel.step)
         with monitor.phase("evaluation"):
             threading.Event().wait(1.5)
         parts["net"].eval()
