@@ -246,7 +246,6 @@ class SeriesEvaluator:
         curve_rules = (rule for rule in rules if isinstance(rule, CurveRule) and scalar in rule.names)
         self._curves = [(rule, Curve()) for rule in curve_rules]
         self._op = op
-        self._stored_as_float64 = op == "value"  # scalars; statistics of tensors are float32
         self._missing_values = needed_values(self._judging, kind, op)
         self._baseline = math.nan
         self.compared = math.nan
@@ -262,7 +261,7 @@ class SeriesEvaluator:
 
         Then update the baseline.
         """
-        value = raw if self._stored_as_float64 else to_float32(raw)
+        value = raw if self._op == "value" else to_float32(raw)  # statistics of tensors are float32, scalars are not
         is_early = self._missing_values > 0
         before = math.nan if is_early else self._baseline
         self._baseline = next_baseline(self._baseline, value)

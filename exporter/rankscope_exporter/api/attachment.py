@@ -261,13 +261,13 @@ class SessionEnd:
     The process-wide lists of monitors hold this object. It holds neither the monitor nor the model.
     """
 
-    def __init__(self, session: Session, owner: Owner, boundary: ErrorBoundary, *, completes_at_exit: bool) -> None:
+    def __init__(self, session: Session, owner: Owner, *, completes_at_exit: bool) -> None:
         """If `completes_at_exit`, an end of the process without a known error completes the run."""
         self.session: Session | None = session
         """The session; None after its end has begun, and in a forked child."""
         self.ended: EndedRun | None = None
         self._exit_wait_seconds = session.config.exit_wait_seconds
-        self._boundary = boundary
+        self._boundary = session.boundary
         self._completes_at_exit = completes_at_exit
         self._ending: Session | None = None  # while its last records are published
         self._may_end = threading.Lock()  # taken, without waiting, by the first caller that ends the session

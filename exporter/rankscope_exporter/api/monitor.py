@@ -315,7 +315,7 @@ class Monitor(MonitorState):
             config = replace(self._config, quantities=())
             session = start(Plain(model), optimizer, config, self._boundary)
         self._session_end = self._phases.session_end = SessionEnd(
-            session, owner, self._boundary, completes_at_exit=self._completes_at_exit
+            session, owner, completes_at_exit=self._completes_at_exit
         )
         self._sinks = session.sinks.by_name
         for name in self._phases.names:

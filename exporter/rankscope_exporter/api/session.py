@@ -296,10 +296,8 @@ class Session:
             base=config,
             change_queue=self.change_queue,
             parts=lambda changed: selected_parts(self.monitored, changed, identity.rank, ignore_start=True),
-            boundary=boundary,
             tell=self.notices.tell,
             change_log=change_log_of(identity, lambda: self.change_queue.pace, config.switch_poll_seconds),
-            first_step=self.first_step,
         )
         owner = self.owner()
         has_callback = owner is not None and owner.on_anomaly is not None

@@ -34,7 +34,6 @@ from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.openmp import limit_this_thread
 from rankscope_exporter.process.threads import BackgroundWorker
-from rankscope_exporter.publish.anomaly_detector import in_causal_order
 from rankscope_exporter.records.record import StepObserver, StepRecord, Transfer
 
 log = logging.getLogger("rankscope")
@@ -114,12 +113,12 @@ class AnomalyCallback(BackgroundWorker, StepObserver):
         owner = self._owner()
         function = self.last if owner is None else owner.on_anomaly
         if function is not None:
-            ordered, run, rank = in_causal_order(step, anomalies), self._identity.run, self._identity.rank
+            run, rank = self._identity.run, self._identity.rank
 
             def call() -> None:
                 _check_thread()
                 samples = tuple(self._boundary.call("reading sample ids for on_anomaly", self._samples, step) or ())
-                function(Anomaly(run=run, rank=rank, step=step, events=ordered, samples=samples))
+                function(Anomaly(run=run, rank=rank, step=step, events=tuple(anomalies), samples=samples))
 
             self.put(call)
 
@@ -351,8 +350,7 @@ class CaptureController(StepObserver):
         config = self.config
         if config is None or step is None or step <= self._quiet_until or self._count >= config.max_captures:
             return
-        ordered = in_causal_order(step, anomalies)
-        chosen = next((event for event in ordered if config.chooses(event.rule)), None)
+        chosen = next((event for event in anomalies if config.chooses(event.rule)), None)
         if chosen is None:
             return
         firing = {name: getattr(chosen, name) for name in _OF_FIRING}

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 from rankscope_exporter.config.loader import parse_settings
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.control.changes import Change, ChangeLog, ChangeQueue, PlannedChange
-from rankscope_exporter.process.errors import ConfigError, ErrorBoundary, ShareError
+from rankscope_exporter.process.errors import ConfigError, ShareError
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.training.sampling_config import (
     SWITCH,
@@ -143,12 +143,11 @@ class ChangeSources:
     base: MonitorConfig
     change_queue: ChangeQueue
     parts: Callable[[MonitorConfig], list[Part]]
-    boundary: ErrorBoundary
     tell: Callable[[str], None]
     change_log: ChangeLog | None
-    first_step: int
 
     def __post_init__(self) -> None:
+        self.boundary = self.change_queue.boundary
         self.reactions: dict[str, MakeChange] = {}
         """By source, the functions for changes that are not made by a user, such as captures."""
         self._is_alone = False  # the key-value store has failed
@@ -175,7 +174,7 @@ class ChangeSources:
 
     def _begin(self) -> None:
         text = None if self._file is None else self._edit_of(self._file, is_first=True)
-        step = self.first_step + 1  # the first step is never measured in dynamic mode
+        step = self.change_queue.first_step + 1  # the first step is never measured in dynamic mode
         stamp = 0 if self._file is None or text is None else self._file.stamp
         mine = Change(document=text or _OFF, source=FILE, step=step, stamp=stamp)
         first = self._ask(lambda log: log.begin(mine), mine)

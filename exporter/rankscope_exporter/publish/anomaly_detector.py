@@ -308,11 +308,11 @@ def _position(kind: str, micro_step: int | None) -> float:
     return min(causal_micro_step(micro_step, stage), _MOST_MICRO_STEPS) * _STAGES + stage
 
 
-def in_causal_order(step: int | None, events: Iterable[Event]) -> tuple[Event, ...]:
+def in_causal_order(events: Iterable[Event]) -> tuple[Event, ...]:
     """Return the anomalies of one step in causal order: a cause comes before its effects."""
 
     def key(event: Event) -> tuple[float, ...]:
-        return causal_key(step=step, **{name: getattr(event, name) for name in _CAUSAL_FIELDS})
+        return causal_key(step=None, **{name: getattr(event, name) for name in _CAUSAL_FIELDS})
 
     return tuple(sorted(events, key=key))
 

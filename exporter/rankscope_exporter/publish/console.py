@@ -10,7 +10,6 @@ from typing import Final, TextIO
 from rankscope_contract.model.events import Event
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 from rankscope_exporter.process.report_child import command_line, installation
-from rankscope_exporter.publish.anomaly_detector import in_causal_order
 from rankscope_exporter.records.record import StepObserver
 
 MIN_SECONDS_BETWEEN_LINES: Final = 10.0
@@ -40,9 +39,8 @@ class Console(StepObserver):
         self._last = float("-inf")
 
     def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        ordered = in_causal_order(step, anomalies)
-        new = [first for key, first in _first_of_each(ordered).items() if key not in self._seen]
-        self._seen |= _first_of_each(ordered).keys()
+        new = [first for key, first in _first_of_each(anomalies).items() if key not in self._seen]
+        self._seen |= _first_of_each(anomalies).keys()
         now = self._clock()
         if not new and self._lines >= FREE_LINES and now - self._last < MIN_SECONDS_BETWEEN_LINES:
             self._suppressed += 1
@@ -50,7 +48,7 @@ class Console(StepObserver):
                 self._held[event.rule] = self._held.get(event.rule, 0) + 1
             self._held_step = step
             return
-        shown = new or ordered[:1]
+        shown = new or anomalies[:1]
         more = f" (and {len(anomalies) - len(shown)} more at this step)" if len(anomalies) > len(shown) else ""
         plural = "" if self._suppressed == 1 else "s"
         earlier = f" [{self._suppressed} step{plural} with firings not shown]" if self._suppressed else ""

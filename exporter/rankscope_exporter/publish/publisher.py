@@ -32,7 +32,13 @@ from rankscope_contract.rules.base import AnomalyRule
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread, no_fork
-from rankscope_exporter.publish.anomaly_detector import AnomalyDetector, EntryFiring, SilentKinds, StepVerdict
+from rankscope_exporter.publish.anomaly_detector import (
+    AnomalyDetector,
+    EntryFiring,
+    SilentKinds,
+    StepVerdict,
+    in_causal_order,
+)
 from rankscope_exporter.publish.latest_values import NO_KIND
 from rankscope_exporter.publish.sinks.base import Sinks
 from rankscope_exporter.records.record import (
@@ -378,7 +384,7 @@ class Publisher:
                 self.sinks.put(record)
             self._is_publishing = False  # from here on, the number of the newest record includes it
             if record.events:
-                anomalies = [event for event in record.events if event.type == EventType.ANOMALY]
+                anomalies = in_causal_order(event for event in record.events if event.type == EventType.ANOMALY)
                 if anomalies:
                     self.events.on_anomalies(record.step, anomalies)
 

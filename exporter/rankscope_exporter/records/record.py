@@ -337,7 +337,7 @@ class StepObserver:
         """Called on the publisher thread before a record is published, in the order of the records: to add data."""
 
     def on_anomalies(self, step: int | None, anomalies: Sequence[Event]) -> None:
-        """Called on the publisher thread when a record with anomalies has been published, in the order of the steps."""
+        """Called on the publisher thread when a record with anomalies, in causal order, has been published."""
 
 
 class StepEvents:

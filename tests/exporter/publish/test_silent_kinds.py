@@ -12,6 +12,7 @@ from torch import nn
 
 from rankscope_contract.model.events import Event, EventType, ExitReason, Severity
 from rankscope_exporter.process.lifecycle import encodable, exit_reason, weighed_reason
+from rankscope_exporter.publish.anomaly_detector import in_causal_order
 from rankscope_exporter.publish.console import FREE_LINES, MIN_SECONDS_BETWEEN_LINES, Console, records_note
 from rankscope_exporter.publish.publisher import MOST_PASSES, SkippedSteps
 from rankscope_exporter.records.record import StepRecord
@@ -296,7 +297,7 @@ SPIKE, WORSE, NAN = (
 def test_firing_prints_one_line_with_the_first_cause() -> None:
     stream = io.StringIO()
     console = Console(3, enabled=True, stream=stream)
-    console.on_anomalies(7, [anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")])
+    console.on_anomalies(7, in_causal_order([anomaly("grad_reduced", "effect"), anomaly("grad_unreduced", "cause")]))
 
     assert "rankscope: step 7, rank 3: cause (and 1 more at this step)\n" == stream.getvalue()
 
