@@ -339,9 +339,9 @@ def host_scalars(before: State, now: State) -> Iterator[Scalar]:
 
 def machine_state() -> State:
     """Return the state of the process and the machine. Values of a file of /proc that cannot be read are absent."""
-    memory, io, status = (_table(name) for name in ("meminfo", "self/io", "self/status"))
+    memory, io, status = (proc_table(_PROC / name) for name in ("meminfo", "self/io", "self/status"))
     # User, nice, system, idle, iowait, irq, softirq and steal time of all CPUs.
-    ticks = [float(word) for line in _lines("stat")[:1] for word in line.split()[1:9]]
+    ticks = [float(word) for line in _lines(_PROC / "stat")[:1] for word in line.split()[1:9]]
     usage = resource.getrusage(resource.RUSAGE_SELF)
     found = {
         "process_cpu_seconds_total": usage.ru_utime + usage.ru_stime,
@@ -359,9 +359,12 @@ def machine_state() -> State:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _table(name: str) -> dict[str, float]:
-    """Return the numbers of a file in /proc with lines `name: number` or `name: number kB`, in bytes, by name."""
-    pairs = ((line.partition(":")[0], line.partition(":")[2].split()) for line in _lines(name))
+def proc_table(path: Path) -> dict[str, float]:
+    """Return the numbers of a file in /proc with lines `name: number` or `name: number kB`, in bytes, by name.
+
+    The table is empty if the file cannot be read.
+    """
+    pairs = ((line.partition(":")[0], line.partition(":")[2].split()) for line in _lines(path))
     return {
         key: float(words[0]) * (_KIB if words[1:] == ["kB"] else 1)
         for key, words in pairs
@@ -369,10 +372,9 @@ def _table(name: str) -> dict[str, float]:
     }
 
 
-def _lines(name: str) -> list[str]:
-    """Return the lines of a file in /proc; empty if it cannot be read."""
+def _lines(path: Path) -> list[str]:
     try:
-        return (_PROC / name).read_text().splitlines()
+        return path.read_text().splitlines()
     except OSError:
         return []
 

@@ -173,11 +173,6 @@ def _generated_run() -> str:
 
 
 _SHA: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
-_LONGEST_CHAIN: Final = 5
-"""Maximum number of git references in a chain, in which each reference contains the name of the next reference.
-
-git has the same limit.
-"""
 
 
 def git_commit(place: Path) -> str | None:
@@ -212,12 +207,10 @@ def _head(git: Path) -> str | None:
     common = git / "commondir"
     shared = (git / common.read_text(encoding="utf-8").strip()).resolve() if common.exists() else git
     text = _line(git / "HEAD")
-    for _ in range(_LONGEST_CHAIN):
-        if text is None or _SHA.fullmatch(text):
-            return text
+    if text is not None and text.startswith("ref:"):
         name = text.removeprefix("ref:").strip()
         text = _line(git / name) or _line(shared / name) or _packed(shared, name)
-    return None
+    return text if text is not None and _SHA.fullmatch(text) else None
 
 
 def _line(path: Path) -> str | None:

@@ -185,16 +185,14 @@ def weighed_reason(
     last planned step is not complete, because scripts exit in this way after a stop request. If a training loop ends
     before the last planned step without a signal and without an error, the reason is not changed.
     """
-    is_calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
-    is_done = planned_steps is not None and last_step is not None and last_step >= planned_steps
-    if asked is not None and is_calm and not is_done:
-        return ExitReason.SIGNAL, asked if error is None else f"{asked}, {error}"
-    if planned_steps is None or last_step is None or not is_calm:
-        return reason, None if reason is ExitReason.COMPLETED else error
-    if is_done:
+    if reason not in (ExitReason.COMPLETED, ExitReason.UNKNOWN):
+        return reason, error
+    if planned_steps is not None and last_step is not None and last_step >= planned_steps:
         return ExitReason.COMPLETED, None
-    if error is None:
-        return reason, None
+    if asked is not None:
+        return ExitReason.SIGNAL, asked if error is None else f"{asked}, {error}"
+    if planned_steps is None or last_step is None or error is None:
+        return reason, None if reason is ExitReason.COMPLETED else error
     return ExitReason.UNKNOWN, f"{error} at step {last_step} of {planned_steps} planned"
 
 

@@ -31,6 +31,7 @@ from rankscope_exporter.adapters.torch_private import version
 from rankscope_exporter.measure.quantities.base import BACKWARD, Quantity, QuantityOptions, SamplingGate
 from rankscope_exporter.measure.quantities.module_quantity import MicroGradientHooks
 from rankscope_exporter.measure.table import Slots, Table
+from rankscope_exporter.monitors.hardware import proc_table
 from rankscope_exporter.process.validation import Allowed
 from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.record import OF_MICRO_BATCHES, ExpectedRows
@@ -57,15 +58,8 @@ def free_bytes(device: torch.device) -> int:
 
 def host_bytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
     """Return the smallest number of free bytes among those of the host and of each control group of this process."""
-    return max(0, min([_available(proc / "meminfo"), *_left_in_groups(proc / "self/cgroup", groups)]))
-
-
-def _available(meminfo: Path) -> int:
-    try:
-        lines = meminfo.read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return 0
+    of_host = int(proc_table(proc / "meminfo").get("MemAvailable", 0))
+    return max(0, min([of_host, *_left_in_groups(proc / "self/cgroup", groups)]))
 
 
 def _left_in_groups(membership: Path, groups: Path) -> Iterator[int]:

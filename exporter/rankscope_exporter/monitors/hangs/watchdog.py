@@ -2,8 +2,7 @@
 
 Activity is any call into the monitor: a forward pass (also of an evaluation), a backward pass, an optimizer step,
 `log()`, `event()`, or the start or end of a phase. A long gradient accumulation or an unannounced evaluation is
-therefore not a hang, but a rank that waits in a collective is one. `HangDetector` reads no
-clock: the time is an argument.
+therefore not a hang, but a rank that waits in a collective is one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.stacks import Standing
@@ -44,29 +43,6 @@ class HangLimits:
             return math.inf
         # Before the end of the first step, compilers and file systems may need long.
         return self.training if step is not None and phase is None else max(self.training, self.in_phase)
-
-
-class HangDetector:
-    """Detects hangs from the time of the last activity. It reports the start and the end of each hang once."""
-
-    def __init__(self) -> None:
-        self._hung_since: float | None = None  # last activity before the reported hang
-
-    def check(self, active_at: float, now: float, limit: float) -> tuple[Literal["began", "ended"], float] | None:
-        """Return the state of a hang that has begun or ended since the last check, and its seconds; otherwise None.
-
-        `active_at` is the time of the last activity and `now` the current time, in monotonic seconds. A hang begins
-        after `limit` seconds without activity.
-        """
-        if self._hung_since is not None:
-            if active_at <= self._hung_since:
-                return None
-            since, self._hung_since = self._hung_since, None
-            return "ended", active_at - since
-        if now - active_at < limit:
-            return None
-        self._hung_since = active_at
-        return "began", now - active_at
 
 
 _MOST_SECONDS: Final = 1.0
@@ -108,7 +84,7 @@ class Watchdog:
         if hasattr(sys, "ps1"):  # at an interactive prompt, minutes without a step are normal
             self.limits = HangLimits(training=0, in_phase=0)
         self._signal: StackSignal | None = None
-        self._detector = HangDetector()
+        self._hung_since: float | None = None  # last activity before the hang that was reported
         self._stopped = threading.Event()
         self.thread = OwnThread(target=self._run, name="rankscope-watchdog", on_fault=self.boundary.report)
 
@@ -152,18 +128,24 @@ class Watchdog:
         while not self._stopped.wait(self._seconds):
             now = time.monotonic()
             late, before = now - before - self._seconds, now
-            self.boundary.call("the watchdog", self._check, now, late)
+            self.boundary.call("the watchdog", self.check, now, late)
 
-    def _check(self, now: float, late: float) -> None:
+    def check(self, now: float, late: float) -> None:
+        """Report a hang that has begun or ended since the last check, which ran `late` seconds later than planned.
+
+        A hang begins if there was no activity for the limit of the present state. `now` is in monotonic seconds.
+        """
         if self._signal is not None:
             self.boundary.call("stacks_signal", self._publish_written, self._signal)
         step, phase = self.progress()
         is_done = self.planned_steps is not None and step is not None and step >= self.planned_steps
-        match self._detector.check(self.active_at, now, self.limits.at(step, phase, is_done=is_done)):
-            case "began", seconds:
-                self._report_hang(seconds, late, step, phase)
-            case "ended", seconds:
-                self._report_end(seconds)
+        active_at, since = self.active_at, self._hung_since
+        if since is not None and active_at > since:
+            self._hung_since = None
+            self._report_end(active_at - since)
+        elif since is None and now - active_at >= self.limits.at(step, phase, is_done=is_done):
+            self._hung_since = active_at
+            self._report_hang(now - active_at, late, step, phase)
 
     def _publish_written(self, signal: StackSignal) -> None:
         text = signal.written()

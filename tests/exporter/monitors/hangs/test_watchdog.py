@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,19 +12,27 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.monitors.hangs.watchdog import HangDetector, HangLimits
+from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
+from rankscope_exporter.process.errors import ErrorBoundary
 
 LIMITS = HangLimits(training=10, in_phase=60)
 
 
 def test_hang_and_its_end_are_reported_once():
-    watch = HangDetector()
-    looks = [watch.check(100, now, 10) for now in (100, 109.9, 110, 111, 500)]
+    lines: list[str] = []
+    watch = Watchdog(
+        limits=LIMITS, stack_signal=None, diagnosis=Mock(rank=3), boundary=ErrorBoundary(),
+        progress=lambda: (7, None), planned_steps=9, print_line=lines.append,
+    )  # fmt: skip
+    began, ended = "rank 3: no sign of training for {} s, after step 7", "rank 3: training continues after {} s"
+    expected = [(100, 100, ""), (100, 109.9, ""), (100, 110, began.format(10)), (100, 111, ""), (100, 500, "")]
+    expected += [(505, 506, ended.format(405)), (505, 514, ""), (505, 515, began.format(10))]
+    for active_at, now, text in expected:
+        lines.clear()
+        watch.active_at = active_at
+        watch.check(now, 0.0)
 
-    assert [None, None, ("began", 10), None, None] == looks
-    assert ("ended", 405) == watch.check(505, 506, 10)
-    assert None is watch.check(505, 514, 10)
-    assert ("began", 10) == watch.check(505, 515, 10)
+        assert [text] * bool(text) == [line[: len(text)] for line in lines]
 
 
 @pytest.mark.parametrize(
