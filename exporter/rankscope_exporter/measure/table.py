@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -109,7 +110,7 @@ class StepTable:
             self._version = PlanVersion(tuple(self._items), tuple(self._owners), tuple(self._ops))
         return self._version
 
-    def without(self, micro_steps: set[int], deferred: list[Deferred]) -> PlanVersion:
+    def without(self, micro_steps: AbstractSet[int], deferred: list[Deferred]) -> PlanVersion:
         """Delete the data of some forward passes of this step, and return the plan in which the others are numbered."""
         plan = self.version()
         numbers = sorted({entry.micro_step for entry in plan.entries if entry.micro_step is not None})
@@ -201,7 +202,7 @@ class StepTable:
 
 
 def _renumbered(
-    rows: Callable[[Numbers], Iterable[Row]], left_out: set[int], place: Mapping[int, int], numbers: Numbers
+    rows: Callable[[Numbers], Iterable[Row]], left_out: AbstractSet[int], place: Mapping[int, int], numbers: Numbers
 ) -> Iterator[Row]:
     for row in rows(numbers):
         micro_step = row.get("micro_step")

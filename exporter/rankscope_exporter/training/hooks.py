@@ -20,6 +20,7 @@ from rankscope_exporter.adapters.torch_private import (
     forward_pre_hooks,
     is_in_forward,
     makes_state,
+    running_optimizer_steps,
 )
 from rankscope_exporter.adapters.tracing import (
     STAND_INS,
@@ -61,8 +62,8 @@ _TRANSFORMED: Final = (
     "ends when its optimizer steps again, and all values that are read in forward passes are absent"
 )
 _COPIES: Final = (
-    "the optimizer has no parameter of the model: values after an update are read when the step ends, and the state of "
-    "the optimizer is absent"
+    "parameters of the model are in no optimizer, but one has other tensors, which may be copies: values after an "
+    "update are read when the step ends, and the state of the optimizer is absent for these parameters"
 )
 _CONSUMED: Final = (
     "gradients are deleted before their backward pass ends, as an optimizer does that updates parameters inside the "
@@ -98,7 +99,7 @@ class Hooks(HookContext):
         self._reads_in_hooks = not monitored.framework.traits.local_until_backward_ends
         self._has_chunks = len(monitored.framework.chunks) > 1
         self._is_unwrapped = type(monitored.framework).module is Framework.module
-        self._in_evaluation = False
+        self.in_evaluation = False
         self._update_was_compiled = on_compilation(self._update_compiles)
         self._when_gradients_ready = Hook(self, "reading local gradients", self._gradients_ready)
         self._when_backward_ended = Hook(self, "reading reduced gradients", self._backward_ended)
@@ -145,12 +146,13 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
+        if _is_in_forward(self):
+            self._inner += 1
+            return
         if self.in_forward:
-            if _is_in_forward(self):
-                self._inner += 1
-                return
             self._forward_failed()  # by an interrupt, after which torch calls no hook
-        self._inner, self.in_update = 0, False
+        self._inner = 0
+        self.in_update = self.in_update and running_optimizer_steps() > 0  # else it has raised
         self.forward_thread = threading.get_ident()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
@@ -161,7 +163,7 @@ class Hooks(HookContext):
             self._chunk = self.monitored.framework.chunk(module) if self._has_chunks else 0
             self._recorder.forward_begins(self._chunk)
         else:
-            self._in_evaluation = True
+            self.in_evaluation = True
             self._recorder.evaluation_begins()
 
     def _forward_failed(self) -> None:
@@ -177,7 +179,7 @@ class Hooks(HookContext):
             self._inner -= 1
             return
         was_training, self.in_forward = self.in_forward, False
-        was_evaluation, self._in_evaluation = self._in_evaluation, False
+        was_evaluation, self.in_evaluation = self.in_evaluation, False
         if was_training:
             self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
@@ -340,8 +342,9 @@ class Hooks(HookContext):
 
 
 def _is_in_forward(hooks: Hooks) -> bool:
-    """Return whether a training forward pass of the model is running. `in_forward` may be stale."""
-    return hooks.in_forward and is_in_forward(hooks.monitored.framework.model, hooks.forward_thread)
+    """Return whether a forward pass of the model is running. The flags may be stale."""
+    is_possible = hooks.in_forward or hooks.in_evaluation
+    return is_possible and is_in_forward(hooks.monitored.framework.model, hooks.forward_thread)
 
 
 def _has_lost_hooks(framework: Framework) -> bool:

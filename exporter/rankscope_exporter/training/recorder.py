@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +19,7 @@ from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel, identities
 from rankscope_exporter.adapters.pytree import returned
+from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import Table
@@ -52,8 +52,9 @@ LOGGING_SECONDS: Final = 10.0
 _name_of: Final = operator.attrgetter("name")
 
 
-class _Graph:
-    """An object that lives as long as the graph of a forward pass."""
+def _visit(number: int, visited: set[int], _gradients: object) -> None:
+    if not is_dynamo_compiling():
+        visited.add(number)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,7 +90,7 @@ class Recorder:
         self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with a compiled update
         self._awaiting: tuple[torch.optim.Optimizer, bool] | None = None  # arguments of `_measure_update`, see there
         self.updates_copies = False
-        """True if the optimizer has no parameter of the model: the script copies its values to the model."""
+        """True if an optimizer has copies of parameters: the script copies their values to the model."""
         self._measures_late = False  # the values after this update are read when the step ends
         self._is_transformed = False  # a forward pass under a transform begins the step, or the next one
         self.forwards_are_transformed = False
@@ -97,7 +98,8 @@ class Recorder:
         self.micro_step = -1
         """Number of the latest training forward pass within the step, from 0 on. Each model chunk has its own count."""
         self._forwards: dict[int, int] = {}  # the same, for each chunk
-        self._results: list[tuple[int, weakref.ref[_Graph]]] = []  # of forward passes since the last backward pass
+        self._results: set[int] = set()  # numbers of forward passes of the step whose results need gradients
+        self._visited: set[int] = set()  # those of them that a backward pass has reached
 
     # Calls of the hooks, in the order of a step.
 
@@ -118,13 +120,11 @@ class Recorder:
             self.events.on_forward_begin()
 
     def forward_ended(self, output: Any) -> None:
-        """Store whether the graph of a forward pass of a sampled step exists: the script may leave out its backward."""
+        """Store whether a backward pass reaches a forward pass of a sampled step: the script may leave it out."""
         tensors = (output,) if isinstance(output, torch.Tensor) else [slot.tensor for slot in returned(output).slots]
-        graph, nodes = _Graph(), [tensor.grad_fn for tensor in tensors if type(tensor) in PLAIN_TYPES]
-        for node in filter(None, nodes):
-            node.metadata["rankscope"] = graph  # type: ignore[index]  # a dictionary, which is freed with the node
-        if any(nodes):
-            self._results.append((self.micro_step, weakref.ref(graph)))
+        for node in filter(None, (tensor.grad_fn for tensor in tensors if type(tensor) in PLAIN_TYPES)):
+            self._results.add(self.micro_step)
+            node.register_prehook(functools.partial(_visit, self.micro_step, self._visited))
 
     def forward_failed(self, chunk: int) -> None:
         """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
@@ -162,11 +162,7 @@ class Recorder:
         with self._lock:
             if self._unseen.are_expected:
                 self._notice_updates()
-            before, results, self._results = self.current.pending, self._results, []
-            if len(results) > 1 and self.current.is_sampled:
-                left = {number for number, graph in results if graph() is None}
-                if len(left) < len(results):  # else the graphs are those of other results of the passes
-                    self.active_quantities.left_out |= left
+            before = self.current.pending
             self._after(self.tracker.move(Signal.BACKWARD, self.gradients.are_cleared), "backward")
             if self._unseen.are_expected:
                 self._await_update()
@@ -269,8 +265,7 @@ class Recorder:
         `optimizer` is None for the updates inside a backward pass, which ends now.
         """
         with self._lock:
-            update = self.monitored.update
-            if self.current.is_sampled and not update.stepped and self._has_copies(optimizer):
+            if self.current.is_sampled and self._has_copies(optimizer):
                 self.note("updated")
                 self._measures_late = self.updates_copies = True
                 self._kept = (self.monitored.framework.model,)
@@ -286,16 +281,15 @@ class Recorder:
                 self.current.pending.found_inf += take("found_inf", found_inf)
 
     def _has_copies(self, optimizer: torch.optim.Optimizer | None) -> bool:
-        """Return whether `optimizer` has copies of the model's parameters, which the script itself copies back."""
-        framework = self.monitored.framework
-        is_done_by_framework = framework.traits.optimizer_takes_copies
-        if (
-            optimizer is None
-            or is_done_by_framework
-            or type(framework).updated_tensors is not Framework.updated_tensors
-        ):
+        """Return whether `optimizer` has copies of parameters of the model, which the script itself copies back."""
+        monitored, framework = self.monitored, self.monitored.framework
+        knows_copies = type(framework).updated_tensors is not Framework.updated_tensors
+        if optimizer is None or framework.traits.optimizer_takes_copies or knows_copies:
             return False
-        return self.monitored.in_model().isdisjoint(identities(optimizer))
+        if monitored.in_model().issuperset(identities(optimizer)):
+            return False
+        updated = {own for item in monitored.optimizers.present() for own in identities(item)}
+        return any(item is not None and item.requires_grad and id(item) not in updated for item in monitored.tensors())
 
     def update_compiles(self) -> None:
         """Handle the compilation of an optimizer step, which runs afterwards and calls no hooks."""
@@ -402,7 +396,7 @@ class Recorder:
         self._awaiting = None
         self.micro_step = -1
         self._forwards.clear()
-        self._results.clear()
+        self._results, self._visited = set(), set()  # the graphs of earlier passes have the old ones
         self._began = now
         self.note("step_begins")
         self.events.on_sampling_decided(sampled)
@@ -438,7 +432,9 @@ class Recorder:
         if pending.sampled:
             pending.arrived = list(self.monitored.update.arrived)
             try:
-                self.active_quantities.end(pending)
+                # If no result was reached, the loss was computed from other tensors of the passes.
+                left_out = self._results - self._visited if self._visited else set()
+                self.active_quantities.end(pending, left_out)
             except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                 self.boundary.report("copying statistics", error)
         self.current.hand_over(pending)

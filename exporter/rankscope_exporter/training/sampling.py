@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -328,8 +329,6 @@ class ActiveQuantities:
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()
-        self.left_out: set[int] = set()
-        """Numbers of forward passes of the present step whose results the script has dropped before a backward pass."""
         self.unsampled = 0  # steps that were not measured because of the backlog
         self.replace(quantities)
         self._captured = self.prepare(captured)
@@ -480,7 +479,6 @@ class ActiveQuantities:
                 member.is_open = False
         if is_sampled and not self._is_clear:
             self.table.statistics.clear()
-            self.left_out = set()
         self._is_clear = not is_sampled
         for member in self._attached:
             if member.transient.are_used and (member.is_open or member.transient.may_be_removed):
@@ -530,10 +528,11 @@ class ActiveQuantities:
         plan = self.table.version()
         return plan.entries, self.table.statistics.look(len(plan), carried_ops(plan.ops))
 
-    def end(self, record: StepRecord) -> None:
+    def end(self, record: StepRecord, left_out: AbstractSet[int] = frozenset()) -> None:
         """End the sampled step, and start to copy its statistics to the host.
 
-        Add this copy and the rows for other datasets to the record of the step.
+        Add this copy and the rows for other datasets to the record of the step. Delete the data of the forward passes
+        with the numbers `left_out`, the results of which the script did not use.
         """
         self.notify(Quantity.on_step_end)
         table, measured = self.table, []
@@ -547,9 +546,8 @@ class ActiveQuantities:
         record.deferred, table.deferred = table.deferred, []
         record.expected, self._expected = tuple(self._expected.values()), {}
         record.plan = table.version()
-        if self.left_out:
-            record.plan = table.without(self.left_out, record.deferred)
-            self.left_out = set()
+        if left_out:
+            record.plan = table.without(left_out, record.deferred)
         record.copy = HostCopy(table.statistics, len(record.plan.items))
         if is_wasteful:
             self.table.rebuild(self._tables)

@@ -26,7 +26,7 @@ EARLY, LATE = "early", "late"  # names of logged numbers; the first one is logge
 
 @dataclass
 class Step:
-    passes: list[float] = field(default_factory=list)  # norms of the results of forward passes
+    passes: dict[float, bool] = field(default_factory=dict)  # whether a result, by its norm, had a backward pass
     has_forward: bool = False  # also one that raised
     gradient: float | None = None  # norm after the last backward pass; None without one, NaN if it raised
     row: float | None = None  # norm of the gradient that the monitor can read
@@ -68,19 +68,20 @@ class Expected:
 
     def add_pass(self, norm: float | None) -> None:
         self.now.has_forward = True
-        self.now.passes += [] if norm is None else [norm]
+        if norm is not None:
+            self.now.passes[norm] = False
         self.names = set()
 
-    def drop(self, dropped: set[float]) -> None:
-        if self.is_open:
-            self.now.passes = [norm for norm in self.now.passes if norm not in dropped]
-
-    def backward(self, gradient: float) -> None:
+    def backward(self, gradient: float, reached: list[float]) -> None:
         is_same = self.is_open and not self.now.is_updated and self.now.has_forward and self.now.gradient is not None
         self.begin(is_over=not is_same and self.is_over())
         self.now.is_failed = False
-        self.now.gradient = self.now.row = gradient
+        self.reach(gradient, reached)
         self.is_cleared = False
+
+    def reach(self, gradient: float, reached: list[float]) -> None:
+        self.now.gradient = self.now.row = gradient
+        self.now.passes |= dict.fromkeys(self.now.passes.keys() & set(reached), True)
 
     def update(self, *, raises: bool, gradient: float | None, has_closure: bool = False) -> None:
         has_failed = has_closure and self.is_open and self.now.is_failed
@@ -128,7 +129,7 @@ class Loop:
         self.watched = Watched(self.net, self.optimizer, quantities=quantities, rules=[])
         self.expected = Expected()
         self.results: list[torch.Tensor] = []
-        self.dropped: set[float] = set()  # norms of results without a backward pass
+        self.kept: list[torch.Tensor] = []  # results without a backward pass
         self.count = 0
         self.last = self.net[2]
         torch.optim.SGD(self.net.parameters())
@@ -164,7 +165,8 @@ class Loop:
     def backward(self, error: type[BaseException] | None = None, *, in_closure: bool = False) -> None:
         if not self.results:
             return
-        loss, self.results = sum(item.square().sum() for item in self.results), []
+        loss = sum(item.square().sum() for item in self.results)
+        reached, self.results = [float(item.detach().norm()) for item in self.results], []
         handle = self.net[0].weight.register_hook(lambda _: self.fail(error) if error else None)
         try:
             loss.backward()
@@ -174,16 +176,14 @@ class Loop:
         finally:
             handle.remove()
             gradient = math.nan if error else self.gradient()
-            self.expected.drop(self.dropped)
             if in_closure:
-                self.expected.now.gradient = self.expected.now.row = gradient
+                self.expected.reach(gradient, reached)
             else:
-                self.expected.backward(gradient)
-            self.dropped = set()
+                self.expected.backward(gradient, reached)
 
     def update(self, error: type[BaseException] | None = None) -> None:
         self.expected.update(raises=error is not None, gradient=self.gradient())
-        self.drop_all()  # their graphs need the present parameters
+        self.results = []  # their graphs need the present parameters
         self.optimizer.error = error() if error else None
         self.attempt(self.optimizer.step)
 
@@ -192,7 +192,7 @@ class Loop:
 
         def compute() -> None:
             self.zero()
-            self.drop_all()
+            self.results = []
             self.forward(in_closure=True)
             self.backward(in_closure=True)
             self.expected.is_cleared = False
@@ -205,13 +205,10 @@ class Loop:
         self.optimizer.zero_grad()
         self.expected.is_cleared = True
 
-    def drop(self) -> None:
+    def drop(self, *, is_kept: bool) -> None:
         if self.results:
-            self.dropped.add(float(self.results.pop().detach().norm()))
-
-    def drop_all(self) -> None:
-        while self.results:
-            self.drop()
+            result = self.results.pop()
+            self.kept += [result] if is_kept else []
 
     def evaluate(self) -> None:
         self.net.eval()
@@ -235,7 +232,8 @@ class Loop:
         assert list(steps) == watched.measured()
         skipped = [number for number, step in steps.items() if step.gradient is not None and not step.is_updated]
         assert skipped == [record.step for record in watched.records if record.is_skipped]
-        passes = {(n, m): norm for n, step in steps.items() for m, norm in enumerate(step.passes)}
+        reached = {n: [norm for norm, is_reached in step.passes.items() if is_reached] for n, step in steps.items()}
+        passes = {(n, m): norm for n, step in steps.items() for m, norm in enumerate(reached[n] or step.passes)}
         rows = [row for row in watched.rows("act_out") if row.entry.tensor == ""]
         assert pytest.approx(passes) == {(row.step, row.entry.micro_step): row.numbers["norm"] for row in rows}
         gradients = dict.fromkeys(steps, 0.0)
@@ -252,8 +250,9 @@ class Loop:
 
 ERRORS = (ArithmeticError, KeyboardInterrupt)
 ACTIONS = [
-    *(Loop.forward, Loop.backward, Loop.update, Loop.zero, Loop.closure, Loop.drop, Loop.evaluate, Loop.end_step),
-    *(functools.partial(method, name=name) for method in (Loop.log,) for name in (EARLY, LATE)),
+    *(Loop.forward, Loop.backward, Loop.update, Loop.zero, Loop.closure, Loop.evaluate, Loop.end_step),
+    *(functools.partial(Loop.log, name=name) for name in (EARLY, LATE)),
+    *(functools.partial(Loop.drop, is_kept=is_kept) for is_kept in (False, True)),
     *(functools.partial(m, error=e) for m in (Loop.forward, Loop.backward, Loop.update, Loop.closure) for e in ERRORS),
 ]
 

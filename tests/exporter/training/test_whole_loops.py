@@ -417,6 +417,9 @@ def test_calls_and_updates_inside_of_the_forward_pass_are_part_of_it():
             loop.note(step, "grad_reduced", {name: loop.net.get_parameter(name).grad})
         optimizer.step()
         optimizer.zero_grad()
+        loop.net.eval()
+        loop.net(torch.randn(3, 4))
+        loop.net.train()
     loop.end()
 
     assert [] == loop.messages("note") + loop.skipped()
@@ -424,32 +427,30 @@ def test_calls_and_updates_inside_of_the_forward_pass_are_part_of_it():
     assert 4 * STEPS == sum(row.entry.tensor in ("enter", "leave") for row in loop.rows("act_out"))
 
 
-@pytest.mark.parametrize("drops", [True, False])
-def test_forward_pass_without_a_backward_pass_is_no_micro_batch(drops):
-    """The script drops the result of the first pass, or adds it to the loss."""
+@pytest.mark.parametrize("way", ["dropped", "kept", "last", "used"])
+def test_forward_pass_without_a_backward_pass_is_no_micro_batch(way):
+    """The script drops or keeps the result of one pass, or adds it to the loss."""
     loop = Loop("activations", "micro_gradients")
     optimizer = loop.adam()
     loop.attach(optimizer)
+    kept = []
     for step in range(1, STEPS + 1):
-        result = loop.net(torch.full((3, 4), torch.nan if drops and step == 2 else 1.0))
-        loss = result.square().sum()
-        if drops and step % 2:
-            loss.backward()
-            last = result
-        else:
-            last = loop.net(torch.randn(3, 4))
-            del result
-            loss = last.square().sum() + (0 if drops else loss)
-            loss.backward()
+        passes = [torch.full((3, 4), torch.nan if way != "used" and step == 2 else 1.0), torch.randn(3, 4)]
+        results = [loop.net(x) for x in (passes[::-1] if way == "last" else passes)]
+        used = results.pop(0 if way == "last" else 1)
+        loop.right[step, "act_out", ""] = used.detach().clone()
+        loss = used.square().sum() + (results[0].square().sum() if way == "used" else 0)
+        kept += results if way == "kept" else []
+        del results
+        loss.backward()
         loop.note(step, "grad_reduced")
-        loop.right[step, "act_out", ""] = last.detach().clone()
         optimizer.step()
         loop.note(step, "param_after")
         optimizer.zero_grad()
     loop.end()
 
     numbers = {row.entry.micro_step for row in loop.rows("act_out", "act_grad_in")}
-    assert ({0} if drops else {0, 1}) == numbers
+    assert ({0, 1} if way == "used" else {0}) == numbers
     assert [] == loop.events("anomaly")
 
 
@@ -490,24 +491,88 @@ def test_update_that_raises_ends_its_step():
     assert STEPS - 1 not in loop.steps("param_after")
 
 
-def test_parameters_copied_from_the_optimizer_are_read_after_the_copy():
+@pytest.mark.parametrize("of_all", [True, False])
+def test_parameters_copied_from_the_optimizer_are_read_after_the_copy(of_all):
     loop = Loop()
-    copies = [parameter.detach().clone().requires_grad_() for parameter in loop.net.parameters()]
-    optimizer = torch.optim.Adam(copies, lr=0.05)
+    own = [parameter for parameter in loop.net.parameters() if of_all or parameter.dim() == 2]
+    others = [parameter for parameter in loop.net.parameters() if not (of_all or parameter.dim() == 2)]
+    copies = [parameter.detach().clone().requires_grad_() for parameter in own]
+    optimizer = torch.optim.Adam([*copies, *others], lr=0.05)
     loop.attach(optimizer)
     for step in range(1, STEPS + 1):
         loop.note(step, "param_before")
+        optimizer.zero_grad()
         loop.backward()
-        for copy, parameter in zip(copies, loop.net.parameters(), strict=True):
+        for copy, parameter in zip(copies, own, strict=True):
             copy.grad, parameter.grad = parameter.grad, None
         optimizer.step()
         with torch.no_grad():
-            for copy, parameter in zip(copies, loop.net.parameters(), strict=True):
+            for copy, parameter in zip(copies, own, strict=True):
                 parameter.copy_(copy)
         loop.note(step, "param_after")
     loop.end()
 
-    assert 1 == len([text for text in loop.messages("note") if "no parameter of the model" in text])
+    assert 1 == len([text for text in loop.messages("note") if "are in no optimizer" in text])
+
+
+class OwnGradients(torch.optim.SGD):
+    """Computes gradients inside of its step: of another loss, which it does not keep, or those of the update."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net.parameters(), lr=0.05)
+        self.net = [net]
+
+    def step(self, batch: Any) -> None:
+        loss = self.net[0](batch).square().sum()
+        torch.autograd.grad(loss * 3, [*self.net[0].parameters()], retain_graph=True)
+        if self.param_groups[0]["params"][0].grad is None:
+            (loss * 2).backward()
+            self.zero_grad()
+            self.net[0](batch).sum().backward()
+        super().step()
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_gradients_that_an_optimizer_computes_inside_of_its_step(computes):
+    """Without an earlier backward pass, the gradients of the update are the last ones."""
+    loop = Loop("activations")
+    optimizer = OwnGradients(loop.net)
+    loop.attach(optimizer)
+    for step in range(1, STEPS + 1):
+        batch = torch.randn(3, 4)
+        optimizer.zero_grad()
+        if not computes:
+            result = loop.net(batch)
+            result.square().sum().backward()
+            loop.right[step, "act_grad_out", ""] = 2 * result.detach()
+        optimizer.step(batch)
+        loop.note(step, "grad_reduced")
+        loop.note(step, "param_after")
+    loop.end()
+
+    assert computes == (loop.steps("act_grad_out") == [])
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_updates_by_hand_end_steps(deletes):
+    loop = Loop()
+    loop.attach()
+    for step in range(1, STEPS + 1):
+        for _ in range(2):
+            loss = loop.backward()
+        loop.note(step, "grad_reduced")
+        loop.losses[step] = loss
+        loop.monitor.log(loss=loss)
+        with torch.no_grad():
+            for parameter in loop.net.parameters():
+                parameter.sub_(parameter.grad, alpha=0.01)
+                if deletes:
+                    parameter.grad = None
+                else:
+                    parameter.grad.zero_()
+    loop.end()
+
+    assert [] == loop.skipped()
 
 
 def test_gradients_with_hooks_of_the_script_are_not_those_of_this_rank(monkeypatch):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
@@ -281,6 +281,7 @@ class Gradients(Quantity):
         self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
         self._has_reduced = False  # whether the reduced gradients of this step were measured after a backward pass
         self._frozen = FrozenRows()
+        self._stepping: Sequence[int] = ()  # positions of the parameters that the optimizer updates now
 
     def entries(self) -> ParameterEntries:
         if self.monitored.framework.has_plain_gradients(self.monitored.world_size):  # takes a third of the time
@@ -307,6 +308,7 @@ class Gradients(Quantity):
         self._frozen.stepped.clear()
         self._frozen.kept.clear()
         self._frozen.saved = None
+        self._stepping = ()
         self._mixed = self._has_reduced = False
         self._arrived.clear()
         if self._may_sum:
@@ -392,7 +394,9 @@ class Gradients(Quantity):
         own = self._own(gradients) if self._elsewhere else gradients
         read, owners = self.monitored.update.positions, self.monitored.owners
         stepped = range(len(owners)) if read is None else [i for i, owner in enumerate(owners) if owner in read]
-        self._frozen.stepped.update(stepped)
+        self._stepping = stepped
+        if self.monitored.update.arrived:  # else the optimizer may compute the gradients inside of its step
+            self._frozen.stepped.update(stepped)
         if self._reduced_by_loop:
             table.measure(own, slots[Kind.GRAD_REDUCED])
         elif self._has_reduced:
@@ -407,6 +411,10 @@ class Gradients(Quantity):
                 table.measure(self._own(changed), slots[Kind.GRAD_CLIPPED])
             table.measure(whole, slots[Kind.GRAD_UNREDUCED])
             table.measure(self._own(whole), slots[Kind.GRAD_REDUCED])
+
+    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        self._frozen.stepped.update(self._stepping)
+        self._stepping = ()
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the reduced gradients that this rank publishes, and None for each one that another rank publishes."""
