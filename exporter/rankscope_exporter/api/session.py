@@ -33,7 +33,7 @@ from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPol
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
 from rankscope_exporter.monitors.hardware import HardwarePoller, ResourceObserver
-from rankscope_exporter.monitors.step_timing import LoopTraits, StepTimingObserver, clock_of
+from rankscope_exporter.monitors.step_timing import StepTimingObserver, clock_of
 from rankscope_exporter.monitors.throughput import Parallel, Throughput
 from rankscope_exporter.process import lifecycle
 from rankscope_exporter.process.errors import ErrorBoundary, encodable, fault_text
@@ -270,13 +270,13 @@ class Session:
         self.throughput = Throughput(
             framework, config.throughput, self.parallel, device=device, report=tell, is_first=is_first
         )
-        traits = LoopTraits(
-            shows_reductions=framework.traits.waits_for_reductions,
-            interleaves=framework.traits.interleaves_micro_batches,
-            has_optimizer=bool(self.monitored.optimizers),
-        )
         self.phases = StepTimingObserver(
-            clock_of(device), traits, self.steps.put, report=boundary.report, times_steps=config.phases
+            clock_of(device),
+            framework.traits,
+            self.steps.put,
+            has_optimizer=bool(self.monitored.optimizers),
+            report=boundary.report,
+            times_steps=config.phases,
         )
         self.collectives = FlightRecorderPoller(config.collectives_share, self.channel.publish, boundary)
         self.hardware = HardwarePoller(device, config.hardware.every_seconds, self.steps.put, boundary)

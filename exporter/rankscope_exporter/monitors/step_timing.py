@@ -37,6 +37,7 @@ from rankscope_contract.model.phases import (
     STEP_PHASE_SECONDS,
     Phase,
 )
+from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.tracing import is_capturing
 from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
 
@@ -203,20 +204,6 @@ It is a plain tuple, because creating a named tuple would double the cost of a m
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopTraits:
-    """Properties of the training loop that determine how the phases of its steps are computed."""
-
-    shows_reductions: bool = False
-    """True if the framework waits for reductions of gradients after the backward pass has computed all gradients.
-
-    The wait is the time between the marks "backward_ends" and "backward_ended".
-    """
-    interleaves: bool = False
-    """True if micro-batches overlap, as in a pipeline: the time between two micro-batches is not a wait for data."""
-    has_optimizer: bool = True
-
-
 @dataclass(frozen=True, slots=True)
 class PhaseTotals:
     """Seconds of one step by phase. `inferred` contains the seconds in `phases` that the script has not announced."""
@@ -267,8 +254,13 @@ def corrected(marks: list[Mark]) -> list[Mark]:
     return marks
 
 
-def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
-    """Return the phase of the interval from each of `marks` to the next one."""
+def phases_of(marks: Sequence[Mark], traits: FrameworkTraits, *, has_optimizer: bool) -> list[IntervalPhase]:
+    """Return the phase of the interval from each of `marks` to the next one.
+
+    The wait for reductions is the time between the marks "backward_ends" and "backward_ended". If micro-batches overlap,
+    as in a pipeline, the time between two of them is not a wait for data.
+    """
+    may_wait = has_optimizer and not traits.interleaves_micro_batches
     found: list[IntervalPhase] = []
     announced: list[str] = []
     in_progress: set[Phase] = set()
@@ -288,10 +280,11 @@ def phases_of(marks: Sequence[Mark], traits: LoopTraits) -> list[IntervalPhase]:
                 active = activity
         if kind in _STRUCTURE:
             since = kind
-        if active == Phase.COLLECTIVE and not traits.shows_reductions:
+        if active == Phase.COLLECTIVE and not traits.waits_for_reductions:
             active = Phase.BACKWARD
         is_announced = bool(announced) and active not in (Phase.OTHER, Phase.MONITOR)
-        found.append((announced[-1] if is_announced else active or _gap(since, coming, cause, traits), is_announced))
+        phase = announced[-1] if is_announced else active or _gap(since, coming, cause, may_wait=may_wait)
+        found.append((phase, is_announced))
     return found
 
 
@@ -312,12 +305,12 @@ def _coming(marks: Sequence[Mark]) -> list[tuple[str, str]]:
     return found[::-1]
 
 
-def _gap(since: str, coming: str, cause: str, traits: LoopTraits) -> Phase:
+def _gap(since: str, coming: str, cause: str, *, may_wait: bool) -> Phase:
     """Return the phase of an interval in which no activity with a known phase was in progress.
 
     `since` is the kind of the last mark before the interval after which a gap may begin. `coming` is the kind of the
     mark, at the end of the interval or later, that determines the phase. If `coming` is "closes", the end of the step,
-    `cause` is the reason why the step ended.
+    `cause` is the reason why the step ended. If `may_wait` is false, time after a backward pass is no wait for data.
     """
     if coming == "evaluation_begins":
         return Phase.EVALUATION
@@ -328,7 +321,7 @@ def _gap(since: str, coming: str, cause: str, traits: LoopTraits) -> Phase:
     is_wait = coming == "forward_begins" or (coming == "closes" and cause in ("forward", "update"))
     if not is_wait or since == "forward_ended":
         return Phase.OTHER
-    if since == "backward_ended" and (traits.interleaves or not traits.has_optimizer):
+    if since == "backward_ended" and not may_wait:
         return Phase.OTHER
     return Phase.DATA_WAIT
 
@@ -413,9 +406,10 @@ class StepTimingObserver(StepObserver):
     """
 
     clock: HostClock
-    traits: LoopTraits
+    traits: FrameworkTraits
     hand_over: Callable[[StepRecord], None]
     _: KW_ONLY
+    has_optimizer: bool
     report: Callable[[str, BaseException], None]
     times_steps: bool = True
     step_seconds: dict[str, float] = field(default_factory=dict, init=False)
@@ -520,7 +514,9 @@ class StepTimingObserver(StepObserver):
         if seconds is None:
             self.left_out += 1
             return []
-        found = sum_by_phase(phases_of(marks, self.traits), seconds, is_first=is_first)
+        found = sum_by_phase(
+            phases_of(marks, self.traits, has_optimizer=self.has_optimizer), seconds, is_first=is_first
+        )
         self._counters.add(found.inferred, found.pre_collective)
         counters = self._counters.due(is_last=self._is_last)
         if not of_step:

@@ -13,19 +13,22 @@ from tests.exporter.parts import session_of
 from torch import nn
 
 from rankscope_exporter import Monitor
+from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.monitors.step_timing import (
     DeviceClock,
     HostClock,
     Kind,
-    LoopTraits,
     Mark,
     PhaseTotals,
     phases_of,
     sum_by_phase,
 )
 
+Traits = tuple[FrameworkTraits, bool]
+"""Those of the framework, and whether the monitor knows an optimizer."""
 
-def made(text: str, traits: LoopTraits, *, is_first: bool = False) -> PhaseTotals:
+
+def made(text: str, traits: Traits, *, is_first: bool = False) -> PhaseTotals:
     """Return the phases of marks written as "0 opens, 1 forward_begins, …"; "phase_begins:name" names a phase."""
     marks: list[Any] = []
     for part in text.split(","):
@@ -35,11 +38,11 @@ def made(text: str, traits: LoopTraits, *, is_first: bool = False) -> PhaseTotal
     return totals(marks, traits, is_first=is_first)
 
 
-def totals(marks: list[Mark], traits: LoopTraits, *, is_first: bool) -> PhaseTotals:
+def totals(marks: list[Mark], traits: Traits, *, is_first: bool) -> PhaseTotals:
     _, times, _ = zip(*marks, strict=True)
     seconds = HostClock().seconds_between(times)
     assert seconds is not None
-    return sum_by_phase(phases_of(marks, traits), seconds, is_first=is_first)
+    return sum_by_phase(phases_of(marks, traits[0], has_optimizer=traits[1]), seconds, is_first=is_first)
 
 
 PLAIN = (
@@ -73,7 +76,8 @@ READING = (
     "7 updated, 7 reading_begins, 9 reading_ended, 10 closes:forward"
 )
 SCRIPT = "0 opens, 0 update_begins, 1 updated, 5 closes:script"
-ALONE, DDP, PIPE = LoopTraits(), LoopTraits(shows_reductions=True), LoopTraits(interleaves=True)
+ALONE, DDP = (FrameworkTraits(), True), (FrameworkTraits(waits_for_reductions=True), True)
+PIPE, UNKNOWN = (FrameworkTraits(interleaves_micro_batches=True), True), (FrameworkTraits(), False)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ ALONE, DDP, PIPE = LoopTraits(), LoopTraits(shows_reductions=True), LoopTraits(i
         ("0 opens, 4 backward_begins, 4 backward_ends, 4 backward_ended, 4 closes:script", ALONE, {"other": 4}, None),
         (
             *("0 opens, 0 backward_begins, 0 backward_ends, 0 backward_ended, 4 closes:forward",),
-            *(LoopTraits(has_optimizer=False), {"other": 4}, None),
+            *(UNKNOWN, {"other": 4}, None),
         ),
         ("0 opens, 4 gives_up, 8 closes:forward", ALONE, {"data_wait": 4, "other": 4}, None),
     ],
@@ -130,7 +134,7 @@ KINDS = [kind for kind in typing.get_args(Kind) if kind not in ("opens", "closes
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 9)), max_size=30),
     st.sampled_from(["forward", "backward", "update", "script"]),
-    st.builds(LoopTraits, shows_reductions=st.booleans(), interleaves=st.booleans(), has_optimizer=st.booleans()),
+    st.sampled_from([ALONE, DDP, PIPE, UNKNOWN]),
     st.booleans(),
 )
 def test_phases_sum_up_to_the_duration_for_any_marks(steps, cause, traits, is_first):
