@@ -74,26 +74,18 @@ def _mesh_size(module: nn.Module, name: str) -> int | None:
     return None
 
 
-class NoFormulaError(ValueError):
-    """Error: 6 N does not fit the model. The text is the reason."""
-
-
 def six_n(framework: Framework, parallel: Parallel) -> float:
     """Return the FLOPs of a token on this rank: 6 for each trained parameter, and 4 for each frozen one.
 
-    Lookup tables do not count. The sum over all ranks of a copy of the model is the number for the whole copy. Raises
-    NoFormulaError, with the reason, if a token is not multiplied once with each parameter.
+    Lookup tables do not count. The sum over all ranks of a copy of the model is the number for the whole copy.
     """
-    module = framework.module
-    misfit = _misfit(module)
-    if misfit is not None:
-        raise NoFormulaError(misfit)
-    parameters = [*_of_flat_parameters(framework.model)] or _multiplied(module)
+    parameters = [*_of_flat_parameters(framework.model)] or _multiplied(framework.module)
     flops = sum((6 if is_trained else 4) * elements for elements, is_trained in parameters)
     return flops / (1 if framework.traits.parameters_are_local_parts else parallel.tensor)
 
 
-def _misfit(module: nn.Module) -> str | None:
+def misfit(module: nn.Module) -> str | None:
+    """Return the reason why 6 N does not fit a model; None if a token is multiplied once with each parameter."""
     for name, child in module.named_modules():
         if isinstance(child, torch_private.CONVOLUTION):
             return f"{plain_name(name)} is a convolution"
@@ -302,7 +294,6 @@ class Throughput(StepObserver):
         # Without a pipeline, all ranks have the same reason.
         self._reports_absence = self.is_first or self.parallel.pipeline > 1
         self._absence = "the steps log no tokens; call monitor.log(tokens=…)"
-        self._has_reported = False
         self._autocast: torch.dtype | None = None
 
     # On the training thread.
@@ -365,21 +356,19 @@ class Throughput(StepObserver):
 
     @functools.cached_property
     def _flops_per_token(self) -> float | None:
-        try:
-            return six_n(self.framework, self.parallel)
-        except NoFormulaError as error:
-            self._absence = f"{error}; use rankscope.count_flops()"
+        reason = misfit(self.framework.module)
+        if reason is not None:
+            self._absence = f"{reason}; use rankscope.count_flops()"
             return None
+        return six_n(self.framework, self.parallel)
 
     def _report_absence(self, *, is_expected: bool) -> None:
         """Report once why TFLOP/s and MFU are not published, if the user probably expects them.
 
         This is so if the script logs tokens, or if a throughput setting is not the default.
         """
-        if self._has_reported or not self._reports_absence:
-            return
-        self._has_reported = True
-        if is_expected or self.config != ThroughputConfig():
+        is_due, self._reports_absence = self._reports_absence, False
+        if is_due and (is_expected or self.config != ThroughputConfig()):
             self.report(f"TFLOP/s and MFU are absent: {self._absence}")
 
     @functools.cached_property
