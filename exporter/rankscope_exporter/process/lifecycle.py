@@ -208,6 +208,8 @@ def exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> 
     )
 
 
+# Stop signals.
+
 STOP_WAIT_SECONDS: Final = 5.0
 """Maximum, in seconds, of the setting `exit_wait_seconds` if a signal ends the process.
 
