@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from rankscope_contract.metrics.catalogue import TENSOR_BASELINE, TENSOR_VALUE
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import JUDGED_OPS
-from rankscope_exporter.publish.exposition import ExporterStats, Exposition
-from rankscope_exporter.publish.latest_values import LatestValues
+from rankscope_exporter.publish.exposition import ExporterStats, Exposition, LatestValues
 
 SERIES = (2_000, 15_000)
 

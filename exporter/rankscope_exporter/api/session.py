@@ -45,8 +45,7 @@ from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQ
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.routes import RankServerSources
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_exporter.publish.sinks import sink_class
-from rankscope_exporter.publish.sinks.base import Sinks
+from rankscope_exporter.publish.sinks import Sinks, sink_class
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.publish.spool import SpoolWriter
 from rankscope_exporter.records.record import StepEvents, StepRecord

@@ -39,8 +39,8 @@ from rankscope_exporter.publish.anomaly_detector import (
     StepVerdict,
     in_causal_order,
 )
-from rankscope_exporter.publish.latest_values import NO_KIND
-from rankscope_exporter.publish.sinks.base import Sinks
+from rankscope_exporter.publish.exposition import NO_KIND
+from rankscope_exporter.publish.sinks import Sinks
 from rankscope_exporter.records.record import (
     Deferred,
     Pending,

@@ -31,9 +31,8 @@ from rankscope_contract.wire.channel import NOTHING, STATE_DRAINING, STATE_RUNNI
 from rankscope_contract.wire.spool import service_name
 from rankscope_exporter.process.errors import ErrorBoundary, ServeError
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.publish.exposition import ExporterStats, Exposition
+from rankscope_exporter.publish.exposition import ExporterStats, Exposition, LatestValues
 from rankscope_exporter.publish.http_server import HttpServer, open_server
-from rankscope_exporter.publish.latest_values import LatestValues
 from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
 from rankscope_exporter.publish.registration import DiscoveryFile, RegistrationLoop, service_client
 from rankscope_exporter.publish.ring import Ring, encode

@@ -68,20 +68,6 @@ def entry_at(row: int, item: PlanItem) -> PlanEntry:
     return found
 
 
-def entries_of(items: Sequence[PlanItem]) -> tuple[PlanEntry, ...]:
-    """Return the entries at all table rows, where the plan has `items`."""
-    created: dict[int, list[PlanEntry]] = {}  # by id() of the `Placed` object; one by one takes three times as long
-    found: list[PlanEntry] = []
-    for row, item in enumerate(items):
-        if isinstance(item, Placed):
-            if id(item) not in created:
-                created[id(item)] = list(item.entries)
-            found.append(created[id(item)][row - item.first])
-        else:
-            found.append(item)
-    return tuple(found)
-
-
 @dataclass(frozen=True, slots=True)
 class NamedPlan:
     """A plan, the ordered list of entries to which the numbers of a record refer, with its hash and JSON text.
@@ -115,7 +101,16 @@ class PlanVersion:
     @functools.cached_property
     def entries(self) -> tuple[PlanEntry, ...]:
         """The entries. Usually read on the publisher thread, because the first access creates most of them."""
-        return entries_of(self.items)
+        created: dict[int, list[PlanEntry]] = {}  # by id() of the `Placed` object; one by one takes three times as long
+        found: list[PlanEntry] = []
+        for row, item in enumerate(self.items):
+            if isinstance(item, Placed):
+                if id(item) not in created:
+                    created[id(item)] = list(item.entries)
+                found.append(created[id(item)][row - item.first])
+            else:
+                found.append(item)
+        return tuple(found)
 
     @functools.cached_property
     def named(self) -> NamedPlan:

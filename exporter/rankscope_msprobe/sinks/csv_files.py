@@ -33,8 +33,7 @@ from rankscope_contract.model.event_tags import scalar_tag
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.validation import Checked, between, list_of, validate
-from rankscope_exporter.publish.sinks import files
-from rankscope_exporter.publish.sinks.base import Sink
+from rankscope_exporter.publish.sinks import Sink, files
 from rankscope_exporter.records.record import Scalar, StepRecord
 from rankscope_msprobe.files import csv_layout as layout
 from rankscope_msprobe.sinks import output

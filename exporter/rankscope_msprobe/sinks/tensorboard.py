@@ -24,8 +24,7 @@ import pyarrow as pa
 from rankscope_contract.model.event_tags import buckets, event_tag, scalar_tag
 from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.validation import validate
-from rankscope_exporter.publish.sinks import files
-from rankscope_exporter.publish.sinks.base import Sink
+from rankscope_exporter.publish.sinks import Sink, files
 from rankscope_exporter.publish.sinks.event_file import beginning, event, histogram_value, number_bytes, value_head
 from rankscope_exporter.records.record import Scalar, StepRecord
 from rankscope_msprobe.files.csv_layout import MICRO_STEP_FAMILIES, OPS, OTHER, plain, their_step

@@ -21,8 +21,13 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
-from rankscope_exporter.publish.exposition import ExporterStats, Exposition
-from rankscope_exporter.publish.latest_values import MAX_ANOMALY_SERIES, MAX_SCALAR_SERIES, LatestValues
+from rankscope_exporter.publish.exposition import (
+    MAX_ANOMALY_SERIES,
+    MAX_SCALAR_SERIES,
+    ExporterStats,
+    Exposition,
+    LatestValues,
+)
 from rankscope_exporter.records.record import Scalar, StepRecord
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "exporter_page.txt"

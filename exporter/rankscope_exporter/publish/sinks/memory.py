@@ -7,7 +7,6 @@ published: while training is at step n, the newest rows are usually those of ste
 from __future__ import annotations
 
 import collections
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TypeVar
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Final, TypeVar
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.process.validation import between, validate
-from rankscope_exporter.publish.sinks.base import Sink
+from rankscope_exporter.publish.sinks import Sink
 from rankscope_exporter.records.record import Statistics, StepRecord
 
 T = TypeVar("T")
@@ -57,16 +56,15 @@ class Api(Sink):
 
     def __init__(self, options: ApiOptions, identity: Identity) -> None:  # noqa: ARG002 - each rank has its own rows
         self._records: collections.deque[StepRecord] = collections.deque(maxlen=options.steps)
-        self._lock = threading.Lock()
+        # No lock: `append` and `copy` of a deque are atomic.
 
     def put(self, record: StepRecord) -> None:
         if record.step is not None and (record.statistics is not None or record.features):
-            with self._lock:
-                self._records.append(record)
+            self._records.append(record)
 
     def steps(self) -> tuple[int, ...]:
         """Return the numbers of the stored steps, oldest first."""
-        return tuple(record.step for record in self._kept() if record.step is not None)
+        return tuple(record.step for record in self._records.copy() if record.step is not None)
 
     def rows(self, *kinds: str, step: int | None = None) -> tuple[Row, ...]:
         """Return the statistics of `kinds` (default: all) at `step` (default: the last step with such statistics)."""
@@ -78,12 +76,8 @@ class Api(Sink):
             step, lambda record: (dict(row) for row in record.features if not kinds or row["kind"] in kinds)
         )
 
-    def _kept(self) -> list[StepRecord]:
-        with self._lock:
-            return list(self._records)
-
     def _latest(self, step: int | None, select: Callable[[StepRecord], Iterable[T]]) -> tuple[T, ...]:
-        for record in reversed(self._kept()):
+        for record in reversed(self._records.copy()):
             if (step is None or record.step == step) and (found := tuple(select(record))):
                 return found
         return ()

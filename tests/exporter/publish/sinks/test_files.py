@@ -18,8 +18,7 @@ from torch import nn
 from rankscope_contract.model.events import EventType
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.publish.sinks import files, sink_classes
-from rankscope_exporter.publish.sinks.base import LONGEST_PAUSE, Sink, Sinks
+from rankscope_exporter.publish.sinks import LONGEST_PAUSE, Sink, Sinks, files, sink_classes
 from rankscope_exporter.publish.sinks.files import output_folder
 from rankscope_exporter.records.record import StepRecord
 from rankscope_msprobe.sinks.csv_files import Csv, CsvOptions
