@@ -10,7 +10,8 @@ import time
 
 from _rows import Row
 
-from rankscope_exporter.monitors.step_timing import HostClock, LoopTraits, StepTimingObserver
+from rankscope_exporter.adapters.base import FrameworkTraits
+from rankscope_exporter.monitors.step_timing import HostClock, StepTimingObserver
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import StepRecord
 
@@ -35,7 +36,8 @@ def run() -> list[Row]:
 
 def _observer() -> StepTimingObserver:
     boundary = ErrorBoundary()
-    return StepTimingObserver(HostClock(), LoopTraits(shows_reductions=True), lambda _: None, report=boundary.report)
+    traits = FrameworkTraits(waits_for_reductions=True)
+    return StepTimingObserver(HostClock(), traits, lambda _: None, has_optimizer=True, report=boundary.report)
 
 
 def _step(observer: StepTimingObserver, pending_steps: list[StepRecord], micro_batches: int) -> None:

@@ -257,8 +257,8 @@ def corrected(marks: list[Mark]) -> list[Mark]:
 def phases_of(marks: Sequence[Mark], traits: FrameworkTraits, *, has_optimizer: bool) -> list[IntervalPhase]:
     """Return the phase of the interval from each of `marks` to the next one.
 
-    The wait for reductions is the time between the marks "backward_ends" and "backward_ended". If micro-batches overlap,
-    as in a pipeline, the time between two of them is not a wait for data.
+    The wait for reductions is the time between the marks "backward_ends" and "backward_ended". If micro-batches
+    overlap, as in a pipeline, the time between two of them is not a wait for data.
     """
     may_wait = has_optimizer and not traits.interleaves_micro_batches
     found: list[IntervalPhase] = []
@@ -514,9 +514,8 @@ class StepTimingObserver(StepObserver):
         if seconds is None:
             self.left_out += 1
             return []
-        found = sum_by_phase(
-            phases_of(marks, self.traits, has_optimizer=self.has_optimizer), seconds, is_first=is_first
-        )
+        phases = phases_of(marks, self.traits, has_optimizer=self.has_optimizer)
+        found = sum_by_phase(phases, seconds, is_first=is_first)
         self._counters.add(found.inferred, found.pre_collective)
         counters = self._counters.due(is_last=self._is_last)
         if not of_step:
