@@ -6,22 +6,10 @@ side effects.
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Final
-
-
-class CallState(enum.StrEnum):
-    """Progress of the ranks of a group with one collective, combined from the flight records of all ranks."""
-
-    NEVER_ENTERED = "never entered"  # at least one rank has not called it
-    NEVER_LEFT = "entered, never left"  # all ranks have called it; some have completed it and some have not
-    ALL_IN = "all in"  # all ranks have called it and none has completed it
-    UNKNOWN = "not known of all"  # all ranks with a record are in it; some ranks have no record
-    OVER = "over"  # all ranks with a record have completed it
-
 
 _TYPES: Final[dict[str, tuple[str, int]]] = {
     "Float": ("float32", 4),
@@ -47,9 +35,6 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "Float8_e8m0fnu": ("float8_e8m0fnu", 1),
 }
 """Python name and bytes per element of each dtype, by its name in torch's flight recorder."""
-
-EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
-"""Collectives in which every rank of the group transfers the same number of bytes."""
 
 MOST_RANKS: Final = 1 << 20
 """Maximum number of ranks in the text form of a list of ranks. A text with more ranks is rejected as invalid."""

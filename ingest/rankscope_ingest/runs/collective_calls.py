@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.collective_format import EVEN, CallState, bytes_text, dtype_text, ranks_in
+from rankscope_contract.model.collective_format import bytes_text, dtype_text, ranks_in
 from rankscope_contract.model.stacks import Collective, FlightRecord, Standing, is_library, own_frame
 from rankscope_ingest.runs.rank_groups import ranks_text
+from rankscope_storage.sql.collective_calls import EVEN, CallState
 
 MOST_SENTENCES: Final = 5
 """Maximum number of sentences about single collective calls that `sentences` returns.

@@ -8,10 +8,24 @@ the row may have been overwritten, or may not have been read yet.
 
 from __future__ import annotations
 
+import enum
 from typing import Final
 
-from rankscope_contract.model.collective_format import EVEN, CallState
 from rankscope_storage.base.escaping import sql_string
+
+
+class CallState(enum.StrEnum):
+    """Progress of the ranks of a group with one collective, combined from the flight records of all ranks."""
+
+    NEVER_ENTERED = "never entered"  # at least one rank has not called it
+    NEVER_LEFT = "entered, never left"  # all ranks have called it; some have completed it and some have not
+    ALL_IN = "all in"  # all ranks have called it and none has completed it
+    UNKNOWN = "not known of all"  # all ranks with a record are in it; some ranks have no record
+    OVER = "over"  # all ranks with a record have completed it
+
+
+EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
+"""Collectives in which every rank of the group transfers the same number of bytes."""
 
 _EVEN: Final = "(" + " OR ".join(f"starts_with(ltrim(op, '_'), {sql_string(name)})" for name in EVEN) + ")"
 _STATE: Final = {state.name: sql_string(state) for state in CallState}

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from tests.properties import examples
 from tests.storage.rows import ask, put, table
 
-from rankscope_contract.model.collective_format import CallState, spans
+from rankscope_contract.model.collective_format import spans
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
-from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
+from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS, CallState
 from rankscope_storage.sql.views import OPTIONAL_KEYS
 
 

@@ -16,7 +16,6 @@ from tests.exporter.conftest import wait_until
 from tests.exporter.monitors.flight_recorder.rank_programs import LATE, LATE_SECONDS, STANDING, TRAINING
 from tests.programs import run_program
 
-from rankscope_contract.model.collective_format import CallState
 from rankscope_contract.model.stacks import FlightRecord
 from rankscope_exporter.monitors.flight_recorder import poller, torch_api
 from rankscope_exporter.monitors.flight_recorder.poller import (
@@ -34,6 +33,7 @@ from rankscope_ingest.record_channel.validate import RowContext, check
 from rankscope_ingest.runs.collective_calls import Call, calls_of_note, sentences
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
+from rankscope_storage.sql.collective_calls import CallState
 from rankscope_storage.writer.writer import Batch
 
 
