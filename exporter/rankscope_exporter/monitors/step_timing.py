@@ -514,8 +514,8 @@ class StepTimingObserver(StepObserver):
         if seconds is None:
             self.left_out += 1
             return []
-        phases = phases_of(marks, self.traits, has_optimizer=self.has_optimizer)
-        found = sum_by_phase(phases, seconds, is_first=is_first)
+        intervals = phases_of(marks, self.traits, has_optimizer=self.has_optimizer)
+        found = sum_by_phase(intervals, seconds, is_first=is_first)
         self._counters.add(found.inferred, found.pre_collective)
         counters = self._counters.due(is_last=self._is_last)
         if not of_step:
