@@ -33,8 +33,7 @@ from rankscope_exporter.process.errors import ErrorBoundary, ServeError
 from rankscope_exporter.process.threads import CpuMeter
 from rankscope_exporter.publish.exposition import ExporterStats, Exposition, LatestValues
 from rankscope_exporter.publish.http_server import HttpServer, open_server
-from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
-from rankscope_exporter.publish.registration import DiscoveryFile, RegistrationLoop, service_client
+from rankscope_exporter.publish.registration import DiscoveryFile, OrphanRecovery, RegistrationLoop, service_client
 from rankscope_exporter.publish.ring import Ring, encode
 from rankscope_exporter.publish.routes import RankServerSources, Routes
 from rankscope_exporter.publish.serving_config import ServeConfig

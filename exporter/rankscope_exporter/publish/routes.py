@@ -22,7 +22,7 @@ from rankscope_contract.wire.spool import Orphan, SpoolRecords
 from rankscope_exporter.process.errors import ConfigError, ShareError
 from rankscope_exporter.publish.exposition import Exposition
 from rankscope_exporter.publish.http_server import Answer, Request
-from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish.registration import OrphanRecovery
 from rankscope_exporter.publish.ring import CursorError, Ring, Window, stream
 from rankscope_exporter.publish.spool import SpoolWriter
 

@@ -18,10 +18,9 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.wire.channel import Registration
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.process.threads import CpuMeter
-from rankscope_exporter.publish import http_server, orphan_recovery
+from rankscope_exporter.publish import http_server, registration
 from rankscope_exporter.publish.http_server import Answer, open_server
-from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
-from rankscope_exporter.publish.registration import MAX_RETRY_SECONDS, ServiceClient, retry_seconds
+from rankscope_exporter.publish.registration import MAX_RETRY_SECONDS, OrphanRecovery, ServiceClient, retry_seconds
 from rankscope_exporter.publish.serving_config import ServeConfig, ServeError
 
 
@@ -543,7 +542,7 @@ def test_heartbeats_continue_after_a_failed_poke(leased_for, service, until, pla
 
 def test_rank_registers_if_orphan_recovery_cannot_start(new_rank, service, until, plant, tmp_path, monkeypatch):
     plant(OrphanRecovery, "start", RuntimeError("can't start new thread"))
-    monkeypatch.setattr(orphan_recovery, "OLDER_LAUNCHES_SECONDS", 0.05)
+    monkeypatch.setattr(registration, "OLDER_LAUNCHES_SECONDS", 0.05)
     rank = new_rank(ingest_url=service.url, spool_dir=str(tmp_path))
     until(lambda: rank.channel.lease)
 

@@ -17,8 +17,8 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import Orphan, SpoolReader, read_service, service_name
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.publish import orphan_recovery, spool
-from rankscope_exporter.publish.orphan_recovery import OrphanRecovery
+from rankscope_exporter.publish import registration, spool
+from rankscope_exporter.publish.registration import OrphanRecovery
 from rankscope_exporter.publish.ring import encode
 from rankscope_exporter.publish.spool import Spool, needed_plans
 from rankscope_exporter.records.record import StepRecord
@@ -378,7 +378,7 @@ def test_orphaned_spool_is_deleted_after_the_last_commit(heir, tmp_path):
 
 
 def test_orphaned_spool_is_deleted_by_the_committed_reply(spooled, service, until, tmp_path, monkeypatch):
-    monkeypatch.setattr(orphan_recovery, "FINISH_SECONDS", 0.0)
+    monkeypatch.setattr(registration, "FINISH_SECONDS", 0.0)
     leave_behind(tmp_path, "dead", 4)
     service.committed = 3
     spooled(ingest_url=service.url)
@@ -388,7 +388,7 @@ def test_orphaned_spool_is_deleted_by_the_committed_reply(spooled, service, unti
 
 def test_reader_gets_503_for_a_spool_that_a_reply_committed(heir, service, until, monkeypatch):
     """Otherwise the reader would treat this rank as another process, and the dead process as just lost."""
-    monkeypatch.setattr(orphan_recovery, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(registration, "HEARTBEAT_SECONDS", 0.01)
     service.committed = 3
     rank = heir(4)
     until(lambda: sum(sent["incarnation"] == "dead" for sent in service.registrations) >= 2)
@@ -399,8 +399,8 @@ def test_reader_gets_503_for_a_spool_that_a_reply_committed(heir, service, until
 @pytest.fixture
 def two_at_once(monkeypatch):
     """Let each rank serve two spools at a time, with short intervals."""
-    monkeypatch.setattr(orphan_recovery, "AT_ONCE", 2)
-    monkeypatch.setattr(orphan_recovery, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(registration, "AT_ONCE", 2)
+    monkeypatch.setattr(registration, "HEARTBEAT_SECONDS", 0.01)
 
 
 def test_rank_serves_a_few_orphans_at_a_time_oldest_first(two_at_once, spooled, service, until, tmp_path):

@@ -36,20 +36,16 @@ def append(path: Path, data: bytes, *, lines: bool = False) -> None:
 
     With `lines`, a last line without a line feed is removed first, because a killed process wrote only a part of it.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        end = os.lseek(descriptor, 0, os.SEEK_END)
-        size = _whole_lines(descriptor, end) if lines else end
+    with path.open("r+b", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        size = _whole_lines(file.fileno(), end) if lines else end
         try:
-            if size != end:
-                os.ftruncate(descriptor, size)
-                os.lseek(descriptor, size, os.SEEK_SET)
-            _write_all(descriptor, data)
+            file.truncate(size)
+            file.seek(size)
+            _write_all(file.fileno(), data)
         except BaseException:
-            os.ftruncate(descriptor, size)
+            file.truncate(size)
             raise
-    finally:
-        os.close(descriptor)
 
 
 def first_line(path: Path) -> bytes | None:
