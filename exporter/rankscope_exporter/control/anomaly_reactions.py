@@ -11,10 +11,8 @@ before the forward pass of the batch. Other threads read the ids. Only reading t
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import logging
 import threading
 import weakref
 from collections import deque
@@ -32,12 +30,8 @@ from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import PlannedChange
 from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.process.openmp import limit_this_thread
 from rankscope_exporter.process.threads import BackgroundWorker
 from rankscope_exporter.records.record import StepObserver, StepRecord, Transfer
-
-log = logging.getLogger("rankscope")
-
 
 _OF_FIRING: Final = ("rule", "kind", "tensor", "op", "value")
 
@@ -116,7 +110,6 @@ class AnomalyCallback(BackgroundWorker, StepObserver):
             run, rank = self._identity.run, self._identity.rank
 
             def call() -> None:
-                _check_thread()
                 samples = tuple(self._boundary.call("reading sample ids for on_anomaly", self._samples, step) or ())
                 function(Anomaly(run=run, rank=rank, step=step, events=tuple(anomalies), samples=samples))
 
@@ -125,19 +118,6 @@ class AnomalyCallback(BackgroundWorker, StepObserver):
     def _samples(self, step: int | None) -> Sequence[Any]:
         """Return the sample ids of a step. Waits for copies from the device."""
         return read(self._batches.of(step))[0].get(str(step), ())
-
-
-@functools.cache
-def _check_thread() -> None:
-    """Let torch use only one CPU thread for operations that the calling thread starts.
-
-    Log once if this fails, because `on_anomaly` may then slow down training.
-    """
-    if not limit_this_thread():
-        log.warning(
-            "torch could not be limited to one CPU thread in calls of on_anomaly, because its OpenMP library was not "
-            "found; torch operations on CPU tensors in on_anomaly may slow down training"
-        )
 
 
 KEPT_STEPS: Final = 64

@@ -26,11 +26,8 @@ _OPENMP: Final = "ATen parallel backend: OpenMP"
 _PROCESS: Final = os.getpid()
 
 
-def limit_this_thread() -> bool:
-    """Limit torch to one CPU thread, only on the calling thread. Return whether this succeeded.
-
-    It fails if the OpenMP library of torch cannot be found.
-    """
+def limit_this_thread() -> None:
+    """Limit torch to one CPU thread, only on the calling thread."""
     # torch sets the number of OpenMP threads of a new thread at its first operation that may be divided. This call
     # causes that now, so that torch does not replace the number that is set below.
     for library in _libraries() if torch.get_num_threads() > 1 else ():
@@ -41,7 +38,6 @@ def limit_this_thread() -> bool:
     # number takes precedence over the number of OpenMP threads.
     if library := next((one for one in _libraries() if hasattr(one, "MKL_Set_Num_Threads_Local")), None):
         library.MKL_Set_Num_Threads_Local(1)
-    return torch.get_num_threads() == 1
 
 
 def intra_op_threads() -> tuple[int, ...]:

@@ -137,7 +137,7 @@ def run(case: str, threads: int, how: str, steps: int) -> dict[str, Any]:
     if how == "call":
         torch.set_num_threads(threads)
     if case != LIMITED:
-        openmp.limit_this_thread = lambda: True
+        openmp.limit_this_thread = lambda: None
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
