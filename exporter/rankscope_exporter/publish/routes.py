@@ -204,14 +204,10 @@ class Routes:
         committed = _integer(query, "committed", None, least=channel.NOTHING)
         max_bytes = min(_integer(query, "max_bytes", channel.DEFAULT_MAX_BYTES, least=1), _MAX_BYTES_LIMIT)
         if incarnation != rank.incarnation:
-            orphan = None if rank.orphans is None else rank.orphans.get(incarnation)
-            if rank.orphans is None or orphan is None:
+            if rank.orphans is None or (orphan := rank.orphans.get(incarnation)) is None:
                 return self._refuse(HTTPStatus.CONFLICT, f"this process is {rank.incarnation}")
             own = committed if _holds_lease(request, orphan.lease) else None
-            answer = orphan_answer(orphan, self._state_headers(), after, own, max_bytes)
-            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-                rank.orphans.finished(orphan)
-            return answer
+            return self._orphan_records(rank.orphans, orphan, after, own, max_bytes)
         try:
             if committed is not None and _holds_lease(request, rank.lease):
                 rank.on_poll(committed, has_notice=channel.NOTICE_HEADER.lower() in request.headers)
@@ -227,6 +223,33 @@ class Routes:
                 return self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text)
             return Answer(HTTPStatus.NO_CONTENT, headers=self._state_headers())
         return _records_answer(stream(window.first, window.encoded), window, self._state_headers(), after)
+
+    def _orphan_records(
+        self, orphans: OrphanRecovery, orphan: Orphan, after: int, committed: int | None, max_bytes: int
+    ) -> Answer:
+        """Return the records of a dead process after the sequence number `after`.
+
+        Without such records, the status is 503 if all records are committed, and 204 otherwise. `committed` is the
+        newest committed sequence number that the client sent; None if the client does not hold the lease.
+        """
+        try:
+            if committed is not None:
+                orphan.commit(committed)
+            records = orphan.after(after, max_bytes)
+        except OSError as error:
+            return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
+        headers = self._state_headers() | {
+            channel.INCARNATION_HEADER: orphan.incarnation,
+            channel.HEAD_HEADER: str(orphan.head),
+            channel.RING_FILL_HEADER: "1.000",
+            channel.STATE_HEADER: channel.STATE_DRAINING,
+        }
+        if records is not None:
+            return _records_answer(records.data, records, headers, after)
+        if not orphan.is_done:
+            return Answer(HTTPStatus.NO_CONTENT, headers=headers)
+        orphans.finished(orphan)
+        return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: all records are committed\n",), headers=headers)
 
     def _state_headers(self) -> dict[str, str]:
         return {
@@ -274,37 +297,6 @@ class Routes:
             raise BadRequestError(str(error)) from error
         except ShareError as error:
             return Answer.text(HTTPStatus.BAD_GATEWAY, str(error))
-
-
-def orphan_answer(
-    orphan: Orphan, state_headers: Mapping[str, str], after: int, committed: int | None, max_bytes: int
-) -> Answer:
-    """Return the answer to a poll for the records of a dead process.
-
-    It contains the records after the sequence number `after`. Without such records, it has status 503 if all records
-    are committed, and status 204 otherwise.
-
-    `committed` is the newest committed sequence number that the client sent; None if the client does not hold the
-    lease.
-    """
-    try:
-        if committed is not None:
-            orphan.commit(committed)
-        records = orphan.after(after, max_bytes)
-    except OSError as error:
-        return Answer.text(HTTPStatus.INTERNAL_SERVER_ERROR, f"{orphan.folder}: {error.strerror or error}")
-    headers = {
-        **state_headers,
-        channel.INCARNATION_HEADER: orphan.incarnation,
-        channel.HEAD_HEADER: str(orphan.head),
-        channel.RING_FILL_HEADER: "1.000",
-        channel.STATE_HEADER: channel.STATE_DRAINING,
-    }
-    if records is not None:
-        return _records_answer(records.data, records, headers, after)
-    if not orphan.is_done:
-        return Answer(HTTPStatus.NO_CONTENT, headers=headers)
-    return Answer(HTTPStatus.SERVICE_UNAVAILABLE, (b"drained: all records are committed\n",), headers=headers)
 
 
 def _records_answer(data: Any, records: SpoolRecords | Window, headers: dict[str, str], after: int) -> Answer:

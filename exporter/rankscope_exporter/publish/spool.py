@@ -475,13 +475,11 @@ class SpoolWriter:
 
     def _start(self) -> None:
         thread = OwnThread(target=self._run, name="rankscope-spool-writer", on_fault=self.on_fault)
-        try:
-            thread.start()
-        except RuntimeError as error:  # no thread can be started, for example while the interpreter exits
-            self._closing = True
-            self.on_fault("spool", error)
-        else:
+        self._do(thread.start)
+        if thread.is_alive():
             self._thread = thread
+        else:  # no thread can be started, for example while the interpreter exits
+            self._closing = True
 
     def _run(self) -> None:
         # If the folder cannot be used, only the spool is missing; each record that is not spooled is counted.
