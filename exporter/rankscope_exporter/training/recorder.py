@@ -369,7 +369,9 @@ class Recorder:
         with self._lock:
             pending = self.current.pending
             is_updated = self.tracker.stage is StepStage.UPDATED
-            is_whole = is_updated and len(self._updated_by) >= len(self.monitored.optimizers)
+            is_whole = (
+                is_updated and len(self._updated_by) >= len(self.monitored.optimizers) and not self._measures_late
+            )
             if is_whole and pending is not None and time.monotonic() - self._last_seen > after_seconds:
                 self._late = functools.partial(self._time_late, pending.step, self._began, pending.pending)
                 self._close(self.tracker.end())

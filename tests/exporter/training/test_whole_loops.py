@@ -1,5 +1,6 @@
 """Training loops of users: the steps, and each number against the tensor that the loop itself has kept."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -396,7 +397,11 @@ class Root(nn.Module):
         self.inner = torch.optim.SGD(self.fast.parameters(), lr=0.05)
 
     def forward(self, x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        if depth < 0:
+            raise ArithmeticError
         if depth:
+            with contextlib.suppress(ArithmeticError):
+                self(x, -1)
             return self.leave(self(x, depth - 1))  # type: ignore[no-any-return]
         hidden: torch.Tensor = self.enter(x)
         with torch.enable_grad():
@@ -425,6 +430,7 @@ def test_calls_and_updates_inside_of_the_forward_pass_are_part_of_it():
     assert [] == loop.messages("note") + loop.skipped()
     assert {0, 1} == {row.entry.micro_step for row in loop.rows("act_out") if row.entry.tensor in ("enter", "leave")}
     assert 4 * STEPS == sum(row.entry.tensor in ("enter", "leave") for row in loop.rows("act_out"))
+    assert {None} == {row.entry.call_seq for row in loop.rows("act_out") if (2,) == row.entry.shape[1:]}
 
 
 @pytest.mark.parametrize("way", ["dropped", "kept", "last", "used"])

@@ -321,7 +321,7 @@ class Activations(ModuleQuantity):
         module, self._specs[named.name] = named.module, self.options.specs_of(named.name, *named.aliases)
         self._vpp_stages[named.name] = None if module is None else self.monitored.framework.vpp_stage(module)
         self._register(named, "inputs of modules", functools.partial(self._begins, named), before=True)
-        self._register(named, "outputs of modules", functools.partial(self._ended, named))
+        self._register(named, "outputs of modules", functools.partial(self._ended, named), always=True)
 
     def on_step_begin(self, table: Table) -> None:
         super().on_step_begin(table)

@@ -249,8 +249,12 @@ class ModuleQuantity(Quantity):
         self._called.add(named.name)
         return True
 
-    def _register(self, named: NamedModule, where: str, hook: Callable[..., None], *, before: bool = False) -> None:
+    def _register(
+        self, named: NamedModule, where: str, hook: Callable[..., None], *, before: bool = False, always: bool = False
+    ) -> None:
         """Register a hook that torch calls after each call of a module, or `before` it, and that raises no errors.
+
+        `always`: also after a call that raises. The output is then None.
 
         If torch raises an error, as for a scripted module, store that the module is not measured.
         """
@@ -260,8 +264,9 @@ class ModuleQuantity(Quantity):
         def registered() -> Removable | None:
             if (module := named.module) is None:
                 return None
-            register = module.register_forward_pre_hook if before else module.register_forward_hook
-            return register(hook, with_kwargs=True)
+            if before:
+                return module.register_forward_pre_hook(hook, with_kwargs=True)
+            return module.register_forward_hook(hook, with_kwargs=True, always_call=always)
 
         try:
             module = named.module
