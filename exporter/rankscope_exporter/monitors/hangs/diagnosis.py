@@ -248,17 +248,22 @@ def take_stacks(reason: str, training_thread: int) -> StackDump:
 
 def read_stacks(text: str, reason: str, training_thread: int, names: Mapping[int, str]) -> StackDump:
     """Parse stacks from `text`, the output of faulthandler. Lines in another format are skipped."""
-    threads: list[ThreadStack] = []
-    for ident, is_current, frames in _threads(text):
-        name = names.get(ident)
-        thread = ThreadStack(
+    found: list[tuple[int, bool, list[Frame]]] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            found.append((int(head[1], 16), line.startswith(_CURRENT), []))
+        elif found and (call := _FRAME.match(line)):
+            found[-1][2].append(Frame(call[1], int(call[2]) if call[2].isdecimal() else 0, call[3]))
+    threads = [
+        ThreadStack(
             ident=ident,
-            frames=_without_our_calls(frames) if is_current else frames,
-            name=name,
+            frames=_without_our_calls(frames) if is_current else tuple(frames),
+            name=names.get(ident),
             is_training=ident == training_thread,
-            is_ours=name is not None and name.startswith(OUR_THREADS),
+            is_ours=names.get(ident, "").startswith(OUR_THREADS),
         )
-        threads.append(thread)
+        for ident, is_current, frames in found
+    ]
     threads.sort(key=lambda thread: (thread.is_ours, not thread.is_training))
     return within(StackDump(reason=reason, threads=tuple(threads)), MAX_DETAILS_BYTES)
 
@@ -288,16 +293,6 @@ def _dumped() -> str:
 
 def _names() -> dict[int, str]:
     return {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
-
-
-def _threads(text: str) -> list[tuple[int, bool, tuple[Frame, ...]]]:
-    found: list[tuple[int, bool, list[Frame]]] = []
-    for line in text.splitlines():
-        if head := _THREAD.match(line):
-            found.append((int(head[1], 16), line.startswith(_CURRENT), []))
-        elif found and (call := _FRAME.match(line)):
-            found[-1][2].append(Frame(call[1], int(call[2]) if call[2].isdecimal() else 0, call[3]))
-    return [(ident, is_current, tuple(frames)) for ident, is_current, frames in found]
 
 
 def _without_our_calls(frames: Sequence[Frame]) -> tuple[Frame, ...]:
@@ -384,10 +379,10 @@ class Diagnosis:
             self._taking = None
             self._lock.release()
 
-    def take_written(self, text: str, reason: str) -> None:
+    def take_written(self, text: str) -> None:
         """Publish the stacks that the handler of the setting `stacks_signal` wrote when the signal arrived."""
         with self._lock:
-            self._publish_stacks(read_stacks(text, reason, self._training_thread, _names()), Severity.INFO)
+            self._publish_stacks(read_stacks(text, "signal", self._training_thread, _names()), Severity.INFO)
 
     def take_flight(self, reason: str) -> None:
         """Read and publish the flight record, without the stacks. Does nothing if torch has no flight record."""

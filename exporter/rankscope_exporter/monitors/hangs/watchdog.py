@@ -136,7 +136,9 @@ class Watchdog:
         A hang begins if there was no activity for the limit of the present state. `now` is in monotonic seconds.
         """
         if self._signal is not None:
-            self.boundary.call("stacks_signal", self._publish_written, self._signal)
+            text = self.boundary.call("stacks_signal", self._signal.written)
+            if text is not None:
+                self.boundary.call("stacks_signal", self.diagnosis.take_written, text)
         step, phase = self.progress()
         is_done = self.planned_steps is not None and step is not None and step >= self.planned_steps
         active_at, since = self.active_at, self._hung_since
@@ -146,11 +148,6 @@ class Watchdog:
         elif since is None and now - active_at >= self.limits.at(step, phase, is_done=is_done):
             self._hung_since = active_at
             self._report_hang(now - active_at, late, step, phase)
-
-    def _publish_written(self, signal: StackSignal) -> None:
-        text = signal.written()
-        if text is not None:
-            self.diagnosis.take_written(text, "signal")
 
     def _report_hang(self, seconds: float, late: float, step: int | None, phase: str | None) -> None:
         held = late if late > _GIL_SHARE * seconds else None
