@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePath
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -232,17 +232,6 @@ MOST_STEPS: Final = 16_384
 _AT_THE_END: Final = 1 << 62
 
 
-class AssignedEntries(NamedTuple):
-    """Result of one reading of the flight record.
-
-    It has complete rows of the dataset `collectives`, and the number of entries that torch overwrote before they were
-    read.
-    """
-
-    rows: list[dict[str, Any]]
-    overwritten: int
-
-
 @dataclass(slots=True)
 class _Held:
     """A row of the dataset `collectives` for an entry of the flight record that is not complete yet."""
@@ -281,10 +270,11 @@ class StepAssignment:
 
     def take(
         self, readings: Mapping[str, Sequence[Raw]], ranks: Mapping[str, tuple[int, ...]], *, is_last: bool = False
-    ) -> AssignedEntries:
+    ) -> tuple[list[dict[str, Any]], int]:
         """Return the rows of the dataset `collectives` that are complete, in the order of the collectives.
 
-        The entries in `readings` are sorted by `record_id`.
+        The second result is the number of entries that torch overwrote before they were read. The entries in `readings`
+        are sorted by `record_id`.
         """
         overwritten = sum(self._read(recorder, raws, ranks) for recorder, raws in readings.items())
         until = _AT_THE_END if is_last else self._ended_us
@@ -301,7 +291,7 @@ class StepAssignment:
         last = self._begins[-1][1] if self._begins else None
         self._counts = {step: count for step, count in self._counts.items() if step == last}
         self._incomplete &= {last}
-        return AssignedEntries(rows, overwritten)
+        return rows, overwritten
 
     def _read(self, recorder: str, raws: Sequence[Raw], ranks: Mapping[str, tuple[int, ...]]) -> int:
         """Store the new entries in `raws`, and update the stored entries that are not rows yet.
@@ -475,20 +465,20 @@ class FlightRecorderPoller(StepObserver):
             readings = read()
         self._entries = sum(map(len, readings.values()))
         self._ranks |= ranks_by_group(self._boundary.report)
-        self._publish_rows(self._assignment.take(readings, self._ranks, is_last=is_last))
+        self._publish_rows(*self._assignment.take(readings, self._ranks, is_last=is_last))
         since = 0.0 if self._last_reading is None else began - self._last_reading
         self._last_reading = began
         # CPU time, because the thread holds the GIL during most of it; the time it waits for the GIL does not count.
         self._schedule.took(time.thread_time() - began_cpu, since / max(1, steps), time.monotonic())
 
-    def _publish_rows(self, assigned: AssignedEntries) -> None:
-        for row in assigned.rows:
+    def _publish_rows(self, rows: Sequence[Mapping[str, Any]], overwritten: int) -> None:
+        for row in rows:
             calls, total = self._totals.get(row["op"], (0, 0))
             self._totals[row["op"]] = calls + 1, total + (row["bytes"] or 0)
-        self.overwritten += assigned.overwritten
-        events = [_overwritten(assigned.overwritten)] if assigned.overwritten else []
-        if assigned.rows or events:
-            self._publish(StepRecord.now(collectives=tuple(assigned.rows), events=events))
+        self.overwritten += overwritten
+        events = [_overwritten(overwritten)] if overwritten else []
+        if rows or events:
+            self._publish(StepRecord.now(collectives=tuple(rows), events=events))
 
 
 def _overwritten(count: int) -> Event:

@@ -100,8 +100,8 @@ def timeline() -> StepAssignment:
 
 
 def test_unfinished_call_waits_and_keeps_its_position(timeline):
-    first = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS).rows
-    second = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS).rows
+    first, _ = timeline.take({"cpu": [raw(0, 1, over=False), raw(1, 2)]}, RANKS)
+    second, _ = timeline.take({"cpu": [raw(0, 1, duration_ms=2.5), raw(1, 2)]}, RANKS)
 
     assert [(2, 1, 1, "left", None)] == [summary(row) for row in first]
     assert [(1, 1, 0, "left", 0.0025)] == [summary(row) for row in second]
@@ -114,26 +114,26 @@ def test_unfinished_call_waits_and_keeps_its_position(timeline):
 )
 def test_unfinished_call_is_entered_unless_it_was_overwritten(last, is_last, state, timeline):
     timeline.take({"cpu": [raw(0, 1, over=False)]}, RANKS)
-    taken = timeline.take({"cpu": last}, RANKS, is_last=is_last)
+    rows, _ = timeline.take({"cpu": last}, RANKS, is_last=is_last)
 
-    assert [(1, 1, 0, state, None), (2, 1, 1, "left", None)] == [summary(row) for row in taken.rows]
+    assert [(1, 1, 0, state, None), (2, 1, 1, "left", None)] == [summary(row) for row in rows]
 
 
 def test_last_reading_includes_calls_after_the_last_step(timeline):
     late = {"cpu": [raw(0, 99)]}
 
-    assert [] == timeline.take(late, RANKS).rows
-    assert [1] == [row["step"] for row in timeline.take(late, RANKS, is_last=True).rows]
+    assert ([], 0) == timeline.take(late, RANKS)
+    assert [1] == [row["step"] for row in timeline.take(late, RANKS, is_last=True)[0]]
 
 
 def test_restarted_recorder_is_followed_and_two_recorders_share_one_order(timeline):
-    taken = timeline.take({"cpu": [raw(0, 1), raw(1, 5, over=False)], "nccl": [raw(0, 3)]}, RANKS)
+    rows, _ = timeline.take({"cpu": [raw(0, 1), raw(1, 5, over=False)], "nccl": [raw(0, 3)]}, RANKS)
     timeline.step_ended(2, 10, 20)
-    restarted = timeline.take({"cpu": [raw(0, 11)], "nccl": []}, RANKS)
+    restarted, overwritten = timeline.take({"cpu": [raw(0, 11)], "nccl": []}, RANKS)
 
-    assert [(1, 0), (3, 1)] == [(row["t_start"], row["call_seq"]) for row in taken.rows]
-    assert 0 == restarted.overwritten
-    assert [(1, 2, None), (2, 0, "left")] == [(row["step"], row["call_seq"], row["state"]) for row in restarted.rows]
+    assert [(1, 0), (3, 1)] == [(row["t_start"], row["call_seq"]) for row in rows]
+    assert 0 == overwritten
+    assert [(1, 2, None), (2, 0, "left")] == [(row["step"], row["call_seq"], row["state"]) for row in restarted]
 
 
 @st.composite
@@ -161,9 +161,9 @@ def test_each_call_has_one_row_or_is_counted_as_overwritten(training):
             if is_last:
                 timeline.step_ended(step, began, now)
             held = [raw(number, at, over=end <= now) for number, (at, _, end) in enumerate(calls)][-ring:]
-            taken = timeline.take({"cpu": held}, RANKS, is_last=is_last)
-            rows += taken.rows
-            overwritten += taken.overwritten
+            more, missed = timeline.take({"cpu": held}, RANKS, is_last=is_last)
+            rows += more
+            overwritten += missed
 
     assert len(calls) == len(rows) + overwritten
     expected = {number + 1: of for number, (_, of, _) in enumerate(calls)}
