@@ -16,7 +16,7 @@ from tests.properties import examples
 
 from rankscope_exporter.control.overhead_controller import LEAST_SECONDS, PATIENCE, OverheadWindow
 from rankscope_exporter.measure import quantities
-from rankscope_exporter.measure.quantities.parameters import Parameters
+from rankscope_exporter.measure.quantities.update import Parameters
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import share_of
 

@@ -18,8 +18,7 @@ from rankscope_exporter.adapters.base import FrameworkTraits
 from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.measure.quantities.activations import Activations
 from rankscope_exporter.measure.quantities.gradients import Gradients
-from rankscope_exporter.measure.quantities.optimizer_state import OptimizerState
-from rankscope_exporter.measure.quantities.parameters import Parameters
+from rankscope_exporter.measure.quantities.update import OptimizerState, Parameters
 from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.training.step_tracker import Ended, Signal, StepTracker
 

@@ -160,7 +160,6 @@ class LazyKernel:
         self.seconds = 0.0
         """CPU seconds of the import and the compilation."""
         self._device, self._extra_sums = device, extra_sums
-        self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         """The thread that compiles or has compiled the kernel."""
 
@@ -177,19 +176,18 @@ class LazyKernel:
     def warm_up(self) -> threading.Thread | None:
         """Start the import and the compilation on a background thread, once per process, and return the thread.
 
-        Return None if the kernel is ready or cannot be compiled.
+        Return None if the kernel is ready or cannot be compiled. Called on the training thread.
         """
-        with self._lock:
-            if self.kernel is not None or not self.is_possible:
-                return None
-            if self.thread is None:
-                self.thread = OwnThread(target=self._run, name="rankscope-warm-up")
-                # In a child that is forked during an import, the import lock would be held for ever. An exit during a
-                # compilation would free memory that the compiler uses.
-                os.register_at_fork(before=self._wait)
-                atexit.register(self._wait)
-                self.thread.start()
-            return self.thread
+        if self.kernel is not None or not self.is_possible:
+            return None
+        if self.thread is None:
+            self.thread = OwnThread(target=self._run, name="rankscope-warm-up")
+            # In a child that is forked during an import, the import lock would be held for ever. An exit during a
+            # compilation would free memory that the compiler uses.
+            os.register_at_fork(before=self._wait)
+            atexit.register(self._wait)
+            self.thread.start()
+        return self.thread
 
     def _wait(self) -> None:
         if self.thread is not None and self.thread is not threading.current_thread():

@@ -25,7 +25,7 @@ from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import SUMS, StatisticsTable
 from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES, dtype_name, is_code
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, TargetNames
-from rankscope_exporter.measure.quantities.optimizer_state import KIND_OF_STATE
+from rankscope_exporter.measure.quantities.update import KIND_OF_STATE
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import at_least
 from rankscope_exporter.records.record import Numbers, Row

@@ -1,4 +1,8 @@
-"""Quantity `optimizer_state`: the state of every parameter after the update, such as Adam's moments.
+"""Quantities that are read around the update of the optimizer.
+
+Quantity `parameters`: parameters directly before and directly after the update, and the norm of the update.
+
+Quantity `optimizer_state`: the state of every parameter after the update, such as Adam's moments.
 
 Quantity `adam_updates`: histograms of Adam's update of each element, and of the ratio of Adam's two moments.
 
@@ -22,11 +26,112 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import Targets, local_tensor, real_parts
 from rankscope_exporter.measure.kernels.measure_group import sums_of_signs
 from rankscope_exporter.measure.kernels.tensor_access import NO_CODES, dtype_name, is_code
-from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, TargetNames
+from rankscope_exporter.measure.quantities.base import UPDATE, Quantity, QuantityOptions, TargetNames
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import at_least
 from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.record import ExpectedRows, Numbers, Row
+
+UPDATE_NORM: Final = "update_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersOptions(QuantityOptions):
+    """Options of the quantity `parameters`."""
+
+    updates: bool = False
+    """If true, also measure the feature `update_norm`, the norm of the difference that the update makes.
+
+    At sampled steps, this needs memory for one more copy of the parameters.
+    """
+
+
+class Parameters(Quantity):
+    """Measures two rows per parameter, `param_before` and `param_after` the update, and optionally `update_norm`.
+
+    `update_norm` is a feature: the norm of the difference that the update makes.
+
+    `param_after` of a step is usually equal to `param_before` of the next step. A difference between these two rows
+    shows a change between the two steps, such as a loaded checkpoint, weight averaging or an accidental write.
+    """
+
+    name: ClassVar[str] = "parameters"
+    options_class: ClassVar[type[QuantityOptions]] = ParametersOptions
+    options: ParametersOptions
+
+    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
+        super().__init__(monitored, options)
+        self._copies: list[torch.Tensor | None] = []  # of the parameters before the first update of the step
+        self._moved: list[tuple[list[str], torch.Tensor]] = []
+        self._names = [named.name for named in self.monitored.parameters]
+
+    @staticmethod
+    def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
+        return monitored.elsewhere
+
+    def entries(self) -> ParameterEntries:
+        return self.parameter_entries(Kind.PARAM_BEFORE, Kind.PARAM_AFTER)
+
+    def on_optimizer_step_begin(self, table: Table) -> None:
+        if self.monitored.update.stepped:  # an optimizer has already updated parameters in this step
+            return
+        tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
+        table.measure(tensors, table.slots[Kind.PARAM_BEFORE])
+        if self.options.updates and not self._copies:
+            copies = self._copies = [None] * len(tensors)
+
+            def keep(positions: Sequence[int]) -> None:
+                for position in positions:
+                    tensor = tensors[position]
+                    copies[position] = None if tensor is None else _values(tensor).clone()
+
+            table.isolate("copies", self._names, tensors, keep)
+
+    def on_optimizer_step_end(self, table: Table) -> None:
+        # With several optimizers, the values after the last one count.
+        tensors = self.monitored.framework.updated_tensors(self.monitored.tensors())
+        table.measure(tensors, table.slots[Kind.PARAM_AFTER])
+        moved = self._moved = []
+
+        def compare(positions: Sequence[int]) -> None:
+            norms = {}
+            for position in positions:
+                before, after = self._copies[position], tensors[position]
+                if before is not None and after is not None and before.shape == _values(after).shape:
+                    norms[self._names[position]] = _distance(before, _values(after))
+            if norms:
+                moved.append((list(norms), torch.stack(list(norms.values()))))
+
+        if self._copies:
+            table.isolate(UPDATE_NORM, self._names, tensors, compare)
+
+    def expected(self) -> ExpectedRows:
+        kinds: set[str] = {Kind.PARAM_AFTER} if self.monitored.is_trained() else set()
+        if kinds and UPDATE not in self.monitored.compiled:  # no hook runs before an update in compiled code
+            kinds |= {Kind.PARAM_BEFORE, *([UPDATE_NORM] if self.options.updates else [])}
+        return ExpectedRows(self.name, frozenset(kinds))
+
+    def on_step_end(self, table: Table) -> None:
+        for names, norms in self._moved:
+            table.defer("features", norms, functools.partial(_features, UPDATE_NORM, names))
+        self._copies, self._moved = [], []
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return real_parts(local_tensor(tensor.detach()))
+
+
+def _distance(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    precise = torch.promote_types(before.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(after.to(precise) - before.to(precise))
+    return norm.float()
+
+
+def _features(kind: str, names: Sequence[str], numbers: Numbers) -> Iterable[Row]:
+    """Yield the rows of the dataset `features` for a number of each parameter."""
+    for name, value in zip(names, numbers.tolist(), strict=True):
+        yield {"kind": kind, "module": name, "index": None, "micro_step": None, "value": value}
+
 
 # Key in `optimizer.state[parameter]` and kind, for optimizers with `betas` and for those with `momentum`.
 ADAM_STATE: Final[dict[str, str]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
@@ -192,7 +297,7 @@ def kinds_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, str]:
     return (ADAM_STATE if has_moments else {}) | (MOMENTUM_STATE if has_momentum else {})
 
 
-UPDATE, RATIO = KINDS = ("adam_update", "adam_ratio")
+_KINDS: Final = ("adam_update", "adam_ratio")
 
 _CHUNK: Final = 1 << 22  # elements at a time: histc counts in float32, which is exact up to 2^24, and memory is bounded
 _OTHER_FORMULAS: Final = (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
@@ -236,7 +341,7 @@ class AdamUpdates(StateQuantity):
     def on_optimizer_step_end(self, table: Table) -> None:
         tensors, optimizers = self.monitored.tensors(), self.monitored.optimizers
         states = self.monitored.states(tensors)
-        self._expected = KINDS if any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers)))) else ()
+        self._expected = _KINDS if any(map(_has_options_of_adam, in_use(tensors, states, len(optimizers)))) else ()
         pairs = zip(self.monitored.parameters, states, strict=True)
         found = {named.name: own for named, own in pairs if own is not None and _is_adam(own)}
         names, kept = list(found), list(found.values())
@@ -250,7 +355,7 @@ class AdamUpdates(StateQuantity):
 
     def _rows(self, names: list[str], numbers: Numbers) -> Iterable[Row]:
         for name, of_kinds in zip(names, numbers.tolist(), strict=True):
-            for kind, found in zip(KINDS, of_kinds, strict=True):
+            for kind, found in zip(_KINDS, of_kinds, strict=True):
                 bins = {**dict(zip(_EDGES, found, strict=False)), "counts": found[len(_EDGES) :]}
                 yield {"kind": kind, "tensor": name, "scheme": self.options.scheme, **bins}
 
@@ -272,7 +377,7 @@ def _histograms(state: Mapping[str, Any], group: Mapping[str, Any], bins: AdamUp
     first = real_parts(local_tensor(state["exp_avg"])).reshape(-1)
     second = real_parts(local_tensor(state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"])).reshape(-1)
     (beta1, beta2), epsilon, step = group["betas"], group["eps"], state["step"]
-    total = torch.zeros(len(KINDS), len(_EDGES) + bins.bins, dtype=torch.int64, device=first.device)
+    total = torch.zeros(len(_KINDS), len(_EDGES) + bins.bins, dtype=torch.int64, device=first.device)
     for m, v in zip(torch.split(first, _CHUNK), torch.split(second, _CHUNK), strict=True):
         corrected = m.float() / (1 - beta1**step)
         root = (v.float() / (1 - beta2**step)).sqrt_()
@@ -339,9 +444,6 @@ def _momentum(state: Mapping[str, Any]) -> torch.Tensor | None:
     return next((momentum for momentum in found if momentum is not None), None)
 
 
-def _agreements(names: list[str], counts: list[int], sums: Numbers) -> list[dict[str, Any]]:
+def _agreements(names: Sequence[str], counts: Sequence[int], sums: Numbers) -> Iterable[Row]:
     agreements = (sums.astype(np.float64) / np.maximum(counts, 1) + 1) / 2
-    return [
-        {"kind": DIRECTION, "module": name, "index": None, "micro_step": None, "value": value}
-        for name, value in zip(names, agreements.astype(np.float32).tolist(), strict=True)
-    ]
+    return _features(DIRECTION, names, agreements.astype(np.float32))
