@@ -58,7 +58,7 @@ class MeasureGroup:
         *,
         zero_below: float = 0.0,
         compiled: bool = True,
-        described: Callable[[int, torch.Tensor], bool] = lambda _row, _tensor: True,
+        described: Callable[[int, torch.Tensor], bool] | None = None,
     ) -> None:
         self.rows: Rows = contiguous_rows(rows)
         self._zero_below = zero_below
@@ -163,6 +163,8 @@ class MeasureGroup:
                 self._describe(local)
 
     def _describe(self, tensors: Sequence[torch.Tensor | None]) -> None:
+        if self._described is None:
+            return
         specs: dict[_Spec, _Spec] = {}  # one object for all tensors with the same shape and dtype
         for position, (known, tensor) in enumerate(zip(self._known, tensors, strict=True)):
             if tensor is None:

@@ -268,7 +268,6 @@ class _StepTensors:
     """The state of the quantity `activations` during a sampled step: module calls, and caches of tensors."""
 
     calls: Calls = field(default_factory=Calls)
-    micro_step: int = -1
     slots: defaultdict[int, list[Slots]] = field(default_factory=lambda: defaultdict(list))  # by micro-batch
     open: dict[str, list[ModuleCall | None]] = field(default_factory=dict)  # running calls; None: not measured
     measured: TensorCache[Slots] = field(default_factory=TensorCache)
@@ -377,12 +376,8 @@ class Activations(ModuleQuantity):
         pointer = _pointer(found.slots[0].tensor) if (again or not enabled) and found.slots else 0
         if again:
             return self._step.calls.again(name, pointer)
-        micro_step = self._hooking.micro_step
-        if micro_step != self._step.micro_step:  # calls of a forward that raised have not ended
-            self._step.micro_step = micro_step
-            self._step.leaves.clear()
         self._called.add(name)
-        return self._step.calls.begins(name, micro_step, with_gradients=enabled, pointer=pointer)
+        return self._step.calls.begins(name, self._hooking.micro_step, with_gradients=enabled, pointer=pointer)
 
     def _ended(self, named: NamedModule, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         frames = self._step.open.get(named.name) if module is named.module else None

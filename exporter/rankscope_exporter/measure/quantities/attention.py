@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.torch_private import saved_causality, saves_no_mask
 from rankscope_exporter.measure import formulas
@@ -279,10 +278,6 @@ class Attention(ModuleQuantity):
     options_class: ClassVar[type[QuantityOptions]] = AttentionOptions
     options: AttentionOptions
 
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        self._unseen: dict[str, list[int]] = {}  # way of the calls of which the mask is not known yet, by module
-
     def _follow(self, named: NamedModule) -> None:
         if (module := named.module) is not None:
             self.at_first_call(named, functools.partial(self._read, Arguments(module, self.options)), before=True)
@@ -320,7 +315,7 @@ class Attention(ModuleQuantity):
 
     def on_step_begin(self, table: Table) -> None:
         super().on_step_begin(table)
-        self._unseen.clear()
+        self._unseen: dict[str, list[int]] = {}  # way of the calls of which the mask is not known yet, by module
 
 
 def _causal_inside(output: Any) -> bool | None:

@@ -209,16 +209,9 @@ class MicroGradients(Quantity):
 
     name: ClassVar[str] = "micro_gradients"
 
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        self._interleaved = monitored.framework.traits.interleaves_micro_batches
-        self._passes = [0] * len(self.monitored.parameters)
-        self._hooking: HookContext
-        self._gate: SamplingGate
-        self._hooks: MicroGradientHooks
-
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._hooking, self._gate = hooking, gate
+        self._interleaved = self.monitored.framework.traits.interleaves_micro_batches
         where = "measuring the gradient of a micro-batch"
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - short
         self._hooks = MicroGradientHooks(self.monitored, hooking, gate, where, hook_of)

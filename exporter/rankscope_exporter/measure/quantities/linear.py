@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters.hook_context import HookContext
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.measure.formulas import batches, norms, spectral_numbers
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate, TargetNames
@@ -68,13 +67,9 @@ class Linear(ModuleQuantity):
     options_class: ClassVar[type[QuantityOptions]] = LinearOptions
     options: LinearOptions
 
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        self._whole: list[NamedModule] = []
-        self._measured: set[str] = set()
-        self._has_modules = False
-
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
+        self._whole: list[NamedModule] = []
+        self._has_modules = False
         super().install(hooking, gate)
         if not self._has_modules:
             self.tell("no module of the targets has a 2-D weight, so nothing is measured")
@@ -96,12 +91,10 @@ class Linear(ModuleQuantity):
 
     def on_step_begin(self, table: Table) -> None:
         super().on_step_begin(table)
-        self._measured.clear()
         self._measure(self._whole, table)
 
     def _read_gathered(self, call: Running, *_: Any) -> None:
-        if call.named.name not in self._measured:
-            self._measured.add(call.named.name)
+        if not call.micro_step:
             self._measure([call.named], self._gate.table)
 
     def _measure(self, modules: Iterable[NamedModule], table: Table) -> None:

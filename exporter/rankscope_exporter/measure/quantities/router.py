@@ -27,7 +27,6 @@ from rankscope_exporter.measure.quantities.module_quantity import (
     local_matrix,
     weight_of,
 )
-from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import Checked, at_least, is_whole
 from rankscope_exporter.records.record import Numbers, Row
 
@@ -75,7 +74,8 @@ class Router(ModuleQuantity):
     `router_entropy` is the mean over all tokens of -Σ p ln p in nats, with p = softmax(z): ln E if all experts are
     equally likely. `router_load` of expert `index` is the share of tokens with the expert among their top k: k / E if
     all loads are equal. `router_similarity` is the mean cosine between the weights of two experts, over all pairs,
-    computed once per step. A NaN among the logits makes the entropy NaN, and its token does not count in the load.
+    computed in the first micro-batch of a step. A NaN among the logits makes the entropy NaN, and its token does not
+    count in the load.
     """
 
     name: ClassVar[str] = "router"
@@ -85,7 +85,6 @@ class Router(ModuleQuantity):
     def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
         super().__init__(monitored, options)
         self._spec = None if self.options.output is None else ObjectSpec.parse(self.options.output)
-        self._compared: set[str] = set()
 
     def _follow(self, named: NamedModule) -> None:
         module = named.module
@@ -98,10 +97,6 @@ class Router(ModuleQuantity):
         else:
             self.at_first_call(named, lambda call, out: self._read(parent, call, self._logits(out)), before=False)
 
-    def on_step_begin(self, table: Table) -> None:
-        super().on_step_begin(table)
-        self._compared.clear()
-
     def _read(self, parent: _Parent, call: Running, logits: torch.Tensor) -> None:
         named = call.named
         top_k = self.options.top_k or _top_k(call.module) or _top_k(None if parent is None else parent())
@@ -109,8 +104,7 @@ class Router(ModuleQuantity):
             self.missing("has no router_load, because the number of experts per token is unknown: set top_k", named)
         sums = routing_sums(logits, top_k)
         self._gate.table.defer("features", sums, functools.partial(_rows, named.name, call.micro_step))
-        if named.name not in self._compared:
-            self._compared.add(named.name)
+        if not call.micro_step:
             self._compare(call, logits.shape[-1])
 
     def _logits(self, output: Any) -> torch.Tensor:

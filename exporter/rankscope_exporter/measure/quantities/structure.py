@@ -19,7 +19,6 @@ from typing import Annotated, Any, ClassVar, Final
 import torch
 
 from rankscope_exporter.adapters.hook_context import HookContext
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.adapters.placement import placement_of
 from rankscope_exporter.adapters.process_group import rank_here
@@ -182,16 +181,14 @@ class Structure(ModuleQuantity):
     options_class: ClassVar[type[QuantityOptions]] = StructureOptions
     options: StructureOptions
 
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        self.text = ""
-        """Structure of the model at the latest sampled step, as text with one line per module."""
+    text = ""
+    """Structure of the model at the latest sampled step, as text with one line per module."""
+
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._modules: list[NamedModule] = []
         self._records: dict[str, ModuleRecord] = {}
         self._open: set[str] = set()  # modules in their first call
-        self._handles = TensorHooks(monitored)
-
-    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
+        self._handles = TensorHooks(self.monitored)
         super().install(hooking, gate)
         gate.keep(self._handles)
         self._notes.report(self.tell)

@@ -26,7 +26,6 @@ from rankscope_contract.model.collective_format import dtype_text
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.hook_context import HookContext
-from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import Targets, target_notices
 from rankscope_exporter.adapters.process_group import has_groups
@@ -201,9 +200,14 @@ class Collectives(Quantity):
     of_modules: ClassVar[bool] = True  # that is, not of parameters
     options: CollectiveOptions
 
-    def __init__(self, monitored: MonitoredModel, options: QuantityOptions | None = None) -> None:
-        super().__init__(monitored, options)
-        self._device = monitored.device
+    def kinds(self) -> set[str]:
+        if self.options.log_only:
+            return set()
+        return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
+
+    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
+        self._hooking, self._gate = hooking, gate
+        self._device = self.monitored.device
         self._sites = interception.CallSites(self.options.call_sites)
         self._step = _StepCalls()
         self._notes = CoverageNotes()
@@ -212,16 +216,6 @@ class Collectives(Quantity):
         self._is_any_chosen = False
         self._has_noted_uncalled = False
         self._log = CallLog(self._sites, self.targets)
-        self._hooking: HookContext
-        self._gate: SamplingGate
-
-    def kinds(self) -> set[str]:
-        if self.options.log_only:
-            return set()
-        return {Kind.COMM_IN, Kind.COMM_OUT} if self.options.inputs else {Kind.COMM_OUT}
-
-    def install(self, hooking: HookContext, gate: SamplingGate) -> None:
-        self._hooking, self._gate = hooking, gate
         if not dist.is_available():
             hooking.tell("collectives: this torch has no torch.distributed; nothing is measured")
             return
