@@ -67,8 +67,8 @@ def naive(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _measuring(tensors: Sequence[torch.Tensor], *, compiled: bool) -> Callable[[], None]:
-    table = StatisticsTable(len(tensors), CPU)
-    group = MeasureGroup(range(len(tensors)), compiled=compiled)
+    table = StatisticsTable(len(tensors), CPU, compiled=compiled)
+    group = MeasureGroup(range(len(tensors)))
     return lambda: group.measure(tensors, table)
 
 

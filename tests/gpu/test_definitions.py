@@ -42,11 +42,11 @@ def compiled(request: pytest.FixtureRequest, _kernels: None) -> bool:
 @pytest.fixture
 def measured(device: Device, compiled: bool) -> Callable[..., Finished]:
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
-        table = StatisticsTable(len(tensors), device.name)
+        table = StatisticsTable(len(tensors), device.name, zero_below=zero_below, compiled=compiled)
         table.accumulate(VALUE_OPS)
         own = [moved(tensor, device.name) for tensor in tensors]
         with device.no_waits():
-            MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(own, table)
+            MeasureGroup(range(len(tensors))).measure(own, table)
             copy = HostCopy(table)
         return copy.finish()
 
@@ -79,8 +79,8 @@ def large(device: torch.device) -> torch.Tensor:
 
 
 def test_norm_of_a_hundred_million_elements_does_not_overflow(device, compiled):
-    table = StatisticsTable(1, device.name)
-    MeasureGroup(range(1), compiled=compiled).measure([large(device.name)], table)
+    table = StatisticsTable(1, device.name, compiled=compiled)
+    MeasureGroup(range(1)).measure([large(device.name)], table)
     finished = HostCopy(table).finish()
     value = float(torch.tensor(3e17, dtype=torch.bfloat16))
     least = float(torch.tensor(-1e-3, dtype=torch.bfloat16))
@@ -96,9 +96,9 @@ def test_equal_tensors_have_equal_bits_wherever_they_are(dtype, device, compiled
     """A tensor that begins at 16 bytes is read in vectors, and another one element by element."""
     tensor = torch.randn(100_003, dtype=dtype, device=device.name)
     shifted = torch.cat([tensor[:1], tensor])[1:]
-    table = StatisticsTable(2, device.name)
+    table = StatisticsTable(2, device.name, compiled=compiled)
     table.accumulate(VALUE_OPS)
-    MeasureGroup(range(2), compiled=compiled).measure([tensor, shifted], table)
+    MeasureGroup(range(2)).measure([tensor, shifted], table)
 
     assert torch.equal(table.buffer[:, 0], table.buffer[:, 1])
 

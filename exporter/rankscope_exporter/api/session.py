@@ -28,7 +28,6 @@ from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import TIMES, ChangeQueue, change_log_of
 from rankscope_exporter.control.overhead_controller import OverheadController
 from rankscope_exporter.measure.kernels.compiled import KernelWarmUp, warm_up_seconds
-from rankscope_exporter.measure.table import Measurement
 from rankscope_exporter.monitors.flight_recorder.poller import FlightRecorderPoller
 from rankscope_exporter.monitors.hangs.diagnosis import Diagnosis
 from rankscope_exporter.monitors.hangs.watchdog import HangLimits, Watchdog
@@ -223,7 +222,8 @@ class Session:
             captured,
             device=self._device,
             boundary=self.boundary,
-            measurement=Measurement(config.zero_below, compiled=config.statistics == "auto"),
+            zero_below=config.zero_below,
+            compiled=config.statistics == "auto",
         )
 
     def _build_serving(self) -> None:

@@ -17,7 +17,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -55,27 +55,17 @@ _ALL_VARY_AFTER: Final = 2
 """Number of steps with changed activations after which all shapes of this quantity are removed from the plan."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """Settings for the computation of statistics."""
-
-    zero_below: float = 0.0
-    compiled: bool = True  # use the compiled CPU kernel once it is ready
-
-
 class StepTable:
     """The statistics table of a step, its plan, and the rows of other datasets. Only the training thread uses it."""
 
     def __init__(
         self,
         statistics: StatisticsTable,
-        measurement: Measurement,
         tell: Callable[[str], None],
         *,
         max_entries: int = MAX_ENTRIES,
     ) -> None:
         self.statistics = statistics
-        self.measurement = measurement
         self.tell = tell
         """Function that publishes a notice for the user."""
         self.deferred: list[Deferred] = []
@@ -231,8 +221,7 @@ class Slots:
 
     def group_of(self, rows: Rows) -> MeasureGroup:
         """Return a new group for some of the rows."""
-        how = self._table.measurement
-        return MeasureGroup(rows, zero_below=how.zero_below, compiled=how.compiled, described=self._specs.describe)
+        return MeasureGroup(rows, self._specs.describe)
 
     def move(self, rows: Rows) -> None:
         """Let the slots have other rows of the statistics table."""
@@ -332,7 +321,7 @@ class Table:
     @property
     def is_compiled(self) -> bool:
         """True if the compiled kernel is used on a CPU."""
-        return self._table.measurement.compiled
+        return self._table.statistics.may_compile
 
     def begin(self, step: int) -> None:
         """Begin a sampled step with the number `step`."""

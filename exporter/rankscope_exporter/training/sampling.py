@@ -21,7 +21,7 @@ from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, remove_all
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.measure.quantities.base import Quantity
-from rankscope_exporter.measure.table import Measurement, StepTable, Table
+from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import ExpectedRows, StepBacklog, StepRecord
 from rankscope_exporter.records.selection import EVERY_OP, NO_OP, Finished, Ops, carried_ops
@@ -311,7 +311,8 @@ class ActiveQuantities:
         *,
         device: torch.device,
         boundary: ErrorBoundary,
-        measurement: Measurement | None = None,
+        zero_below: float = 0.0,
+        compiled: bool = True,
     ) -> None:
         self._boundary = boundary
         self._attached: list[ActiveQuantity] = []  # all quantities that have hooks
@@ -322,10 +323,10 @@ class ActiveQuantities:
         self._calls: dict[Callable[..., None], list[_Call]] = {}  # by event, see `_measure`
         self._hooking: HookContext | None = None
         first = sum(len(quantity.first_entries) for quantity, _ in quantities)
-        table = StatisticsTable(first, device)
-        table.may_compile = device.type == "cpu"  # elsewhere from `use_compiled` on
+        # On other devices, the compiled kernel measures from `use_compiled` on.
+        table = StatisticsTable(first, device, zero_below=zero_below, compiled=compiled and device.type == "cpu")
         tell = lambda message: None if self._hooking is None else self._hooking.tell(message)  # noqa: E731 - short
-        self.table = StepTable(table, measurement or Measurement(), tell)
+        self.table = StepTable(table, tell)
         self._is_clear = True  # the table has no rows of a step that could not be ended
         self._expected: dict[str, ExpectedRows] = {}  # of the present step, by quantity
         self.backlog = StepBacklog()

@@ -14,7 +14,7 @@ from torch import nn
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
-from rankscope_exporter.measure.table import Measurement, StepTable, Table
+from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.publish.sinks.memory import rows_of
 from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.record import StepRecord
@@ -79,7 +79,7 @@ def test_each_quantity_has_its_own_schedule_targets_and_ranks():
 
 
 def step_table(**limits: int) -> StepTable:
-    return StepTable(StatisticsTable(0, torch.device("cpu")), Measurement(), lambda _: None, **limits)
+    return StepTable(StatisticsTable(0, torch.device("cpu")), lambda _: None, **limits)
 
 
 def entries(names: str) -> list[PlanEntry]:

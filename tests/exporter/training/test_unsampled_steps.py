@@ -20,7 +20,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
-from rankscope_exporter.measure.table import Measurement, StepTable, Table
+from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.records.plan import ParameterEntries
 from rankscope_exporter.records.selection import EVERY_OP
 
@@ -336,7 +336,7 @@ def test_error_keeps_no_tensor_of_the_failed_batch_alive():
 
 
 def test_failed_batch_keeps_the_rows_of_tensors_that_it_does_not_measure():
-    table = StepTable(StatisticsTable(2, torch.device("cpu")), Measurement(), lambda _: None)
+    table = StepTable(StatisticsTable(2, torch.device("cpu")), lambda _: None)
     own = Table(table, ParameterEntries(), (), EVERY_OP)
     own.begin(1)
     slots = own.add("both", lambda: [PlanEntry(kind="grad_clipped", tensor=name) for name in "ab"])

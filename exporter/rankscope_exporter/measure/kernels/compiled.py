@@ -85,9 +85,8 @@ class DeviceArguments:
     which it was allocated, so memory of one stream could be overwritten before a kernel in another one has read it.
     """
 
-    def __init__(self, rows: Rows, zero_below: float) -> None:
+    def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._zero_below = zero_below
         self._seen: list[Sight | None] | None = None
         self._sizes: list[int] | None = None
         self._jobs: DeviceJobs | None = None
@@ -110,26 +109,26 @@ class DeviceArguments:
             self._stream, self._seen, self._jobs = stream, None, None
         self.have_moved = seen != self._seen
         if self.have_moved:
-            self._plan(tensors, seen, table.device)
+            self._plan(tensors, seen, table)
         if self._jobs is not None:
             kernel(self._jobs, table.buffer, extra_sums=table.extra_sums)
         return self._others
 
-    def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None], device: torch.device) -> None:
+    def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None], table: StatisticsTable) -> None:
         self._seen = None  # if memory for the arguments is missing, the next call plans again
         self._others = [place for place, tensor in enumerate(tensors) if tensor is not None and seen[place] is None]
         found = [(sight, row) for sight, row in zip(seen, self._rows, strict=True) if sight is not None]
         if not found:
             self._jobs, self._seen = None, seen
             return
-        bits = {dtype: zero_bits(self._zero_below, dtype, torch.promote_types(dtype, torch.float32)) for dtype in CODES}
+        bits = {dtype: zero_bits(table.zero_below, dtype, torch.promote_types(dtype, torch.float32)) for dtype in CODES}
         fields = [(address, numel, row, CODES[dtype], bits[dtype]) for (address, numel, dtype), row in found]
         sizes = [numel for (_, numel, _), _ in found]
         if self._jobs is None or sizes != self._sizes:
-            self._jobs = _with_chunks(on_device(fields, device), sizes, device)
+            self._jobs = _with_chunks(on_device(fields, table.device), sizes, table.device)
             self._sizes = sizes
         else:
-            self._jobs = replace(self._jobs, fields=on_device(fields, device))
+            self._jobs = replace(self._jobs, fields=on_device(fields, table.device))
         self._seen = seen
 
 
@@ -223,12 +222,12 @@ def check_kernel(kernel: DeviceKernel, device: torch.device, extra_sums: tuple[s
         odd[:3] = torch.tensor([torch.nan, torch.inf, 0.0], dtype=torch.float64, device="cpu")
         tensors = [odd.to(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
         tensors += [tensor[1:101] for tensor in tensors]
-        tables = [StatisticsTable(len(tensors), device) for _ in range(2)]
+        tables = [StatisticsTable(len(tensors), device, zero_below=0.5) for _ in range(2)]
         for table in tables:
             table.add_sums(extra_sums)
         rows, (found, expected) = range(len(tensors)), tables
-        DeviceArguments(rows, 0.5).run(kernel, tensors, found)
-        torch_backend.measure(tensors, [tensor.numel() for tensor in tensors], rows, expected, zero_below=0.5)
+        DeviceArguments(rows).run(kernel, tensors, found)
+        torch_backend.measure(tensors, [tensor.numel() for tensor in tensors], rows, expected)
         pairs = (found.sums, expected.sums), (found.extras, expected.extras)
         are_near = all(torch.allclose(*pair, rtol=1e-9, atol=1e-9) for pair in pairs)
         if not (are_near and torch.equal(found.counts, expected.counts)):

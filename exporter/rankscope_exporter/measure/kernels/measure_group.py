@@ -47,25 +47,15 @@ class MeasureGroup:
 
     Their tensors may differ, move or be absent at each step.
 
-    If `compiled` is false, torch operations are used even if the compiled kernel is ready. The function `described` is
-    called with the entry and the tensor when a tensor is measured for the first time, and when its shape or dtype has
-    changed. If it returns False, it is called again for the next tensor of this entry.
+    The function `described` is called with the entry and the tensor when a tensor is measured for the first time, and
+    when its shape or dtype has changed. If it returns False, it is called again for the next tensor of this entry.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[int],
-        *,
-        zero_below: float = 0.0,
-        compiled: bool = True,
-        described: Callable[[int, torch.Tensor], bool] | None = None,
-    ) -> None:
+    def __init__(self, rows: Sequence[int], described: Callable[[int, torch.Tensor], bool] | None = None) -> None:
         self.rows: Rows = contiguous_rows(rows)
-        self._zero_below = zero_below
-        self._compiled = compiled
         self._request: array.array[int] | None = None  # `Request` of kernel.c, followed by its jobs
         self._address = 0
-        self._device_arguments: DeviceArguments | None = None
+        self._device_arguments = DeviceArguments(self.rows)
         self._described = described
         self._known: list[_Spec | None] = [None] * len(self.rows)
 
@@ -76,13 +66,11 @@ class MeasureGroup:
         """
         if len(tensors) != len(self.rows):
             raise ValueError(f"{len(tensors)} tensors for {len(self.rows)} entries: pass None for an absent tensor")
-        kernel = None
-        if self._compiled:
-            kernel = table.kernel if table.is_decided else table.decide(ready_kernel)
+        kernel = table.kernel if table.is_decided else table.decide(ready_kernel)
         if not isinstance(kernel, CKernel):
             self._measure_without(kernel, tensors, table)
             return
-        request = self._request or self._new_request(kernel)
+        request = self._request or self._new_request(kernel, table.zero_below)
         request[_TABLE] = table.arguments
         found = kernel.read(self._address, tensors)
         if found & Read.UNREAD:  # some may be DTensors
@@ -94,14 +82,14 @@ class MeasureGroup:
         elif found & Read.LARGE:
             self._measure_read(kernel, request)
 
-    def _new_request(self, kernel: CKernel) -> array.array[int]:
+    def _new_request(self, kernel: CKernel, zero_below: float) -> array.array[int]:
         jobs = [field for row in self.rows for field in (0, -1, row, -1, 0, 0)]
         request = self._request = array.array("q", [0] * _REQUEST_FIELDS + jobs)
         self._address = request.buffer_info()[0]
         request[_TEAM.stop : _REQUEST_FIELDS] = array.array(
             "q",
             (
-                *(kernel.python.buffer_info()[0], _thresholds(self._zero_below).buffer_info()[0], _MOST_LOCKED),
+                *(kernel.python.buffer_info()[0], _thresholds(zero_below).buffer_info()[0], _MOST_LOCKED),
                 *(len(self.rows), self._address + request.itemsize * _REQUEST_FIELDS, 0, 0),
             ),
         )
@@ -152,12 +140,9 @@ class MeasureGroup:
             others: Sequence[int] = range(len(local))
             has_changed = True
             if kernel is not None:
-                arguments = self._device_arguments
-                if arguments is None:
-                    arguments = self._device_arguments = DeviceArguments(self.rows, self._zero_below)
-                others = arguments.run(kernel, local, table)
+                others = self._device_arguments.run(kernel, local, table)
                 # An activation is measured alone. It may have another shape at the same address.
-                has_changed = arguments.have_moved or len(local) == 1
+                has_changed = self._device_arguments.have_moved or len(local) == 1
             self._with_torch(local, others, table)
             if has_changed:
                 self._describe(local)
@@ -185,7 +170,7 @@ class MeasureGroup:
         found = [(row, flat, tensor.numel()) for row, tensor, flat in read if flat is not None]
         if found:
             rows, flats, sizes = zip(*found, strict=True)
-            torch_backend.measure(flats, sizes, contiguous_rows(rows), table, zero_below=self._zero_below)
+            torch_backend.measure(flats, sizes, contiguous_rows(rows), table)
 
 
 def _locals(tensors: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:

@@ -44,12 +44,14 @@ class StatisticsTable:
     keeps the entries that are already measured.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, *, zero_below: float = 0.0, compiled: bool = True) -> None:
         self.size = size
+        self.zero_below = zero_below
+        """Magnitude below which a number counts as zero. With 0, only zeros do."""
         self.extra_sums: tuple[str, ...] = ()
         self.free_host_buffers: collections.deque[torch.Tensor] = collections.deque()
         """Buffers that no copy uses. They are in pinned memory if the device can copy to it asynchronously."""
-        self.may_compile = True
+        self.may_compile = compiled
         """True if the compiled kernel measures once it is ready."""
         self.kernel: Kernel | None = None
         """The compiled kernel that measures the tensors of this step; None if torch operations measure them."""

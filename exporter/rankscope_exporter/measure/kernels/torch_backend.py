@@ -27,16 +27,14 @@ _CPU_CHUNK: Final = 1 << 15  # elements: their float64 copy fits into the cache
 _DEVICE_CHUNK: Final = 1 << 22  # elements: 32 MiB of temporary device memory
 
 
-def measure(
-    flats: Sequence[torch.Tensor], sizes: Sequence[int], rows: Rows, table: StatisticsTable, *, zero_below: float
-) -> None:
+def measure(flats: Sequence[torch.Tensor], sizes: Sequence[int], rows: Rows, table: StatisticsTable) -> None:
     """Compute the raw statistics of tensors and write them to the entries `rows` of `table`.
 
     `flats` has the elements of each tensor in one dimension, and `sizes` has its number of elements. A sparse tensor
     has more elements, and the others are zero. On an accelerator, the function does not synchronise with the host.
     """
     lengths = tuple(flat.numel() for flat in flats)
-    columns = [exact_sums(flat, zero_below) for flat in flats]
+    columns = [exact_sums(flat, table.zero_below) for flat in flats]
     sums = _stacked([column[: len(SUMS)] for column in columns], table.device)
     counts = _stacked([column[len(SUMS) :] for column in columns], table.device)
     extras = [_stacked([(_extra_sum(name, flat),) for flat in flats], table.device) for name in table.extra_sums]

@@ -152,9 +152,9 @@ def compiled(request: pytest.FixtureRequest, require_server: Callable[..., str])
 @pytest.fixture
 def measured(compiled: bool) -> Callable[..., Finished]:
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
-        table = StatisticsTable(len(tensors), CPU)
+        table = StatisticsTable(len(tensors), CPU, zero_below=zero_below, compiled=compiled)
         table.accumulate(VALUE_OPS)
-        MeasureGroup(range(len(tensors)), zero_below=zero_below, compiled=compiled).measure(tensors, table)
+        MeasureGroup(range(len(tensors))).measure(tensors, table)
         return HostCopy(table).finish()
 
     return run

@@ -29,14 +29,14 @@ from rankscope_exporter.measure.kernels.compiled import CHUNK, DeviceArguments
 sizes, dtypes = (7, CHUNK + 3), (torch.float32, torch.float64)
 tensors = [torch.linspace(-1, 3, size, dtype=dtype) for size in sizes for dtype in dtypes]
 tensors[0][2], tensors[1][3] = torch.nan, torch.inf
-def table():
-    found = StatisticsTable(len(tensors), torch.device("cpu"))
+def table(**settings):
+    found = StatisticsTable(len(tensors), torch.device("cpu"), **settings)
     found.accumulate(["kurtosis", "cubed"])
     return found
-compiled, plain, triton = table(), table(), table()
+compiled, plain, triton = table(), table(compiled=False), table()
 MeasureGroup(range(4)).measure(tensors, compiled)
-MeasureGroup(range(4), compiled=False).measure(tensors, plain)
-assert DeviceArguments(range(4), 0.0).run(triton_kernels.measure_jobs, tensors, triton) == []
+MeasureGroup(range(4)).measure(tensors, plain)
+assert DeviceArguments(range(4)).run(triton_kernels.measure_jobs, tensors, triton) == []
 truth = [tensor[tensor.isfinite()].double().pow(3).mean() for tensor in tensors]
 for found in (compiled, plain, triton):
     values = torch.from_numpy(HostCopy(found).finish().values)

@@ -25,8 +25,8 @@ MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
 
 def test_pending_and_finished_copies_are_not_changed_by_later_steps(compiled):
     """Three copies are pending, and are finished in a different order than they were created."""
-    table = StatisticsTable(1, CPU)
-    group = MeasureGroup([0], compiled=compiled)
+    table = StatisticsTable(1, CPU, compiled=compiled)
+    group = MeasureGroup([0])
     copies = []
     for step in range(3):
         group.measure([torch.full((step + 1,), float(step))], table)
@@ -41,8 +41,8 @@ def test_pending_and_finished_copies_are_not_changed_by_later_steps(compiled):
 
 
 def test_any_number_of_steps_needs_two_buffers(compiled):
-    table = StatisticsTable(1, CPU)
-    group = MeasureGroup([0], compiled=compiled)
+    table = StatisticsTable(1, CPU, compiled=compiled)
+    group = MeasureGroup([0])
     addresses = set()
     for _ in range(20):
         group.measure([torch.ones(3)], table)
@@ -68,8 +68,8 @@ def test_growing_table_keeps_its_statistics():
 
 def test_tensors_may_move_grow_and_return(compiled, check):
     """Addresses are kept between steps; a wrong one would read foreign memory. An absent entry has no older value."""
-    table = StatisticsTable(3, CPU)
-    group = MeasureGroup(range(3), compiled=compiled)
+    table = StatisticsTable(3, CPU, compiled=compiled)
+    group = MeasureGroup(range(3))
     storage = torch.randn(10_000)
     story = [
         [storage[:100], storage[100:5000], None],
@@ -95,19 +95,19 @@ def test_tensors_may_move_grow_and_return(compiled, check):
 def test_accelerator_formula_reads_no_result():
     """Meta tensors have no values: reading one, such as with `.item()`, would raise."""
     meta = torch.device("meta")
-    table = StatisticsTable(4, meta)
     sizes = {10: torch.float32, 5_000_000: torch.bfloat16, 0: torch.complex64, 7: torch.int64}
     flats = [torch.empty(size, dtype=dtype, device=meta) for size, dtype in sizes.items()]
     for zero_below, rows in ((0.0, range(4)), (0.1, (3, 1, 0, 2))):
-        torch_backend.measure(flats, [10, 5_000_000, 3, 7], rows, table, zero_below=zero_below)
+        table = StatisticsTable(4, meta, zero_below=zero_below)
+        torch_backend.measure(flats, [10, 5_000_000, 3, 7], rows, table)
 
     assert "meta" == table.buffer[NUMEL_ROW].device.type
 
 
 def test_table_created_in_inference_mode_works_in_training(compiled):
     with torch.inference_mode():
-        table = StatisticsTable(1, CPU)
-    MeasureGroup([0], compiled=compiled).measure([torch.full((3,), 2.0)], table)
+        table = StatisticsTable(1, CPU, compiled=compiled)
+    MeasureGroup([0]).measure([torch.full((3,), 2.0)], table)
 
     assert 2.0 == HostCopy(table).finish().values[MAX, 0]
 

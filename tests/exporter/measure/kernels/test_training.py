@@ -46,11 +46,11 @@ def test_measuring_changes_no_tensor_version_or_generator(measured):
 
 def test_measuring_adds_nothing_to_the_autograd_graph(compiled, check):
     """Not even inside of a hook of the backward pass."""
-    table = StatisticsTable(3, CPU)
+    table = StatisticsTable(3, CPU, compiled=compiled)
     weight = torch.nn.Parameter(torch.randn(100))
     activation = weight.exp()
-    MeasureGroup(range(2), compiled=compiled).measure([weight, activation], table)
-    group = MeasureGroup([2], compiled=compiled)
+    MeasureGroup(range(2)).measure([weight, activation], table)
+    group = MeasureGroup([2])
     weight.register_post_accumulate_grad_hook(lambda parameter: group.measure([parameter.grad], table))
     activation.sum().backward()
 

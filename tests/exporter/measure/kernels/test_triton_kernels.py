@@ -50,9 +50,9 @@ def measured(kernels: Any) -> Callable[..., Finished]:
     """Return a function that measures tensors with the kernel, which must be able to read all of them."""
 
     def run(tensors: Sequence[torch.Tensor | None], zero_below: float = 0.0) -> Finished:
-        table = StatisticsTable(len(tensors), CPU)
+        table = StatisticsTable(len(tensors), CPU, zero_below=zero_below)
         table.accumulate(VALUE_OPS)
-        assert [] == DeviceArguments(range(len(tensors)), zero_below).run(kernels.measure_jobs, tensors, table)
+        assert [] == DeviceArguments(range(len(tensors))).run(kernels.measure_jobs, tensors, table)
         return HostCopy(table).finish()
 
     return run
@@ -77,7 +77,7 @@ def test_all_dtypes_and_sizes_have_the_defined_statistics(zero_below, check_all)
 
 def test_tensors_that_move_keep_their_entries(kernels, check):
     """Also those that are absent for a while, grow, or change their dtype."""
-    arguments = DeviceArguments(range(3), 0.0)
+    arguments = DeviceArguments(range(3))
     first = [numbers(CHUNK + 1, torch.float32), numbers(5, torch.float16), None]
     second = [numbers(CHUNK + 1, torch.float32) + 1, None, numbers(3 * CHUNK, torch.float32)]
     third = [numbers(CHUNK + 1, torch.float32), numbers(7, torch.float16), numbers(3 * CHUNK, torch.float64)]
@@ -97,12 +97,12 @@ def test_tensors_that_the_kernel_cannot_read_are_left_to_torch(kernels):
     tensors = [numbers(5, torch.float32), *unreadable, *without_memory, None]
     table = StatisticsTable(len(tensors), CPU)
 
-    assert [1, 2, 3, 4, 5] == DeviceArguments(range(7), 0.0).run(kernels.measure_jobs, tensors, table)
+    assert [1, 2, 3, 4, 5] == DeviceArguments(range(7)).run(kernels.measure_jobs, tensors, table)
 
 
 def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
     """The allocator could reuse their memory before a kernel in another stream has read it."""
-    arguments, tensors, table = DeviceArguments(range(1), 0.0), [torch.ones(3)], StatisticsTable(1, CPU)
+    arguments, tensors, table = DeviceArguments(range(1)), [torch.ones(3)], StatisticsTable(1, CPU)
     used = []
     for stream in (7, 7, 8):
         monkeypatch.setattr(loading, "stream_of", lambda _device, stream=stream: stream)
@@ -114,7 +114,7 @@ def test_arguments_are_not_used_in_another_stream_than_their_own(monkeypatch):
 
 def test_tensors_are_measured_after_an_error_in_the_step_before(kernels, monkeypatch, check):
     """The arguments of the step before the error are not used: their addresses may be freed."""
-    arguments = DeviceArguments(range(1), 0.0)
+    arguments = DeviceArguments(range(1))
     arguments.run(kernels.measure_jobs, [numbers(5, torch.float32)], StatisticsTable(1, CPU))
     tensors, table = [numbers(CHUNK + 7, torch.float32)], StatisticsTable(1, CPU)
     with monkeypatch.context() as patch:
