@@ -16,7 +16,7 @@ from typing import Any
 from _fleet_bodies import first_norms, set_of
 from _noise import plan_of
 
-from rankscope_contract.model.schema import BUCKET_STEPS
+from rankscope_storage.base.datasets import BUCKET_STEPS
 from rankscope_storage.connection import Connection, connect
 
 _SUM_ERROR = 1e-9

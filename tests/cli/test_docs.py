@@ -11,8 +11,8 @@ import pytest
 from rankscope.commands import subcommands
 from rankscope.demo.report import STATEMENTS
 from rankscope_contract.metrics.catalogue import CATALOG
-from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 

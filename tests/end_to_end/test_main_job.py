@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope_contract.model.schema import TENSOR_ROW_KEY
+from rankscope_storage.base.datasets import TENSOR_ROW_KEY
 from rankscope_storage.connection import connect
 
 TRAINING = Path(__file__).with_name("tiny_training.py")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope.demo.receiver import Alert, Sender
-from rankscope_contract.model.schema import TENSOR_ROW_KEY
+from rankscope_storage.base.datasets import TENSOR_ROW_KEY
 from rankscope_storage.base.escaping import sql_identifier
 
 Query = Callable[[str], list[tuple[Any, ...]]]

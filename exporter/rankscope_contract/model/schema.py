@@ -5,11 +5,6 @@ to tensors by their position in a plan. The fields of datasets, records and plan
 describe the same data.
 
 The contract imports only the standard library. Therefore callers pass the pyarrow module as an argument.
-
-Columns and buckets of the rollup datasets, which replace rows that are older than the retention period.
-
-A rollup row summarises all rows of one series in one bucket of steps. Rows that arrive late may cause a second rollup
-row for the same bucket. The values of all columns can be merged, and the views of the store merge them.
 """
 
 from __future__ import annotations
@@ -80,49 +75,6 @@ def arrow_schema(pa: ModuleType, fields: tuple[Field, ...], metadata: dict[str, 
     """Return the Arrow schema of `fields` with `metadata`; `pa` is the pyarrow module."""
     return pa.schema([arrow_field(pa, field) for field in fields], metadata=metadata)
 
-
-BUCKET_STEPS: Final = 100
-"""Number of steps in one bucket of a rollup dataset: 0 to 99, 100 to 199, …"""
-
-BUCKET_SECONDS: Final = 600
-"""Number of seconds in one bucket of a rollup dataset, for rows without a step."""
-
-ROLLUPS: Final = {"tensor_stats": "tensor_rollups", "scalars": "scalar_rollups"}
-"""Name of the rollup dataset of each dataset that is rolled up."""
-
-_SPAN: Final = (
-    Field("step", "int64", "First step of the bucket, a multiple of 100. Rows without a step have 10-minute buckets."),
-    Field("first_step", "int64", "Lowest step of the summarised rows."),
-    Field("last_step", "int64", "Highest step of the summarised rows."),
-    Field("first_ts", "timestamp", "Time of the earliest summarised row."),
-    Field("ts", "timestamp", "Time of the latest summarised row."),
-    Field("rows", "int64", "Number of rows that this row summarises."),
-)
-
-
-def _summary(name: str, type: ScalarName) -> Iterator[Field]:  # noqa: A002 - field word
-    """Yield the rollup columns that summarise one numeric column.
-
-    The columns are minimum, maximum and mean of the finite values, and the numbers of rows with a finite value, a NaN
-    and an infinite value. A row with a null is in none of the three numbers.
-    """
-    yield Field(f"{name}_min", type, "Lowest finite value.")
-    yield Field(f"{name}_max", type, "Highest finite value.")
-    yield Field(f"{name}_avg", "float64", "Mean of the finite values.")
-    yield Field(f"{name}_count", "int64", "Number of finite values.")
-    yield Field(f"{name}_nans", "int64", "Number of NaN values.")
-    yield Field(f"{name}_infs", "int64", "Number of infinite values.")
-
-
-def _total(name: str) -> Iterator[Field]:
-    yield Field(name, "int64", "Sum of the counts in the summarised rows.", unit="elements")
-    yield Field(f"{name}_rows", "int64", "Number of summarised rows in which the count is not null.")
-
-
-_NONFINITE: Final = (
-    Field("nonfinite_rows", "int64", "Number of rows with a non-finite statistic or non-finite elements."),
-    Field("first_nonfinite_step", "int64", "Lowest step of rows with a non-finite statistic or non-finite elements."),
-)
 
 _STEP: Final = Field("step", "int64", "Step number of the training; may restart at a lower number in a new attempt.")
 _MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null if the row covers the whole step.")
@@ -243,7 +195,7 @@ RUN_FIELDS: Final = (
 )
 
 
-def _dataset(*fields: Field) -> tuple[Field, ...]:
+def dataset_fields(*fields: Field) -> tuple[Field, ...]:
     """Return the fields of a dataset: the fields in COMMON_FIELDS, which all datasets have, then `fields`."""
     # A field in `fields` replaces the field in COMMON_FIELDS with the same name.
     own = {field.name for field in fields}
@@ -251,7 +203,7 @@ def _dataset(*fields: Field) -> tuple[Field, ...]:
 
 
 DATASETS: Final[dict[str, tuple[Field, ...]]] = {
-    "tensor_stats": _dataset(
+    "tensor_stats": dataset_fields(
         *TENSOR_FIELDS,
         *(
             Field(op.name, op.dtype, op.doc, unit="elements" if op.dtype == "int64" else None)
@@ -259,14 +211,14 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
         ),
         *(Field(name, "float32", "Baseline with which the rules compared the statistic.") for name in BASELINE_OPS),
     ),
-    "features": _dataset(*FEATURE_FIELDS),
-    "histograms": _dataset(*HISTOGRAM_FIELDS),
-    "hashes": _dataset(*HASH_FIELDS),
-    "collectives": _dataset(*COLLECTIVE_FIELDS),
-    "modules": _dataset(*MODULE_FIELDS),
-    "scalars": _dataset(*SCALAR_FIELDS),
-    "events": _dataset(*EVENT_FIELDS),
-    "samples": _dataset(
+    "features": dataset_fields(*FEATURE_FIELDS),
+    "histograms": dataset_fields(*HISTOGRAM_FIELDS),
+    "hashes": dataset_fields(*HASH_FIELDS),
+    "collectives": dataset_fields(*COLLECTIVE_FIELDS),
+    "modules": dataset_fields(*MODULE_FIELDS),
+    "scalars": dataset_fields(*SCALAR_FIELDS),
+    "events": dataset_fields(*EVENT_FIELDS),
+    "samples": dataset_fields(
         required("target", "string"),
         required("metric", "string"),
         Field("labels", "string", "Labels of the sample as canonical JSON object."),
@@ -274,15 +226,15 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
             "value", "float64", "Value of the sample; null at a staleness marker, the mark that the series has ended."
         ),
     ),
-    "runs": _dataset(
+    "runs": dataset_fields(
         *RUN_FIELDS,
         Field("tags", "string", "Tags that users set, as JSON object; null in row versions that do not change them."),
         Field("note", "string", "Text about the run, written by users; null in row versions that do not change it."),
     ),
-    "attempts": _dataset(
+    "attempts": dataset_fields(
         *RUN_FIELDS, Field("launch_id", "string", "Id of the launch, which is equal on all its ranks.")
     ),
-    "tensors": _dataset(
+    "tensors": dataset_fields(
         required("kind", "string"),
         required("tensor", "string"),
         Field("index", "int32", "Number of the tuple slot; null for the whole tensor."),
@@ -292,24 +244,11 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
         Field("module", "string"),
         Field("aliases", ListOf("string"), "Other names of tensors with the same storage (tied weights)."),
     ),
-    "tensor_rollups": _dataset(
-        *TENSOR_FIELDS,
-        *_SPAN,
-        *(field for op in OPS.values() if op.rollup == "summary" for field in _summary(op.name, "float32")),
-        *(field for op in OPS.values() if op.rollup == "total" for field in _total(op.name)),
-        *_NONFINITE,
-    ),
-    "scalar_rollups": _dataset(
-        *(field for field in SCALAR_FIELDS if field.name != "value"), *_SPAN, *_summary("value", "float64"), *_NONFINITE
-    ),
 }
-"""Columns of each dataset, in the order of the columns in the table."""
+"""Columns of each dataset, in the order of the columns in the table. The store adds datasets of rollups."""
 
 DIMENSIONS: Final = ("runs", "attempts", "tensors")
 """Datasets that contain one row per version of an object. Rows are only appended; a view shows the latest version."""
-
-TENSOR_ROW_KEY: Final = ("incarnation", "seq", "vpp_stage", "kind", "tensor", "index", "micro_step", "call_seq")
-"""Columns that together identify a row of `tensor_stats`."""
 
 NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "scalars": SCALAR_FIELDS,

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState, is_open
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS, ROLLUPS
+from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import exit_report, parse_details
@@ -198,8 +198,7 @@ def _last_ordinal(store: Connection) -> int:
     last = 0
     # Small datasets first: of the others, only row groups above `last` are read, according to their footers. Rollups
     # are days old: their attempts have later rows in other datasets.
-    rolled_up = set(ROLLUPS.values())
-    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in rolled_up.union(DIMENSIONS))):
+    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in DIMENSIONS)):
         view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
         query = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
         last = store.query(query).to_pylist()[0]["last"] or last

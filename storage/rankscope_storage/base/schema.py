@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.model.schema import DATASETS, arrow_schema
+from rankscope_contract.model.schema import arrow_schema
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.escaping import sql_identifier
 

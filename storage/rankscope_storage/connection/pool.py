@@ -20,7 +20,7 @@ from typing import Any, Final
 import duckdb
 import pyarrow as pa
 
-from rankscope_contract.model.schema import ROLLUPS
+from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.schema import sql_type
 from rankscope_storage.log.delta import Log

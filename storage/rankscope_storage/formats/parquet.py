@@ -9,7 +9,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope_contract.model.schema import ROLLUPS
+from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform

@@ -27,7 +27,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope_contract.model.schema import ROLLUPS
+from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.fsync import Sync

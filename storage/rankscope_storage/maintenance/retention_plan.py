@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.model.schema import BUCKET_STEPS, ROLLUPS
+from rankscope_storage.base.datasets import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.log.snapshot import LOG_TIME_STEP, Snapshot, divided
 from rankscope_storage.maintenance.retention_policy import Limit
 

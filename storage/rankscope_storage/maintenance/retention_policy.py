@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.schema import ROLLUPS
+from rankscope_storage.base.datasets import ROLLUPS
 
 RAW: Final = ("tensor_stats", "features", "histograms", "hashes", "collectives")
 """Datasets to which `raw_days` applies. Scalars and samples have separate settings."""

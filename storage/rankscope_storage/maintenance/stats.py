@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
-from rankscope_contract.model.schema import ROLLUPS
+from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER, entries

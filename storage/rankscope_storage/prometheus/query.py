@@ -19,7 +19,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.schema import ROLLUPS
+from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.errors import QueryError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import UnwritableError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.files.encoding import STAGING

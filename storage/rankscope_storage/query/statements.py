@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import duckdb
 
-from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import QueryError
 from rankscope_storage.sql.views import view_statements
 

@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.redaction import redacted_name
-from rankscope_contract.model.schema import DATASETS
 from rankscope_contract.wire.channel import NOTHING
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform

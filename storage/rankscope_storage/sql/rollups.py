@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.model.schema import BUCKET_SECONDS, BUCKET_STEPS, ROLLUPS
+from rankscope_storage.base.datasets import BUCKET_SECONDS, BUCKET_STEPS, ROLLUPS
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import dataset_schema
 

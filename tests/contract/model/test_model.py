@@ -27,9 +27,7 @@ from rankscope_contract.model.redaction import (
     redacted_text,
 )
 from rankscope_contract.model.schema import (
-    DATASETS,
     NESTED,
-    TENSOR_ROW_KEY,
     WIRE_FIELDS,
     Plan,
     PlanEntry,
@@ -38,6 +36,7 @@ from rankscope_contract.model.schema import (
     plan_hash,
 )
 from rankscope_exporter.process.identity import new_launch_id, rank_from_environment, run_from_environment
+from rankscope_storage.base.datasets import DATASETS, TENSOR_ROW_KEY
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "2", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "4711"}

@@ -9,7 +9,8 @@ from tests.ingest.remote_write.messages import post, write_request
 from tests.ingest.servers import FakeExporter, serving
 
 from rankscope.output.log_lines import log_to
-from rankscope_contract.model.schema import DATASETS, Plan, PlanEntry
+from rankscope_contract.model.schema import Plan, PlanEntry
+from rankscope_storage.base.datasets import DATASETS
 
 OWN_LOG = "step 1 loss 2.0\nstep 2 loss 1.5\nRuntimeError: no access to s3://bob:{log line}@bucket/x\n"
 ENTRANCES = (  # Places of the secrets. The secret of a place is its name with the digits 1 to 9 instead of the vowels.

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema, fingerprint, schema_version, table_schema

@@ -14,8 +14,8 @@ import pytest
 from tests.properties import few
 from tests.storage.rows import ask, put
 
-from rankscope_contract.model.schema import DATASETS, TENSOR_ROW_KEY
 from rankscope_storage.api.store import Batch
+from rankscope_storage.base.datasets import DATASETS, TENSOR_ROW_KEY
 from rankscope_storage.base.errors import FilesGoneError, QueryError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection, connect

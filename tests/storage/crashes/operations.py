@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.storage.older_encoding import split_integers
 
-from rankscope_contract.model.schema import BUCKET_STEPS
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.datasets import BUCKET_STEPS
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log

@@ -14,8 +14,8 @@ from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 from tests.storage.rows import ask, data_files, entries, table
 
-from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.properties import examples, few
 from tests.storage.rows import ask, entries, files, table
 
-from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS

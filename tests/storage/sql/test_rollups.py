@@ -18,8 +18,8 @@ from tests.properties import examples
 from tests.storage.rows import Killed, ask, dying, files, put, table
 
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
-from rankscope_contract.model.schema import ROLLUPS
 from rankscope_storage.api.store import Store, Writer
+from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema, table_schema
 from rankscope_storage.connection import Connection, connect
