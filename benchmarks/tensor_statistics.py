@@ -18,7 +18,7 @@ from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
-from rankscope_exporter.records.selection import Finished
+from rankscope_exporter.records.plan import Finished
 
 PARAMETERS = 10_000_000
 TENSORS = 150

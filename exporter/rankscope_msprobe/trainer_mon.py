@@ -38,7 +38,7 @@ from rankscope_exporter.config.monitor_config import DYNAMIC_VARIABLE, MonitorCo
 from rankscope_exporter.process.errors import ConfigError, ErrorBoundary
 from rankscope_exporter.process.inert import CopiesDoNothing
 from rankscope_exporter.publish.sinks.memory import Row
-from rankscope_exporter.records.selection import ALL_OPS, FALLBACK, chosen_ops
+from rankscope_exporter.records.plan import ALL_OPS, FALLBACK, chosen_ops
 from rankscope_exporter.training.sampling_config import CHANGEABLE, SWITCH
 from rankscope_msprobe.configuration import translated
 from rankscope_msprobe.files.csv_layout import anomaly_tag

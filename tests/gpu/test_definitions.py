@@ -21,7 +21,7 @@ from rankscope_exporter.measure.kernels.hashes import Hasher, finished
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES, is_freed
-from rankscope_exporter.records.selection import Finished
+from rankscope_exporter.records.plan import Finished
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.measure.quantities import quantity_classes
-from rankscope_exporter.records.selection import VALUE_OPS
+from rankscope_exporter.records.plan import VALUE_OPS
 
 QUIET: Final = {"console": False, "exit_wait_seconds": 0}
 CONFIGURATIONS: Final[dict[str, dict[str, Any]]] = {

@@ -16,8 +16,8 @@ from tests.msprobe.monitored_runs import Run, batch, model
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
+from rankscope_exporter.records.plan import ALL_OPS
 from rankscope_exporter.records.record import StepRecord
-from rankscope_exporter.records.selection import ALL_OPS
 from rankscope_msprobe.files.csv_layout import parse_folder
 from rankscope_msprobe.sinks import csv_files
 from rankscope_msprobe.sinks.csv_files import Anomalies, AnomalyOptions

@@ -47,8 +47,8 @@ from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.sinks import Sinks, sink_class
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
 from rankscope_exporter.publish.spool import SpoolWriter
+from rankscope_exporter.records.plan import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.records.record import StepEvents, StepRecord
-from rankscope_exporter.records.selection import Finished, Ops, op_notices, rule_notices
 from rankscope_exporter.training.gradient_hooks import GradientHooks
 from rankscope_exporter.training.hooks import Hooks
 from rankscope_exporter.training.model_changes import ModelChanges

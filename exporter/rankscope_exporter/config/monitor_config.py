@@ -73,7 +73,7 @@ from rankscope_exporter.process.validation import (
 )
 from rankscope_exporter.publish.serving_config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of
 from rankscope_exporter.publish.sinks import Sink, sink_class
-from rankscope_exporter.records.selection import chosen_ops
+from rankscope_exporter.records.plan import chosen_ops
 
 MAX_ITEMS: Final = 100
 """Maximum number of items of a list. In a longer list, a text replaces the omitted items and contains their count."""

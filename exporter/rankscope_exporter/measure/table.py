@@ -27,9 +27,8 @@ from rankscope_exporter.measure.kernels.isolation import Isolation
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import Rows, StatisticsTable, contiguous_rows, copied_to_host
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_freed
-from rankscope_exporter.records.plan import ParameterEntries, Placed, PlanItem, PlanVersion, entry_at
+from rankscope_exporter.records.plan import EVERY_OP, Ops, ParameterEntries, Placed, PlanItem, PlanVersion, entry_at
 from rankscope_exporter.records.record import Deferred, Numbers, Row
-from rankscope_exporter.records.selection import EVERY_OP, Ops
 
 MAX_ENTRIES: Final = 200_000
 """Largest number of entries in a plan. It limits the memory of a script that creates new tensor names without end.

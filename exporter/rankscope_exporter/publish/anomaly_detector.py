@@ -23,8 +23,8 @@ from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, 
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, Firing, SeriesEvaluator, needed_values
+from rankscope_exporter.records.plan import Finished
 from rankscope_exporter.records.record import OF_MICRO_BATCHES, ExpectedRows
-from rankscope_exporter.records.selection import Finished
 
 _COUNTS_JUDGED: Final = ("nans", "infs")
 _OPS: Final = (*_COUNTS_JUDGED, *VALUE_OPS)

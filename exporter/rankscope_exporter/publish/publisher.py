@@ -41,6 +41,7 @@ from rankscope_exporter.publish.anomaly_detector import (
 )
 from rankscope_exporter.publish.exposition import NO_KIND
 from rankscope_exporter.publish.sinks import Sinks
+from rankscope_exporter.records.plan import Finished, Published
 from rankscope_exporter.records.record import (
     Deferred,
     Pending,
@@ -52,7 +53,6 @@ from rankscope_exporter.records.record import (
     StepRecord,
     skipped_event,
 )
-from rankscope_exporter.records.selection import Finished, Published
 
 log = logging.getLogger("rankscope")
 

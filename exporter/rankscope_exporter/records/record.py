@@ -18,8 +18,7 @@ import pyarrow as pa
 from rankscope_contract.model.events import Event, EventType, Severity
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.plan import NamedPlan, PlanVersion
-from rankscope_exporter.records.selection import Finished
+from rankscope_exporter.records.plan import Finished, NamedPlan, PlanVersion
 
 if TYPE_CHECKING:
     import torch

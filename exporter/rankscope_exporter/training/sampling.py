@@ -23,8 +23,8 @@ from rankscope_exporter.measure.kernels.statistics_table import HostCopy, Statis
 from rankscope_exporter.measure.quantities.base import Quantity
 from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.process.errors import ErrorBoundary
+from rankscope_exporter.records.plan import EVERY_OP, NO_OP, Finished, Ops, carried_ops
 from rankscope_exporter.records.record import ExpectedRows, StepBacklog, StepRecord
-from rankscope_exporter.records.selection import EVERY_OP, NO_OP, Finished, Ops, carried_ops
 from rankscope_exporter.training.sampling_config import Part, QuantitySampling
 
 

@@ -15,7 +15,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.config.monitor_config import MonitorConfig, own_settings
 from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.process.errors import ConfigError
-from rankscope_exporter.records.selection import EVERY_OP, Ops, chosen_ops
+from rankscope_exporter.records.plan import EVERY_OP, Ops, chosen_ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import needed_values, next_baseline, to_float32
 from rankscope_exporter.publish.anomaly_detector import AnomalyDetector
-from rankscope_exporter.records.selection import Finished
+from rankscope_exporter.records.plan import Finished
 
 KINDS = ("act_out", "grad_reduced", "param_after")
 NULL = math.nan

@@ -16,9 +16,8 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 from rankscope_exporter.measure.table import StepTable, Table
 from rankscope_exporter.publish.sinks.memory import rows_of
-from rankscope_exporter.records.plan import ParameterEntries
+from rankscope_exporter.records.plan import EVERY_OP, ParameterEntries
 from rankscope_exporter.records.record import StepRecord
-from rankscope_exporter.records.selection import EVERY_OP
 from rankscope_exporter.training.sampling import Schedule
 from rankscope_exporter.training.sampling_config import QuantitySampling
 

@@ -21,8 +21,7 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels.isolation import FAILURES_IN_A_ROW, LEFT_OUT_STEPS, Isolation
 from rankscope_exporter.measure.kernels.statistics_table import StatisticsTable
 from rankscope_exporter.measure.table import StepTable, Table
-from rankscope_exporter.records.plan import ParameterEntries
-from rankscope_exporter.records.selection import EVERY_OP
+from rankscope_exporter.records.plan import EVERY_OP, ParameterEntries
 
 
 def rows_by_step(found: Published) -> dict[int, set[tuple[str, str, int | None]]]:

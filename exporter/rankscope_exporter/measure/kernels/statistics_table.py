@@ -18,8 +18,8 @@ import torch
 
 from rankscope_contract.model.kinds import COUNT_OPS, OPS, VALUE_OPS
 from rankscope_exporter.measure.kernels.c_kernel import CKernel
+from rankscope_exporter.records.plan import Finished
 from rankscope_exporter.records.record import Transfer
-from rankscope_exporter.records.selection import Finished
 
 SUMS: Final = ("sum_of_squares", "min", "max", "sum")  # float64, over finite elements
 ROWS: Final = len(SUMS) + len(COUNT_OPS)

@@ -22,9 +22,8 @@ from rankscope_exporter.adapters.placement import FULL
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.table import Table
 from rankscope_exporter.process.validation import RANKS, Checked, at_least, list_of, validate
-from rankscope_exporter.records.plan import ParameterEntries
+from rankscope_exporter.records.plan import ParameterEntries, chosen_ops
 from rankscope_exporter.records.record import ExpectedRows
-from rankscope_exporter.records.selection import chosen_ops
 
 BACKWARD: Final = "backward"
 """Name of a part of training that hooks do not detect if it runs inside compiled code: the backward pass."""

@@ -15,7 +15,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_exporter.measure.kernels.compiled import backend_name
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
-from rankscope_exporter.records.selection import Finished
+from rankscope_exporter.records.plan import Finished
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from rankscope_exporter import Monitor
 from rankscope_exporter.measure.kernels import torch_backend
 from rankscope_exporter.measure.kernels.measure_group import MeasureGroup
 from rankscope_exporter.measure.kernels.statistics_table import NUMEL_ROW, HostCopy, StatisticsTable
-from rankscope_exporter.records.selection import EVERY_OP, chosen_ops, op_notices, rule_notices
+from rankscope_exporter.records.plan import EVERY_OP, chosen_ops, op_notices, rule_notices
 
 MAX, NUMEL = VALUE_OPS.index("max"), COUNT_OPS.index("numel")
 

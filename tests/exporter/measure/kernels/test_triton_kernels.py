@@ -25,8 +25,8 @@ from rankscope_exporter.measure.kernels import measure_group
 from rankscope_exporter.measure.kernels.compiled import DeviceArguments
 from rankscope_exporter.measure.kernels.statistics_table import HostCopy, StatisticsTable
 from rankscope_exporter.measure.quantities import quantity_classes
+from rankscope_exporter.records.plan import Finished
 from rankscope_exporter.records.record import Transfer
-from rankscope_exporter.records.selection import Finished
 
 CHUNK = 64
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
