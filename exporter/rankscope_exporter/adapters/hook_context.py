@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.adapters.torch_private import current_transform
+from rankscope_exporter.adapters.torch_private import current_transform, without_tensor_functions
 from rankscope_exporter.adapters.tracing import (
     call_outside_of_modes,
     is_dynamo_compiling,
@@ -129,8 +129,9 @@ class HookContext:
     def remove(self) -> None:
         """Remove all hooks. A hook that cannot be removed is reported, and has no effect any more."""
         self.active = False
-        for handle in self._handles:
-            self.boundary.call("removing a hook", handle.remove)
+        with without_tensor_functions():
+            for handle in self._handles:
+                self.boundary.call("removing a hook", handle.remove)
         self._handles.clear()
 
     def guarded(
@@ -233,7 +234,8 @@ class Hook(NotCopied):
         # The hook of an adapter may call further hooks. Their time is in that of the outer hook.
         began, before = time.thread_time(), context.cpu_seconds
         try:
-            return call(*args) if is_plain() else self._call_beside_modes(call, args)
+            with without_tensor_functions():
+                return call(*args) if is_plain() else self._call_beside_modes(call, args)
         except Exception as error:  # noqa: BLE001 - the façade: training never stops for telemetry
             context.boundary.report(self.where, error)
             return None

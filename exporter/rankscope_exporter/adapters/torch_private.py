@@ -117,6 +117,10 @@ tensor_address: Final[Callable[[torch.Tensor], int]] = attrgetter("_cdata") if _
 """Return the address of the tensor behind its Python object, which changes in `torch.utils.swap_tensors`."""
 
 
+without_tensor_functions: Final = torch_name("torch._C.DisableTorchFunctionSubclass", nullcontext)
+"""Context manager in which no `__torch_function__` of a subclass of Tensor is called."""
+
+
 def in_place_changes(tensor: torch.Tensor) -> int | None:
     """Return the number of in-place changes of a tensor; None for one of the inference mode, which has no number."""
     return None if tensor.is_inference() else version(tensor)

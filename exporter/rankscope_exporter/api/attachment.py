@@ -40,6 +40,7 @@ from rankscope_exporter.adapters.parameter_names import (
     target_notices,
 )
 from rankscope_exporter.adapters.process_group import place_in
+from rankscope_exporter.adapters.torch_private import without_tensor_functions
 from rankscope_exporter.api.session import PUBLISH_SECONDS, Session
 from rankscope_exporter.config.monitor_config import MonitorConfig
 from rankscope_exporter.control.anomaly_reactions import OnAnomaly, Owner
@@ -54,18 +55,20 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @contextlib.contextmanager
-def _collection_paused() -> Iterator[None]:
-    """Run no garbage collection inside the `with` block. Then move all objects to the oldest generation.
+def _undisturbed() -> Iterator[None]:
+    """Run no garbage collection and no code of tensor classes of the script inside the `with` block.
 
-    The objects of a large plan would cause many full collections, which would take most of the time of attach(). They
-    remain until detach(), so that collections of younger generations need not visit them either.
+    Then move all objects to the oldest generation. The objects of a large plan would cause many full collections, which
+    would take most of the time of attach(). They remain until detach(), so that collections of younger generations need
+    not visit them either.
     """
     was_enabled = gc.isenabled()
     if was_enabled:
         gc.collect(1)  # otherwise recent garbage of the training would be moved, and freed by a full collection only
     gc.disable()
     try:
-        yield
+        with without_tensor_functions():
+            yield
     finally:
         if was_enabled:
             if not gc.get_freeze_count():  # gc.unfreeze() would undo gc.freeze() of the script
@@ -74,7 +77,7 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-@_collection_paused()
+@_undisturbed()
 def attached(
     model: torch.nn.Module | Stage | Framework,
     optimizer: Optimizers,

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call, functionalize, grad, grad_and_value, hessian, jvp, vmap
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
+from torch.utils._pytree import tree_map
 
 from rankscope_exporter.adapters.base import WrappedModel
 from rankscope_exporter.api.attachment import ReplicaDedup
@@ -557,6 +558,60 @@ def test_gradients_that_an_optimizer_computes_inside_of_its_step(computes):
     loop.end()
 
     assert computes == (loop.steps("act_grad_out") == [])
+
+
+CALLS: list[Any] = []
+
+
+class Counted(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        CALLS.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Wrapped(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        CALLS.append(func)
+        own = lambda item: item.inner if isinstance(item, Wrapped) else item  # noqa: E731
+        found = func(*tree_map(own, args), **tree_map(own, kwargs or {}))
+        return tree_map(lambda item: Wrapped(item) if isinstance(item, torch.Tensor) else item, found)
+
+
+def calls_of_subclass(place: str, *, watched: bool) -> list[str]:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    loop = Loop("activations", "micro_gradients", "structure", "linear", net=net)
+    if place == "parameter":
+        net[0].weight = nn.Parameter(net[0].weight.detach().as_subclass(Counted))
+    optimizer = loop.adam()
+    CALLS.clear()
+    if watched:
+        loop.attach(optimizer)
+    for _ in range(STEPS):
+        batch = torch.randn(3, 4)
+        made = {"input": lambda x: x.as_subclass(Counted), "wrapper": Wrapped, "parameter": lambda x: x}[place](batch)
+        net(made).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if watched:
+        loop.finish()
+        measured = {row.entry.tensor for row in loop.rows("param_after", "act_out")}
+        assert {"", "0.weight"} - ({""} if place == "wrapper" else set()) <= measured
+        assert any("class Wrapped" in text for text in loop.messages("note")) == (place == "wrapper")
+    return [str(call) for call in CALLS]
+
+
+@pytest.mark.parametrize("place", ["input", "parameter", "wrapper"])
+def test_tensor_classes_of_the_script_see_no_call_of_the_monitor(place):
+    assert calls_of_subclass(place, watched=False) == calls_of_subclass(place, watched=True) != []
 
 
 @pytest.mark.parametrize("deletes", [True, False])

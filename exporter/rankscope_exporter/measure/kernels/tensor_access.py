@@ -47,8 +47,11 @@ def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the elements of `tensor` in the memory of this rank, in any order, as a tensor of one dimension.
 
     All elements that the result lacks are implicit zeros of a sparse tensor. Return None if `tensor` is None, freed,
-    nested, packed or on the meta device. Call this function with gradients disabled.
+    nested, packed or on the meta device. Raise TypeError if its class computes operations itself. Call this function
+    with gradients disabled.
     """
+    if tensor is not None and has_own_operations(type(tensor)):
+        raise TypeError(f"{type(tensor).__name__} computes operations itself")
     if tensor is None or tensor.is_meta or tensor.is_nested or tensor.dtype not in MEASURABLE:
         return None
     if is_lazy(tensor):
@@ -62,8 +65,20 @@ def elements_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return _flat(tensor.values() if tensor.layout in _COMPRESSED else tensor.to_dense())
 
 
+@functools.lru_cache(maxsize=64)
+def has_own_operations(kind: type[torch.Tensor]) -> bool:
+    """Return whether a class that is not part of torch computes the operations of its tensors itself.
+
+    Such tensors are not measured: the monitor must not run code of the script.
+    """
+    is_own = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return is_own and kind.__module__.partition(".")[0] != "torch"
+
+
 def why_not_measurable(tensor: torch.Tensor) -> str | None:
     """Return the reason why a tensor has no statistics, as text; None if it has statistics."""
+    if has_own_operations(type(tensor)):
+        return f"of the class {type(tensor).__name__}, which computes operations itself"
     if tensor.is_meta:
         return "a meta tensor"
     if tensor.is_nested:
