@@ -81,14 +81,14 @@ class SkippedSteps:
         self._is_irregular = False  # the latest numbers differed, and no event is held back
 
     def is_reported(self, step: StepRecord) -> bool:
-        """Return whether `step` has certainly skipped its update: the script ended it, or a gradient is not finite.
+        """Return whether `step` has certainly skipped its update.
 
         Otherwise, add its update, or add it to the skipped steps.
         """
         if not step.is_skipped:
             self.updated()
             return False
-        if step.skip_is_certain or (step.statistics is not None and _is_overflow(step.statistics)):
+        if step.skip_is_certain:
             return True
         self.skipped(step)
         return False
@@ -334,8 +334,11 @@ class Publisher:
 
     def _call(self, where: str, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)`, which may query the device while the training captures a CUDA graph."""
-        with self.queries(), no_fork():
-            self.boundary.call(where, function, *args)
+        try:
+            with self.queries(), no_fork():
+                function(*args)
+        except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
+            self.boundary.report(where, error)
 
     def _publish(self, record: StepRecord) -> None:
         self.events.on_publish(record)
@@ -397,6 +400,8 @@ class Publisher:
             finished = record.copy.finish(plan.plan.value_ops)
         finally:
             self.backlog.published += 1
+        if record.is_skipped and _is_overflow(finished.counts, version.entries):
+            record.skip_is_certain = True
         if record.expected:
             self.silent_kinds.see(plan.plan, finished.present)
         finished = published.only(finished) if published is not None else finished
@@ -459,15 +464,10 @@ def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FB
     return [{**row, "vpp_stage": int(name.partition(".")[0])} for row, name in zip(read, names, strict=True)]
 
 
-def _is_overflow(statistics: Statistics) -> bool:
+def _is_overflow(counts: npt.NDArray[np.int64], entries: Sequence[PlanEntry]) -> bool:
     """Return whether a gradient of a step has a NaN or an Inf."""
-    entries = statistics.plan.plan.entries
-    if not entries:  # the quantities measure no tensors, such as hashes alone
-        return False
-    counts = statistics.counts if statistics.measured is None else statistics.measured
-    rows = counts.to_numpy(zero_copy_only=False).reshape(-1, len(entries))
-    odd = rows[[COUNT_OPS.index("nans"), COUNT_OPS.index("infs")]]
-    return any(entries[position].kind in GRADIENT_KINDS for position in np.flatnonzero((odd > 0).any(axis=0)))
+    odd = counts[[COUNT_OPS.index("nans"), COUNT_OPS.index("infs")]]
+    return any(entries[position].kind in GRADIENT_KINDS for position in np.flatnonzero((odd > 0).any(axis=0)).tolist())
 
 
 def _message(firing: EntryFiring, entry: PlanEntry) -> str:

@@ -230,7 +230,7 @@ class StepRecord:
     sampled: bool = False
     ended_at: float | None = None  # seconds of time.monotonic(); None if not known yet
     is_skipped: bool | None = None  # whether the step has gradients and no update; None without the end of a step
-    skip_is_certain: bool = False  # the script has ended the step
+    skip_is_certain: bool = False  # the script has ended the step, or a gradient is not finite
 
     # Read by the publisher thread, which then releases them.
     copy: StatisticsCopy | None = None
