@@ -1,4 +1,4 @@
-"""Format collectives as text: dtype names, message sizes, lists of ranks, progress of a call.
+"""Format collectives as text: dtype names, message sizes, lists of ranks.
 
 Torch's flight recorder reports dtypes by their C++ names, and the sizes of inputs and outputs. The functions have no
 side effects.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -15,26 +16,17 @@ _TYPES: Final[dict[str, tuple[str, int]]] = {
     "Float": ("float32", 4),
     "Double": ("float64", 8),
     "Half": ("float16", 2),
-    "BFloat16": ("bfloat16", 2),
     "Long": ("int64", 8),
     "Int": ("int32", 4),
     "Short": ("int16", 2),
     "Char": ("int8", 1),
     "Byte": ("uint8", 1),
-    "UInt16": ("uint16", 2),
-    "UInt32": ("uint32", 4),
-    "UInt64": ("uint64", 8),
     "Bool": ("bool", 1),
     "ComplexHalf": ("complex32", 4),
     "ComplexFloat": ("complex64", 8),
     "ComplexDouble": ("complex128", 16),
-    "Float8_e4m3fn": ("float8_e4m3fn", 1),
-    "Float8_e5m2": ("float8_e5m2", 1),
-    "Float8_e4m3fnuz": ("float8_e4m3fnuz", 1),
-    "Float8_e5m2fnuz": ("float8_e5m2fnuz", 1),
-    "Float8_e8m0fnu": ("float8_e8m0fnu", 1),
 }
-"""Python name and bytes per element of each dtype, by its name in torch's flight recorder."""
+"""Python name and bytes per element of the dtypes whose name in torch's flight recorder does not contain their bits."""
 
 MOST_RANKS: Final = 1 << 20
 """Maximum number of ranks in the text form of a list of ranks. A text with more ranks is rejected as invalid."""
@@ -44,9 +36,15 @@ _BYTE_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 Sizes = Sequence[Sequence[int]]
 
 
+def _type(name: str) -> tuple[str, int]:
+    """Return the Python name of a dtype, and its bytes per element, which are 0 if they are unknown."""
+    bits = re.search(r"\d{1,3}", name)
+    return _TYPES.get(name) or (name.lower(), int(bits[0]) // 8 if bits else 0)
+
+
 def dtype_text(names: Iterable[str]) -> str | None:
     """Return the Python names of dtypes, each name once, separated by commas; None for an empty list."""
-    known = dict.fromkeys(_TYPES.get(name, (name.lower(), 0))[0] for name in names)
+    known = dict.fromkeys(_type(name)[0] for name in names)
     return ", ".join(known) or None
 
 
@@ -92,7 +90,7 @@ def _bytes(sizes: Sizes, types: Sequence[str]) -> int | None:
         return None
     total = 0
     for position, size in enumerate(sizes):
-        width = _TYPES.get(types[min(position, len(types) - 1)], ("", 0))[1]
+        width = _type(types[min(position, len(types) - 1)])[1]
         if width == 0:
             return None
         total += width * math.prod(size)

@@ -447,11 +447,11 @@ class Session:
         if source != TIMES:
             self._announce_kinds()
             self._publish_notices()
-        self.boundary.call("switching", self.overhead_controller.sampling_changed)
+        self.overhead_controller.window.restart(1)  # the cost of the new configuration is unknown
         self.boundary.call("switching", self.captures.sampling_changed, step)
 
     def _capture_changed(self) -> None:
-        self.overhead_controller.pause()  # the cost of a capture does not count against max_overhead
+        self.overhead_controller.window.restart()  # the cost of a capture does not count against max_overhead
         self._announce_kinds()
 
     def _announce_kinds(self) -> None:

@@ -176,14 +176,6 @@ class OverheadController(StepObserver):
             if required is not None:
                 self._act(required)
 
-    def sampling_changed(self) -> None:
-        """Reset the factor of the sampling interval to 1, because the cost of the new configuration is unknown."""
-        self.window.restart(1)
-
-    def pause(self) -> None:
-        """Discard the present overhead window and start a new one, so that the cost of a capture is not evaluated."""
-        self.window.restart()
-
     def state(self) -> dict[str, Any]:
         """Return the state for the HTTP path /config: the factor of the sampling interval.
 
