@@ -126,14 +126,16 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self._lock = threading.Lock()
         self._deadlines: dict[socket.socket, float] = {}  # monotonic time at which a connection is closed
         self._thread: threading.Thread | None = None
-        self.address_family, sockaddr = _resolve(address)
+        host = "127.0.0.1" if address.host == "localhost" else address.host
         try:
+            found: Any = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
+            self.address_family, sockaddr = found[0], found[-1]
             super().__init__(sockaddr, _Handler)
         except OSError as error:
-            raise ServeError(
-                f"cannot listen on {address}: {error.strerror or error}; use port 0 for any free port,"
-                " or another RANKSCOPE_LISTEN"
-            ) from error
+            remedy = "use port 0 for any free port, or another RANKSCOPE_LISTEN"
+            if isinstance(error, socket.gaierror):
+                remedy = "use an address of this machine"
+            raise ServeError(f"cannot listen on {address}: {error.strerror or error}; {remedy}") from error
 
     @property
     def port(self) -> int:
@@ -220,7 +222,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
             if len(self._deadlines) < self._max_connections:
                 self._deadlines[request] = time.monotonic() + self.client_seconds
                 return True
-        _refuse(request)
+        request.settimeout(0)  # the accepting thread must not wait for a client
+        if not isinstance(request, ssl.SSLSocket):  # with TLS, the answer would need a handshake
+            _send_raw(request, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
         return False
 
     def shutdown_request(self, request: Any) -> None:
@@ -354,25 +358,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class' signature
         log.debug("%s: %s", self.client_address[0], format % args)
-
-
-def _resolve(address: Address) -> tuple[socket.AddressFamily, Any]:
-    """Return the address family and the socket address for listening on `address`. Raises ServeError."""
-    host = "127.0.0.1" if address.host == "localhost" else address.host
-    try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        reason = f"{error.strerror or error}; use an address of this machine"
-        raise ServeError(f"cannot listen on {address}: {reason}") from error
-    return family, sockaddr
-
-
-def _refuse(connection: socket.socket) -> None:
-    """Answer an accepted connection with status 429 (too many connections); does not block, sends nothing on TLS."""
-    connection.settimeout(0)  # the accepting thread must not wait for a client
-    if isinstance(connection, ssl.SSLSocket):
-        return  # the answer would need a TLS handshake
-    _send_raw(connection, "429 Too Many Requests", "too many connections", "Retry-After: 1\r\n")
 
 
 def _send_raw(connection: socket.socket, status: str, text: str, headers: str = "", *, is_clear: bool = False) -> None:
