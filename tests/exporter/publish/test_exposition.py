@@ -160,14 +160,6 @@ def test_page_without_records_is_valid_and_a_lone_surrogate_is_replaced(record):
     assert {("bad ? name",): 1.0} == bench.samples("rankscope_scalar")
 
 
-def test_absent_tensor_has_no_sample(record):
-    entries = [PlanEntry(kind="act_out", tensor=name) for name in ("here", "gone")]
-    bench = Bench()
-    bench.live.update(record(0, entries, [{"norm": 1.0}, None]))
-
-    assert {"here"} == {tensor for _, tensor, _ in bench.samples("rankscope_tensor_value")}
-
-
 def test_page_ops_selects_the_ops_of_the_page(record):
     entries, numbers = [PlanEntry(kind="act_out", tensor="a")], [{"norm": 1.0, "max": 2.0}]
     shown = []
