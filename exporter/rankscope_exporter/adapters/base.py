@@ -6,6 +6,7 @@ adapters: each rank publishes its own norms, and the view `tensor_global` of the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -22,7 +23,6 @@ from rankscope_exporter.adapters.parameter_hooks import Announced, CallbackHandl
 from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
 from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT
-from rankscope_exporter.process.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,19 +300,15 @@ class Framework(WrappedModel):
     # The tensors that the optimizer updates.
 
     def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        """Return the torch optimizers in `given`; its elements are the objects whose `step` a script calls.
-
-        Raise ConfigError for an object without `step`.
-        """
+        """Return the torch optimizers in `given`; its elements are the objects whose `step` a script calls."""
         found: dict[torch.optim.Optimizer, None] = {}
         for item in given:
             inner = inner_optimizers(item)
-            if not callable(getattr(item, "step", None)):
-                raise ConfigError(f"{type(item).__name__} is no optimizer: it has no method step")
             if not inner:
                 self.unknown_optimizers.append(type(item).__name__)
-            if inner != [item] and inner:
-                self._outer_steps.update(dict.fromkeys(inner, OuterStep(item)))
+            elif inner != [item]:
+                with contextlib.suppress(TypeError):  # an object with __slots__: the update ends with the inner step
+                    self._outer_steps.update(dict.fromkeys(inner, OuterStep(item)))
             found.update(dict.fromkeys(inner))
         return tuple(found)
 

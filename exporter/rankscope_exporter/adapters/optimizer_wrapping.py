@@ -38,12 +38,19 @@ def inner_optimizers(optimizer: Any, levels: int = _MOST_LEVELS) -> list[torch.o
 
 def _held(wrapper: Any) -> Iterator[Any]:
     """Yield the objects with a method `step` and with parameter groups that a wrapper holds, also in lists."""
-    for value in (getattr(wrapper, "optimizer", None), *getattr(wrapper, "__dict__", {}).values()):
+    for value in (_attribute(wrapper, "optimizer"), *(_attribute(wrapper, "__dict__") or {}).values()):
         inside = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
         for item in inside:
             is_other = isinstance(item, torch.Tensor | torch.nn.Module | dict | str)
-            if not is_other and hasattr(item, "step") and hasattr(item, "param_groups"):
+            if not is_other and _attribute(item, "step") is not None and _attribute(item, "param_groups") is not None:
                 yield item
+
+
+def _attribute(item: Any, name: str) -> Any:
+    try:
+        return getattr(item, name, None)
+    except Exception:  # noqa: BLE001 - code of the script
+        return None
 
 
 def _nothing() -> None:

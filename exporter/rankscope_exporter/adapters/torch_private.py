@@ -250,6 +250,7 @@ nested_tensor_class: Final = partial(loaded, "torch.nested._internal.nested_tens
 # Optimizers.
 
 _STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+_CALL: Final = torch.nn.Module._call_impl.__code__
 _STATE_DICT: Final = "torch.distributed.checkpoint.state_dict"
 
 
@@ -274,10 +275,10 @@ def makes_state(optimizer: torch.optim.Optimizer) -> bool:
     return any(frame.f_globals.get("__name__") == _STATE_DICT for frame in _stack())
 
 
-def is_in_forward(module: torch.nn.Module, thread: int) -> bool:
-    """Return whether a thread is inside of a forward pass of the class of `module`."""
-    code = getattr(getattr(type(module), "forward", None), "__code__", None)
-    return any(frame.f_code is code for frame in _stack(thread))
+def running_calls(modules: Sequence[torch.nn.Module], thread: int) -> int:
+    """Return the number of calls of these modules that run on a thread, one inside of the other."""
+    called = [frame.f_locals.get("self") for frame in _stack(thread) if frame.f_code is _CALL]
+    return sum(any(item is module for module in modules) for item in called)
 
 
 def _stack(thread: int | None = None) -> Iterator[FrameType]:

@@ -102,7 +102,8 @@ def attached(
     chosen = tuple(item for item in parameters if not item.is_lazy and targets.selects(item.name, *item.aliases))
     found = boundary.call("reading dp_group and tp_group", find_replica_dedup, framework, chosen, groups)
     replica_dedup = found or ReplicaDedup()
-    given = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    several = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
+    given = tuple(several) if isinstance(several, Iterable) else () if several is None else (several,)
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     optimizers = Borrowed(framework.optimizers(given))
     monitored = MonitoredModel(

@@ -18,8 +18,8 @@ from rankscope_exporter.adapters.torch_private import (
     autograd_engine,
     current_pass,
     forward_pre_hooks,
-    is_in_forward,
     makes_state,
+    running_calls,
     running_optimizer_steps,
 )
 from rankscope_exporter.adapters.tracing import (
@@ -146,7 +146,7 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
-        if _is_in_forward(self):
+        if _is_in_forward(self, outside_of=1):
             self._inner += 1
             return
         if self.in_forward:
@@ -341,10 +341,14 @@ class Hooks(HookContext):
             self.tell_once(_COMPILED_UPDATE)
 
 
-def _is_in_forward(hooks: Hooks) -> bool:
-    """Return whether a forward pass of the model is running. The flags may be stale."""
-    is_possible = hooks.in_forward or hooks.in_evaluation
-    return is_possible and is_in_forward(hooks.monitored.framework.model, hooks.forward_thread)
+def _is_in_forward(hooks: Hooks, *, outside_of: int = 0) -> bool:
+    """Return whether a forward pass of the model is running, beside the innermost calls that the caller is inside of.
+
+    The flags may be stale.
+    """
+    if not (hooks.in_forward or hooks.in_evaluation):
+        return False
+    return running_calls(hooks.monitored.framework.chunks, hooks.forward_thread) > outside_of
 
 
 def _has_lost_hooks(framework: Framework) -> bool:

@@ -172,7 +172,7 @@ class StepTracker:
         `computes_gradients`: it has a closure.
         """
         if signal is Signal.UPDATE:
-            is_over = repeated and self._is_over_at_update(computes_gradients)
+            is_over = self._is_over_at_update(cleared, repeated, computes_gradients)
         else:
             is_over = signal is not Signal.UPDATED and self._is_over(signal, cleared)
         ended = self.end() if is_over and not self.explicit else None
@@ -205,9 +205,13 @@ class StepTracker:
         self._updating = self._has_forward = self._has_failed = False
         return ended
 
-    def _is_over_at_update(self, computes_gradients: bool) -> bool:  # noqa: FBT001 - private
-        self._has_failed |= self._updating and self._running_updates() == 1  # else this one is inside of another one
-        return self.stage is StepStage.UPDATED or (computes_gradients and self._is_over_by_failure())
+    def _is_over_at_update(self, cleared: Cleared, repeated: bool, computes_gradients: bool) -> bool:  # noqa: FBT001
+        is_outer = self._running_updates() <= 1  # else this update is inside of another one
+        self._has_failed |= self._updating and is_outer
+        if not computes_gradients or self.stage is StepStage.UPDATED:
+            return repeated and self.stage is StepStage.UPDATED
+        is_left = self.stage is StepStage.GRADIENTS and is_outer and cleared()
+        return is_left or (repeated and self._is_over_by_failure())
 
     def _is_over(self, signal: Signal, cleared: Cleared) -> bool:
         if self._updating:

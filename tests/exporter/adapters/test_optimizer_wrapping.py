@@ -1,16 +1,13 @@
 """Optimizers that step other ones: rates and moments are those of the inner ones; the update ends with the outer."""
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from tests.exporter.parts import QUIET, Watched, small
+from tests.exporter.parts import Watched, small, train
 from torch import nn
-
-from rankscope_exporter import Monitor
 
 Parameters = Iterable[nn.Parameter]
 
@@ -86,7 +83,46 @@ def test_update_has_the_rates_of_the_inner_and_the_values_of_the_outer_step(wrap
         assert after[record.step][record.entry.tensor] == pytest.approx(record.numbers["norm"], rel=1e-6)  # type: ignore[index]
 
 
-def test_optimizer_without_a_torch_optimizer_is_named_once(caplog):
+class Slotted:
+    """Neither weak references nor new attributes are possible, and other attributes raise another error than usual."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (lambda _: nn.Linear(2, 2), "Linear"),
+        (lambda optimizer: [optimizer, object()], "object"),
+        (lambda optimizer: {"main": optimizer}, None),
+        (lambda optimizer: iter([optimizer]), None),
+        (Slotted, None),
+        (lambda _: None, None),
+    ],
+)
+def test_no_object_among_the_optimizers_ends_the_attach(given, named):
+    net, optimizer = small()
+    with Watched(net, given(optimizer)) as watched:
+        for _ in range(3):
+            train(net, optimizer)
+
+    assert ([1, 2, 3], 0) == (watched.steps("grad_reduced", "0.weight"), watched.faults)
+    assert {2, 3} <= set(watched.steps("param_after", "0.weight"))
+    assert [named] * bool(named) == [
+        n for n in ("Linear", "object") if f"found in {n}" in " ".join(watched.messages("note"))
+    ]
+
+
+def test_optimizer_without_a_torch_optimizer_is_named_once():
     net, _ = small()
 
     class Own:
@@ -100,5 +136,3 @@ def test_optimizer_without_a_torch_optimizer_is_named_once(caplog):
 
     assert [1] == watched.steps("grad_reduced", "0.weight")
     assert any("no torch optimizer was found in Own" in text for text in watched.messages("note"))
-    Monitor(QUIET).attach(copy.deepcopy(net), nn.Linear(2, 2))
-    assert "Linear is no optimizer: it has no method step" in caplog.text

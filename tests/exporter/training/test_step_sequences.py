@@ -84,8 +84,7 @@ class Expected:
         self.now.passes |= dict.fromkeys(self.now.passes.keys() & set(reached), True)
 
     def update(self, *, raises: bool, gradient: float | None, has_closure: bool = False) -> None:
-        has_failed = has_closure and self.is_open and self.now.is_failed
-        self.begin(is_over=self.is_open and (self.now.is_updated or has_failed))
+        self.begin(is_over=self.is_over() if has_closure else self.is_open and self.now.is_updated)
         if self.now.gradient is None and gradient is not None:
             self.now.row = gradient
         self.now.is_failed, self.now.is_updated = raises, self.now.is_updated or not raises
