@@ -144,8 +144,7 @@ class OverheadController(StepObserver):
     is then counted. The function `cost` returns the CPU seconds that the monitor has used so far, without those that
     occur only once.
 
-    All methods run on the training thread, except `_make` and `_request`, which the background thread of
-    `ChangeSources` calls, too.
+    All methods run on the training thread, except `_make`, which the background thread of `ChangeSources` calls.
     """
 
     max_overhead: float | str | None
@@ -191,19 +190,20 @@ class OverheadController(StepObserver):
         request = DecimationRequest(
             stretch=required, share=share, max_overhead=limit, rank=self.identity.rank, changes=changes
         )
+        send = partial(self.sources.request_reaction, asdict(request), BUDGET)
         is_low = required < self.stretch
         if self._counted_at == changes and not is_low:
             self._counted_at = -1
             self.sources.count(f"room/{changes}", -1, lambda _: None)
         if required > self.stretch and self._requested_at != changes:
             self._requested_at = changes
-            self._request(request)
+            send()
         elif is_low and self._counted_at != changes:
             self._counted_at = changes
 
             def counted(ranks: int | None) -> None:
                 if ranks is None or ranks >= self.identity.world_size:  # the overhead of all ranks is low
-                    self._request(request)
+                    send()
 
             self.sources.count(f"room/{changes}", 1, counted)
         elif share > limit and self.stretch == MOST_STRETCH and not self._is_floor_reported:
@@ -213,9 +213,6 @@ class OverheadController(StepObserver):
                 f"{_percent(limit)}, although only one in {MOST_STRETCH} of the configured steps is sampled: sampling "
                 "is not the cause"
             )
-
-    def _request(self, request: DecimationRequest) -> None:
-        self.sources.request_reaction(asdict(request), BUDGET)
 
     def _make(self, document: Mapping[str, Any], step: int | None) -> PlannedChange:
         """Return the change of the sampling interval for the request of a rank with the fields `document`."""
