@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -134,13 +135,17 @@ class Event:
     micro_step: int | None = None
     call_id: int | None = None
     message: str = ""
-    details: str | None = None  # JSON
+    details: Any = None  # a JSON value or its text; stored as text
 
     def __post_init__(self) -> None:
         """Mask secrets and cut long texts. The message of an anomaly has only names, which are clean, and numbers."""
         if self.type != EventType.ANOMALY:
             object.__setattr__(self, "message", redacted_text(self.message))
-        object.__setattr__(self, "details", redacted_json(self.details))
+        details = self.details
+        if not isinstance(details, str | None):
+            # The escape of a lone surrogate is valid in JSON.
+            details = json.dumps(details, default=str, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+        object.__setattr__(self, "details", redacted_json(details))
 
 
 JUMP_MICROSECONDS: Final = 2_000_000

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import json
 import threading
 import time
 import weakref
@@ -238,7 +237,7 @@ def _is_same(framework: Framework, named: NamedParameter, name: str, ranks: Sequ
 def _event(name: str, ranks: Sequence[int], same: int, all_: int) -> Event:
     text = f"{name}: rank {ranks[0]} publishes the equal data of {same} of {all_} parameters for all ranks of the group"
     details = {"group": name, "published_by": ranks[0], "ranks": list(ranks), "parameters": same}
-    return Event(type=EventType.NOTE, severity=Severity.INFO, message=text, details=json.dumps(details))
+    return Event(type=EventType.NOTE, severity=Severity.INFO, message=text, details=details)
 
 
 _SECOND_MONITOR: Final = (

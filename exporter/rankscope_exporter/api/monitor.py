@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import os
 import time
 import weakref
@@ -86,8 +85,8 @@ class OpenPhases(CopiesDoNothing):
 
 
 def _publish_event(session: Session, kind: str, message: str, details: Mapping[str, Any]) -> None:
-    text = encodable(json.dumps(details, default=str, ensure_ascii=False)) if details else None
-    session.current_step.publish_event(Event(type=str(kind), message=encodable(str(message)), details=text))
+    event = Event(type=str(kind), message=encodable(str(message)), details=details or None)
+    session.current_step.publish_event(event)
 
 
 class PhaseContext(CopiesDoNothing, contextlib.ContextDecorator):

@@ -285,7 +285,7 @@ class Reason:
         take place).
         """
         details = {"state": state, "rank": self.rank, "fired_step": self.step, "reason": self.message, **more}
-        return Event(type=EventType.CAPTURE, message=message, details=json.dumps(details), **self.firing)
+        return Event(type=EventType.CAPTURE, message=message, details=details, **self.firing)
 
 
 @dataclass(eq=False, kw_only=True)

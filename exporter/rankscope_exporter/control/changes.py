@@ -319,7 +319,7 @@ def _event(
     if after.fixed:
         text += f"; {', '.join(after.fixed)} cannot change before the next start"
     severity = Severity.WARNING if late_steps or after.fixed else Severity.INFO
-    return Event(type=EventType.SWITCH, severity=severity, message=text, details=json.dumps(details))
+    return Event(type=EventType.SWITCH, severity=severity, message=text, details=details)
 
 
 def _summary(sampling: SamplingConfig) -> str:

@@ -7,7 +7,6 @@ group. The rank that increments the counter last requests the shorter interval.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -124,7 +123,7 @@ def _event(request: DecimationRequest, before: int, step: int, agreed_step: int 
     details |= {"share": request.share, "max_overhead": request.max_overhead, "rank": request.rank}
     severity = Severity.WARNING if request.stretch > before else Severity.INFO
     message = f"from step {step}: {_reason(request, before)}"
-    return Event(type=EventType.BUDGET, severity=severity, message=message, details=json.dumps(details))
+    return Event(type=EventType.BUDGET, severity=severity, message=message, details=details)
 
 
 def _reason(request: DecimationRequest, before: int) -> str:

@@ -14,7 +14,6 @@ CPU, memory, page faults and disk I/O are read from /proc.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import resource
@@ -300,7 +299,7 @@ def _event(xid: int, uuid: str) -> Event:
         severity=Severity.CRITICAL,
         value=float(xid),
         message=f"XID {xid} on {uuid}" + (f": {meaning}" if meaning else ""),
-        details=json.dumps({"xid": xid, "gpu": uuid}),
+        details={"xid": xid, "gpu": uuid},
     )
 
 

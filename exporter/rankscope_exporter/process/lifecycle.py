@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import json
 import logging
 import os
 import queue
@@ -198,13 +197,12 @@ def weighed_reason(
 
 def exit_event(reason: ExitReason, error: str | None, last_step: int | None) -> Event:
     """Return the event that a rank publishes last, with the exit reason, the last step and the error."""
-    details = json.dumps({"reason": reason, "last_step": last_step, "error": error}, ensure_ascii=False)
     calm = reason in (ExitReason.COMPLETED, ExitReason.UNKNOWN)
     return Event(
         type=EventType.EXIT,
         severity=Severity.INFO if calm else Severity.CRITICAL,
         message=f"{reason}: {error}" if error else str(reason),
-        details=details,
+        details={"reason": reason, "last_step": last_step, "error": error},
     )
 
 

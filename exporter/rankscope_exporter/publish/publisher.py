@@ -10,7 +10,6 @@ each update. An event is therefore held back until it is known whether the numbe
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import queue
@@ -328,7 +327,7 @@ class Publisher:
                 severity=Severity.WARNING,
                 value=float(lost),
                 message=f"{lost} record{'' if lost == 1 else 's'} lost: {why}",
-                details=json.dumps({"records": lost, "reason": why}),
+                details={"records": lost, "reason": why},
             )
             self._publish_record(StepRecord.now(events=[event]))
 

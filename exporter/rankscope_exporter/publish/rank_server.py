@@ -79,7 +79,7 @@ def _jump_event(jump: int, offset: int) -> Event:
         severity=Severity.WARNING,
         value=jump / 1e6,
         message=message,
-        details=json.dumps(details | {"offset_us": offset}, sort_keys=True),
+        details=details | {"offset_us": offset},
     )
 
 

@@ -7,7 +7,6 @@ therefore not a hang, but a rank that waits in a collective is one.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import threading
@@ -155,7 +154,7 @@ class Watchdog:
         text += "" if step is None else f", after step {step}"
         if held is not None:
             text += f"; no Python code ran for {held:.0f} s: C code held the GIL, or the process was stopped"
-        details = json.dumps({"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held})
+        details = {"state": "began", "seconds": seconds, "phase": phase, "interpreter_held_seconds": held}
         event = Event(type=EventType.HANG, severity=Severity.CRITICAL, value=seconds, message=text, details=details)
         where = self.boundary.call("publishing the event and stacks of a hang", self._place, event)
         self.print_line(f"rank {self.diagnosis.rank}: {text}" + (f": {where}" if where else ""))
@@ -170,8 +169,7 @@ class Watchdog:
         return str(Standing.of(self.diagnosis.rank, taken.stacks, taken.flight))
 
     def _report_end(self, seconds: float) -> None:
-        details = json.dumps({"state": "ended", "seconds": seconds})
         text = f"training continues after {seconds:.0f} s without activity"
-        event = Event(type=EventType.HANG, value=seconds, message=text, details=details)
+        event = Event(type=EventType.HANG, value=seconds, message=text, details={"state": "ended", "seconds": seconds})
         self.boundary.call("recording the end of a hang", self.diagnosis.publish, event)
         self.print_line(f"rank {self.diagnosis.rank}: {text}")
