@@ -86,11 +86,9 @@ class SkippedSteps:
         """
         if not step.is_skipped:
             self.updated()
-            return False
-        if step.skip_is_certain:
-            return True
-        self.skipped(step)
-        return False
+        elif not step.skip_is_certain:
+            self.skipped(step)
+        return bool(step.is_skipped) and step.skip_is_certain
 
     def skipped(self, step: StepRecord) -> None:
         """Add `step`, which has ended without an update."""

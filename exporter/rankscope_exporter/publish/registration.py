@@ -93,7 +93,7 @@ class ServiceClient:
         try:
             with opener.open(request, timeout=timeout_seconds) as response:
                 answer = bytes(response.read(_REPLY_BYTES))
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no valid host name
             raise UnreachableError(f"{self._url}: {_reason(error, self._url)}") from error
         if not 200 <= response.status < 300:
             text = answer.decode("utf-8", "replace").strip()
@@ -394,12 +394,10 @@ class OrphanRecovery:
         if self._thread.ident is not None:
             self._thread.join(timeout=1.0)
         with self._changed:
-            left, self._orphans = list(self._orphans.values()), {}
-        for orphan in left:
-            orphan.release()
+            self.abandon()
 
     def abandon(self) -> None:
-        """Close the inherited files in a forked child. Takes no lock: the child may lack the thread that holds it."""
+        """Release the spools. Takes no lock: a forked child may lack the thread that holds it."""
         for orphan in list(self._orphans.values()):
             orphan.release()
         self._orphans = {}
