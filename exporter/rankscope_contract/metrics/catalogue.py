@@ -6,6 +6,7 @@ from these definitions; tests check that they agree with them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from rankscope_contract.metrics import hardware
@@ -130,6 +131,8 @@ BUILD_INFO = gauge(
     "version schema_version torch",
 )
 
+_run_gauge = partial(service_gauge, labels="run")
+
 TARGETS = service_gauge(
     "rankscope_ingest_targets", "Processes of ranks that have registered at the service, by health.", "health"
 )
@@ -161,10 +164,8 @@ LOST_RECORDS = service_counter(
     "Records that a rank overwrote before the service had fetched them, or that were lost with the rank.",
     "run",
 )
-LOST_RECORDS_AGE = service_gauge(
-    "rankscope_ingest_lost_records_age_seconds",
-    "Time since records of a run were lost; absent before the first loss.",
-    "run",
+LOST_RECORDS_AGE = _run_gauge(
+    "rankscope_ingest_lost_records_age_seconds", "Time since records of a run were lost; absent before the first loss."
 )
 UNKNOWN_RANK: Final = "unknown"
 """Value of the label `rank` for events that concern no single rank, such as a divergence without a majority."""
@@ -207,61 +208,47 @@ RUN_FAILURE = service_gauge(
     "1 for a failed run, as soon as it is final which rank failed first. Label reason: its exception or signal.",
     "run rank reason",
 )
-RANKS_MISSING = service_gauge(
+RANKS_MISSING = _run_gauge(
     "rankscope_run_ranks_missing",
     "World size of the latest attempt minus its live ranks; 0 if the attempt completed or was stopped.",
-    "run",
 )
-RUN_ATTEMPT = service_gauge(
-    "rankscope_run_attempt",
-    "Number of the latest attempt of a run, starting at 0.",
-    "run",
-    stored_as="attempts.attempt",
+RUN_ATTEMPT = _run_gauge(
+    "rankscope_run_attempt", "Number of the latest attempt of a run, starting at 0.", stored_as="attempts.attempt"
 )
-RUN_START = service_gauge(
-    "rankscope_run_start_timestamp_seconds",
-    "Start of the latest attempt, in UTC.",
-    "run",
-    stored_as="attempts.started_at",
+RUN_START = _run_gauge(
+    "rankscope_run_start_timestamp_seconds", "Start of the latest attempt, in UTC.", stored_as="attempts.started_at"
 )
-RUN_END = service_gauge(
+RUN_END = _run_gauge(
     "rankscope_run_end_timestamp_seconds",
     "End of the latest attempt, in UTC; absent while it is active.",
-    "run",
     stored_as="attempts.ended_at",
 )
-RUN_STEP = service_gauge(
-    "rankscope_run_step",
-    "Highest step received from any rank of the latest attempt.",
-    "run",
-    stored_as="attempts.last_step",
+RUN_STEP = _run_gauge(
+    "rankscope_run_step", "Highest step received from any rank of the latest attempt.", stored_as="attempts.last_step"
 )
-RUN_LAST_STEP = service_gauge(
+RUN_LAST_STEP = _run_gauge(
     "rankscope_run_last_step_timestamp_seconds",
     "Time of the latest step of any rank, by the clock of that rank, in UTC.",
-    "run",
 )
-RUN_STEPS_PLANNED = service_gauge(
+RUN_STEPS_PLANNED = _run_gauge(
     "rankscope_run_steps_planned",
     "Planned number of steps of a run; absent if unknown.",
-    "run",
     stored_as="attempts.planned_steps",
 )
-RUN_PROGRESS = service_gauge(
-    "rankscope_run_progress_ratio", "Completed steps divided by planned steps.", "run", stored_as="attempts.last_step"
+RUN_PROGRESS = _run_gauge(
+    "rankscope_run_progress_ratio", "Completed steps divided by planned steps.", stored_as="attempts.last_step"
 )
-RUN_LOSS = service_gauge(
-    "rankscope_run_loss", "Loss of an ended run: mean of ranks with its last step.", "run", stored_as="scalars.value"
+RUN_LOSS = _run_gauge(
+    "rankscope_run_loss", "Loss of an ended run: mean of ranks with its last step.", stored_as="scalars.value"
 )
-RUN_ETA = service_gauge(
+RUN_ETA = _run_gauge(
     "rankscope_run_eta_seconds",
     "Estimated time for the remaining steps at the speed of the last 30 s; absent after the end of the run.",
-    "run",
 )
-RANKS_EXPECTED = service_gauge(
-    "rankscope_run_ranks_expected", "World size of the latest attempt.", "run", stored_as="attempts.world_size"
+RANKS_EXPECTED = _run_gauge(
+    "rankscope_run_ranks_expected", "World size of the latest attempt.", stored_as="attempts.world_size"
 )
-RANKS_UP = service_gauge("rankscope_run_ranks_up", "Ranks that registered and have not ended.", "run")
+RANKS_UP = _run_gauge("rankscope_run_ranks_up", "Ranks that registered and have not ended.")
 RANK_VANISHED = service_gauge(
     "rankscope_rank_vanished", "1 for a rank that stopped responding without an exit event, else 0.", "run rank"
 )
@@ -312,11 +299,10 @@ REMOTE_WRITE_DROPPED = service_counter(
     "Remote-write items that are not stored: exemplars, histograms, metadata, oversized series, repeated samples.",
     "reason",
 )
-RUN_GOODPUT = service_gauge(
+RUN_GOODPUT = _run_gauge(
     "rankscope_run_goodput_ratio",
     "Time in steps that were not superseded, divided by the time since the run first started. Restarts and lost steps "
     "count as elapsed time.",
-    "run",
 )
 
 CATALOG: Final[dict[str, MetricSpec]] = {
