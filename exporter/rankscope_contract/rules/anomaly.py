@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS, Kind
-from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules import AnomalyRule
 
 _INFINITY = float("inf")
 

@@ -42,7 +42,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import Plan, PlanEntry
-from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.wire.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.plan import NamedPlan

@@ -27,7 +27,7 @@ import pyarrow as pa
 from rankscope_contract.model.events import WHOLE_MODEL, Event, EventType, Severity
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, OPS, VALUE_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS, PlanEntry
-from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread, no_fork

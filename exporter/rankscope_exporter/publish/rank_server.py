@@ -26,7 +26,7 @@ import pyarrow as pa
 from rankscope_contract import __version__
 from rankscope_contract.model.events import JUMP_MICROSECONDS, Event, EventType, Severity, clock_jump
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.rules.base import AnomalyRule
+from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.wire.channel import NOTHING, STATE_DRAINING, STATE_RUNNING, Registration, RegistrationReply
 from rankscope_contract.wire.spool import service_name
 from rankscope_exporter.process.errors import ErrorBoundary, ServeError
