@@ -1,9 +1,9 @@
-"""Adapters for DeepSpeed, whose engine wraps the model and updates it.
+"""Adapter for DeepSpeed, whose engine wraps the model and updates it.
 
 The engine reduces gradients and, with ZeRO, divides them among the ranks. When all micro-batches of a step are
 accumulated, it calls one method, `_take_model_step`, to clip gradients and to step the optimizer. DeepSpeed has no
-public hook for this call, and no public access to the parts of tensors that a rank has with ZeRO. The adapters
-therefore use private names of DeepSpeed. A test checks them with the pinned version of DeepSpeed.
+public hook for this call, and no public access to the parts of tensors that a rank has with ZeRO. The adapter
+therefore uses private names of DeepSpeed. A test checks them with the pinned version of DeepSpeed.
 
 Finds float32 parameters and gradients, and this rank's part of them, in each kind of DeepSpeed optimizer.
 
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, FrameworkTraits, TensorSpec
-from rankscope_exporter.adapters.hook_context import Hook, HookContext
-from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod, unwrapped
+from rankscope_exporter.adapters.base import TensorSpec
+from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.optimizer_wrapping import inner_optimizers
 from rankscope_exporter.adapters.partitioned_optimizer import FROZEN, ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 
@@ -41,11 +41,16 @@ class ZeroStage:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.inner: torch.optim.Optimizer = optimizer.optimizer
+        self.inner: Any = next(iter(inner_optimizers(optimizer)), None)
         self.accumulates_in: torch.dtype | None = getattr(optimizer, "gradient_accumulation_dtype", None)
         self.process_groups: dict[int, dist.ProcessGroup] = {}
         """Mapping from the id() of each divided parameter to the process group of the ranks that have its parts."""
         self._parts: Parts = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        """Place of the reduced gradient of each divided parameter, by id() of the parameter.
+
+        A place is the number of a list of tensors, and the position in this list.
+        """
 
     def parts(self) -> Parts:
         """Return the part of each parameter that this rank updates, by id() of the parameter."""
@@ -57,11 +62,27 @@ class ZeroStage:
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient of this rank's part of `parameter`, before it is unscaled and clipped."""
-        return parameter.grad
+        part, place = self._parts.get(id(parameter)), self._places.get(id(parameter))
+        if part is None or place is None:
+            return parameter.grad if place is None else None
+        if getattr(self.optimizer, "offload_optimizer", False) or getattr(self.optimizer, "cpu_offload", False):
+            return part.of(part.tensor.grad)
+        pieces = self.optimizer.averaged_gradients.get(place[0])
+        return None if pieces is None else pieces[place[1]].detach().view(-1).narrow(0, 0, part.count)
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the sum of this rank's own gradients of `parameter` over the micro-batches of the step so far."""
         return parameter.grad
+
+
+class WholeParameters(ZeroStage):
+    """An optimizer that steps the parameters of the model, as for ZeRO stage 0 in float32; None without one."""
+
+    def parts(self) -> Parts:
+        for number, group in enumerate(getattr(self.inner, "param_groups", ())):
+            for parameter in group["params"]:
+                self._parts[id(parameter)] = ParameterPartition(parameter, self.inner, number)
+        return self._parts
 
 
 class FusedFp16(ZeroStage):
@@ -96,6 +117,8 @@ class MappedPartitions(ZeroStage):
         for group, (parameters, flat) in enumerate(zip(groups, flats, strict=True)):
             for parameter in parameters:
                 self.process_groups[id(parameter)] = self.optimizer.real_dp_process_group[group]
+                # A parameter without elements in the partition may have no index.
+                self._places[id(parameter)] = group, getattr(parameter, "_index_in_param_group", -1)
                 mapping = parameter._hp_mapping  # noqa: SLF001 - see the top of the module
                 where = None if mapping is None else mapping.hp_fragment_address
                 self._parts[id(parameter)] = where and ParameterPartition(
@@ -105,37 +128,13 @@ class MappedPartitions(ZeroStage):
 
 
 class Zero1And2(MappedPartitions):
-    """A DeepSpeed optimizer of ZeRO 1 or 2.
-
-    Its attribute `averaged_gradients` has the reduced gradients of this rank's partition of each group, as consecutive
-    pieces.
-    """
+    """A DeepSpeed optimizer of ZeRO 1 or 2."""
 
     attributes = ("bit16_groups", "single_partition_of_fp32_groups")
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.scatters = bool(optimizer.partition_gradients)
-        self._places: dict[int, dict[int, int]] = {}  # group -> start of a piece -> its position
-
-    def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        part = self._parts.get(id(parameter))
-        if part is None:
-            return None
-        if getattr(self.optimizer, "cpu_offload", False):
-            return part.of(part.tensor.grad)
-        pieces = self.optimizer.averaged_gradients.get(part.group)
-        if pieces is None:
-            return None
-        places = self._places.setdefault(part.group, {})
-        if not places:
-            start = 0
-            for position, piece in enumerate(pieces):
-                places.setdefault(start, position)
-                start += piece.numel()
-        found: torch.Tensor = pieces[places[part.start]]
-        assert found.numel() == part.count
-        return found.detach().view(-1)
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
         # A sum with a separate dtype is in the attribute `grad_accum` of the parameter instead of `grad`.
@@ -155,39 +154,26 @@ class Bf16Zero1(MappedPartitions):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
         self.accumulates_in = getattr(optimizer, "grad_acc_dtype", None)
-        self._places = {
-            id(parameter): (group, position)
-            for group, parameters in enumerate(optimizer.bf16_groups)
-            for position, parameter in enumerate(parameters)
-        }
 
     def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        whole = None if self._parts.get(id(parameter)) is None else self._sum(parameter)
+        whole = None if self._parts.get(id(parameter)) is None else self.earlier(parameter)
         if whole is None:
             return None
         here = parameter._hp_mapping.lp_fragment_address  # type: ignore[attr-defined]  # noqa: SLF001 - see the top
         return whole.detach().view(-1).narrow(0, int(here.start), int(here.numel))
 
     def earlier(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        whole = self._sum(parameter)
-        return None if whole is None else whole.view(parameter.shape)
-
-    def _sum(self, parameter: nn.Parameter) -> torch.Tensor | None:
         group, position = self._places[id(parameter)]
         if not self.optimizer.fp32_groups_has_gradients[group][position]:
             return None
         whole: torch.Tensor = self.optimizer.fp32_groups_gradients[group][position]
-        return whole
+        return whole.view(parameter.shape)
 
 
 class Zero3(ZeroStage):
     """A DeepSpeed optimizer of ZeRO 3: it divides each parameter evenly among the ranks and pads the last part."""
 
     scatters = True
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._places: dict[int, tuple[int, int]] = {}  # by id() of the parameter: sub-group and position in it
 
     def parts(self) -> Parts:
         # For a frozen parameter, this is the part that the rank stores.
@@ -210,15 +196,6 @@ class Zero3(ZeroStage):
         count = max(0, min(padded, int(parameter.ds_numel) - padded * dist.get_rank(ranks)))
         self._parts[id(parameter)] = ParameterPartition(tensor, self.inner, group, start, count) if count else None
 
-    def reduced(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        part, place = self._parts.get(id(parameter)), self._places.get(id(parameter))
-        if part is None or part.count is None or place is None:
-            return None
-        if getattr(self.optimizer, "offload_optimizer", False):
-            return part.of(part.tensor.grad)
-        pieces = self.optimizer.averaged_gradients.get(place[0])
-        return None if pieces is None else pieces[place[1]].detach().view(-1).narrow(0, 0, part.count)
-
 
 _KINDS: Final[tuple[tuple[str, Callable[[Any], ZeroStage]], ...]] = (
     ("fp32_partitioned_groups_flat", Zero3),
@@ -235,26 +212,38 @@ The names of optimizer classes cannot identify the kinds, because subclasses hav
 """
 
 
-def stage_of(optimizer: Any) -> ZeroStage | None:
-    """Return an object that reads the parts and gradients of `optimizer`; None for an unknown kind of optimizer."""
-    return next((kind(optimizer) for attribute, kind in _KINDS if hasattr(optimizer, attribute)), None)
-
-
-_UPDATE = "_take_model_step"
 _LAST_WHOLE_STAGE = 2
 
 
-class _Engine(Framework):
-    """Base class of two adapters: for DeepSpeed optimizers that step the model's own parameters, and for all others.
+class DeepSpeed(PartitionedOptimizer):
+    """Adapter for DeepSpeed, whose engine clips gradients without a change of `Tensor._version`.
 
-    It has the methods that read only the DeepSpeed engine, not its optimizer.
+    The optimizer steps the parameters of the model, float32 copies of them, or flat parts of such copies.
     """
 
+    name: ClassVar[str] = "deepspeed"
     priority: ClassVar[int] = 30
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._engine: Any = model
+        self._engine = model
+        kinds = (kind for attribute, kind in _KINDS if hasattr(model.optimizer, attribute))
+        self._stage = next(kinds, WholeParameters)(model.optimizer)
+        self.parts = self._stage.parts()
+        scatters, is_whole = self._stage.scatters, isinstance(self._stage, WholeParameters)
+        # A script may move the engine's accumulation boundary by hand, so one configured micro-batch leaves it open.
+        is_single = model.gradient_accumulation_steps() == 1
+        self.traits = replace(
+            PartitionedOptimizer.traits,
+            replicated=True,
+            reduces_each_micro_batch=None if scatters and is_single else scatters,
+            local_until_backward_ends=is_whole,
+            updates_in_parts=not is_whole,
+        )
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        return isinstance(model, loaded("deepspeed.runtime.engine", "DeepSpeedEngine"))
 
     @property
     def module(self) -> nn.Module:
@@ -271,77 +260,6 @@ class _Engine(Framework):
         if group is None or is_expert or self._engine.zero_optimization_stage() > _LAST_WHOLE_STAGE:
             return ()
         return dist.get_process_group_ranks(group)
-
-
-class DeepSpeed(_Engine):
-    """Adapter for ZeRO stage 0 in float32, which all-reduces gradients after the last backward pass of a step.
-
-    `engine.step()` clips gradients without a change of `Tensor._version`.
-    """
-
-    name: ClassVar[str] = "deepspeed"
-    traits = FrameworkTraits(
-        replicated=True, reduces=True, reduces_after_last_backward=True, optimizer_takes_copies=True
-    )
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._reduced = False
-
-    @classmethod
-    def matches(cls, model: nn.Module) -> bool:
-        return _is_engine(model) and _stage(model) is None
-
-    def reduces_in_backward(self) -> bool:
-        # While the beginning of an update is reported, DeepSpeed has reduced all gradients and clipped none.
-        return self._reduced
-
-    def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
-        # If `given` is empty, return the optimizer of the DeepSpeed engine.
-        return super().optimizers(given or _optimizers(self._engine))
-
-    def install(self, hooking: HookContext) -> None:
-        # At the beginning of an update, all gradients are reduced, and none is clipped.
-
-        def reduced() -> None:
-            self._reduced = True
-            hooking.reduced()
-            self._reduced = False
-
-        before = Hook(hooking, "reporting the beginning of an update", reduced)
-
-        def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            before()
-            return original(*args, **kwargs)
-
-        hooking.keep(PatchedMethod(self._engine, _UPDATE, update))
-
-
-class DeepSpeedZero(_Engine, PartitionedOptimizer):
-    """Adapter for ZeRO 1, 2 and 3, and for all modes in which the optimizer steps copies of the parameters.
-
-    The optimizer steps float32 copies of whole parameters, or flat parts of such copies.
-    """
-
-    name: ClassVar[str] = "deepspeed_zero"
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        stage = _stage(model)
-        assert stage is not None
-        self._stage = stage
-        self.parts = stage.parts()
-        # A script may move the engine's accumulation boundary by hand, so one configured micro-batch leaves it open.
-        is_single = self._engine.gradient_accumulation_steps() == 1
-        self.traits = replace(
-            PartitionedOptimizer.traits,
-            replicated=True,
-            reduces_each_micro_batch=None if stage.scatters and is_single else stage.scatters,
-        )
-
-    @classmethod
-    def matches(cls, model: nn.Module) -> bool:
-        return _is_engine(model) and _stage(model) is not None
 
     def layout(self, parameter: torch.Tensor) -> Layout:
         # A parameter that ZeRO does not divide is whole.
@@ -370,23 +288,9 @@ class DeepSpeedZero(_Engine, PartitionedOptimizer):
         # Return None if the ZeRO stage keeps no such sum.
         return None if self._stage.scatters else self._stage.earlier(parameter)
 
-    def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:  # noqa: ARG002 - all are the same
-        # `given` is ignored: all its objects wrap this optimizer.
-        return tuple(unwrapped(item) for item in _optimizers(self._engine))
+    def optimizers(self, given: Sequence[Any]) -> tuple[torch.optim.Optimizer, ...]:
+        # All objects in `given` wrap the optimizer of the engine.
+        return tuple(inner_optimizers(self._engine.optimizer)) or super().optimizers(given)
 
     def install(self, hooking: HookContext) -> None:
-        # The beginning and the end of an update are reported separately.
-        self.watch(self._engine, _UPDATE, hooking)
-
-
-def _is_engine(model: nn.Module) -> bool:
-    return isinstance(model, loaded("deepspeed.runtime.engine", "DeepSpeedEngine"))
-
-
-def _stage(engine: Any) -> ZeroStage | None:
-    optimizer = engine.optimizer
-    return None if optimizer is None or isinstance(optimizer, torch.optim.Optimizer) else stage_of(optimizer)
-
-
-def _optimizers(engine: Any) -> tuple[Any, ...]:
-    return () if engine.optimizer is None else (engine.optimizer,)
+        self.watch(self._engine, "_take_model_step", hooking)
