@@ -155,7 +155,7 @@ def test_tokens_of_a_step_equal_the_count_of_trainer(tmp_path):
 
     class Reading(transformers.TrainerCallback):
         def on_train_end(self, *_args, **_kwargs):
-            monitor = watching._attended.monitor
+            monitor = watching.monitor
             monitor.end_step()
             reader = Reader(monitor.address)
             wait_until(lambda: len(reader.scalars("step_seconds")) == 2)

@@ -93,7 +93,7 @@ def hugging_face(watch: Watch | None, folder: Path, model: Seeing, **options: An
     class Watched(RankscopeCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             super().on_train_begin(*args, **kwargs)
-            watch.take(self._attended.monitor)
+            watch.take(self.monitor)
 
     model.config = PretrainedConfig(hidden_size=4)  # as a model of transformers
     options = {"max_steps": STEPS, "save_strategy": "no", **options}
@@ -170,7 +170,7 @@ def lightning(
     class Watched(RankscopeCallback):
         def on_train_start(self, *args: Any) -> None:
             super().on_train_start(*args)
-            watch.take(self._attended.monitor)
+            watch.take(self.monitor)
 
     resume = options.pop("resume", None)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

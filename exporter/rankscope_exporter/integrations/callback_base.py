@@ -73,28 +73,27 @@ class CallbackBase(CopiesDoNothing):
 
     Before and after a training, the methods of this class have no effect.
 
-    The constructor checks the configuration and raises ConfigError if it is invalid. No later error is raised into
-    training.
+    No error after the constructor is raised into training.
     """
 
-    def __init__(self, config: Given, *, report: ReportChoice = False) -> None:
+    def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
+        """Check the configuration `config`, as Monitor does. Raises ConfigError.
+
+        After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
+        in the folder `rankscope-reports`, or False for none.
+        """
         self.config = Monitor(config).config
         self._report = report
-        self._boundary = ErrorBoundary()
+        self.boundary = ErrorBoundary()
         self.monitor: Monitor | None = None
         self._phase: AbstractContextManager[Any] | None = None
         self._phase_name: str | None = None
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_boundary": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
+        return {"boundary": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "config": self.config.without_secrets()}
-
-    def safely(self, where: str, function: Callable[..., None], *args: Any) -> None:
-        """Call `function(*args)`, but not in a copy of the callback. An error is logged once and not raised."""
-        if not self.is_copy:
-            self._boundary.call(where, function, *args)
 
     def begin(
         self,
@@ -115,7 +114,7 @@ class CallbackBase(CopiesDoNothing):
         if self.monitor is not None:
             self.monitor.end_of_process(ExitReason.UNKNOWN, "another training began in this process")
         config = config or self.config
-        found = self._boundary.call("hyper-parameters", hyperparameters) or {}
+        found = self.boundary.call("hyper-parameters", hyperparameters) or {}
         config = replace(config, hyperparameters={**found, **config.hyperparameters})
         self.monitor = Monitor(config, total_steps=total_steps or None, first_step=first_step)
         return self.monitor.attach(model, optimizer)
@@ -131,7 +130,7 @@ class CallbackBase(CopiesDoNothing):
             return
         monitor.__exit__(type(error) if error is not None else None, error, None)
         if error is None and self._report is not False:
-            self._boundary.call("report", start_report, monitor, self._report)
+            self.boundary.call("report", start_report, monitor, self._report)
 
     def log(self, step: int | None, values: Mapping[str, Any]) -> None:
         """Log those entries of `values` that are numbers, for step number `step`."""

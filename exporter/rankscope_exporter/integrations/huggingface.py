@@ -15,28 +15,19 @@ from transformers import TrainerCallback
 
 from rankscope_exporter.adapters.parameter_names import defines_forward
 from rankscope_exporter.adapters.torch_private import FSDP_WRAPPED, held_modules
-from rankscope_exporter.config.monitor_config import Given
-from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
-from rankscope_exporter.process.inert import CopiesDoNothing
+from rankscope_exporter.integrations.callback_base import CallbackBase
 
 _NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
 
 
-class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
+class RankscopeCallback(CallbackBase, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
     """Attaches a monitor when training begins, numbers steps by `global_step`, and detaches at the end.
 
     The numbers that Trainer logs are logged under the same names. The loss that Trainer logs is the mean over the steps
     since its previous log. A copy of the callback, also a pickled one, does nothing.
     """
 
-    def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
-        """Check the configuration `config`, as Monitor does. Raises ConfigError.
-
-        After the training, rank 0 makes a report of the run in a child process: `report` is its path, True for a file
-        in the folder `rankscope-reports`, or False for none.
-        """
-        self._attended = CallbackBase(config, report=report)
-        self._tokens_seen = 0
+    _tokens_seen = 0
 
     def on_train_begin(
         self, args: Any, state: Any, _control: Any, *, model: nn.Module, optimizer: Any, **_kwargs: Any
@@ -44,12 +35,12 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         # The first step of a resumed training follows the last step of the checkpoint.
         if self._refuses("on_train_begin()"):
             return
-        self._attended.safely("on_train_begin", self._begin, args, state, model, optimizer)
+        self.boundary.call("on_train_begin", self._begin, args, state, model, optimizer)
 
     def _begin(self, args: Any, state: Any, model: nn.Module, optimizer: Any) -> None:
         planned = state.max_steps if state.max_steps > 0 else None
         self._tokens_seen = state.num_input_tokens_seen
-        self._attended.begin(
+        self.begin(
             outermost(model),
             optimizer,
             first_step=state.global_step + 1,
@@ -59,7 +50,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
 
     def on_step_begin(self, *_args: Any, **_kwargs: Any) -> None:
         # An evaluation or a checkpoint has ended by then.
-        self._attended.leave_phase()
+        self.leave_phase()
 
     on_predict = on_save = on_step_begin  # these two are called at the end
 
@@ -68,7 +59,7 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         # after it.
         # Trainer counts the tokens of all ranks together if `include_num_input_tokens_seen` is set.
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
-        self._attended.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
+        self.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
         self._next_phase(control)
 
     def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
@@ -78,27 +69,27 @@ class RankscopeCallback(CopiesDoNothing, TrainerCallback):  # type: ignore[misc,
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
         values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
-        self._attended.log(state.global_step or None, values)
+        self.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
         # Begin the phase `evaluation` unless it is open. It is already open if Trainer evaluates after a training
         # step or an epoch. It is not open if the script called `evaluate` or `predict`.
-        self._attended.enter_phase("evaluation")
+        self.enter_phase("evaluation")
 
     def on_evaluate(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
-        self._attended.leave_phase()
+        self.leave_phase()
         if control.should_save:
-            self._attended.enter_phase("checkpoint")
+            self.enter_phase("checkpoint")
 
     def on_train_end(self, *_args: Any, **_kwargs: Any) -> None:
         # After an exception, Trainer does not call this method. The error is then recorded when the process exits.
-        self._attended.end()
+        self.end()
 
     def _next_phase(self, control: Any) -> None:
         if control.should_evaluate:
-            self._attended.enter_phase("evaluation")
+            self.enter_phase("evaluation")
         elif control.should_save:
-            self._attended.enter_phase("checkpoint")
+            self.enter_phase("checkpoint")
 
 
 def _hyperparameters(args: Any, model: nn.Module) -> dict[str, Any]:

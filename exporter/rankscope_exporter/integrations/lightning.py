@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final
 
@@ -10,48 +11,41 @@ from lightning.pytorch.callbacks import Callback
 
 from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.parameter_hooks import Announced
-from rankscope_exporter.config.monitor_config import Given
-from rankscope_exporter.integrations.callback_base import CallbackBase, ReportChoice
-from rankscope_exporter.process.inert import CopiesDoNothing
+from rankscope_exporter.api.monitor import Monitor
+from rankscope_exporter.integrations.callback_base import CallbackBase
 
 
-class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
+class RankscopeCallback(CallbackBase, Callback):  # type: ignore[misc,unused-ignore]  # lightning may be missing where types are checked
     """Attaches a monitor when fitting begins, and detaches it at the end. A copy of the callback does nothing.
 
     The first step has the number `trainer.global_step` + 1. With automatic optimization, a step is one update. With
     manual optimization, a step is one batch, because a module may use several optimizers for one batch.
     """
 
-    def __init__(self, config: Given = None, *, report: ReportChoice = True) -> None:
-        """Check the configuration `config`, as Monitor does. Raises ConfigError.
-
-        After the training, rank 0 makes a report: `report` is its path, True for a file in `rankscope-reports`.
-        """
-        self._attended = CallbackBase(config, report=report)
-        self._announced: Announced | None = None
-        self._updates = 0
-        self._before_evaluation: set[str] = set()
-        self._of_evaluation: set[str] = set()
+    _announced: Announced | None = None
+    _updates = 0
+    _before_evaluation: AbstractSet[str] = frozenset()
+    _of_evaluation: AbstractSet[str] = frozenset()
 
     def _unattached(self) -> dict[str, Any]:
-        return {"_announced": None, "_before_evaluation": set(), "_of_evaluation": set()}
+        return {**super()._unattached(), "_announced": None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # The hyper-parameters of the module, of its data module and of the Lightning Trainer are stored with the run.
         if self._refuses("on_train_start()"):
             return
-        self._attended.safely("on_train_start", self._begin, trainer, pl_module)
+        self.boundary.call("on_train_start", self._begin, trainer, pl_module)
 
     def _begin(self, trainer: Any, pl_module: Any) -> None:
         by_batch = not pl_module.automatic_optimization
-        config, model = self._attended.config, trainer.strategy.model
+        config, model = self.config, trainer.strategy.model
         # Lightning never calls an unwrapped module as a whole, so no hook of the monitor detects its forward pass.
         # The callback reports it to the adapter.
         framework = framework_of(model)
         framework.announced = self._announced = Announced(pl_module) if model is pl_module else None
         self._updates = trainer.global_step
         done = trainer.fit_loop.total_batch_idx + 1 if by_batch else trainer.global_step
-        self._attended.begin(
+        self.begin(
             framework,
             trainer.optimizers,
             first_step=done + 1,
@@ -61,7 +55,7 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         )
 
     def on_train_batch_start(self, *_args: Any) -> None:
-        self._attended.leave_phase()
+        self.leave_phase()
         if self._announced is not None:
             self._announced.begins()
 
@@ -73,39 +67,39 @@ class RankscopeCallback(CopiesDoNothing, Callback):  # type: ignore[misc,unused-
         # With automatic optimization, they are logged only at batches that end with an update.
         if self._announced is not None:
             self._announced.ends()  # a batch without a loss has no backward pass
-        self._attended.safely("on_train_batch_end", self._end_batch, trainer, pl_module, outputs)
+        if self.monitor is not None:
+            self.boundary.call("on_train_batch_end", self._end_batch, self.monitor, trainer, pl_module, outputs)
 
-    def _end_batch(self, trainer: Any, pl_module: Any, outputs: Any) -> None:
+    def _end_batch(self, monitor: Monitor, trainer: Any, pl_module: Any, outputs: Any) -> None:
         metrics = trainer.callback_metrics
         values = {**_loss(outputs), **{name: metrics[name] for name in metrics.keys() - self._of_evaluation}}
         if not pl_module.automatic_optimization:
-            self._attended.log(None, values)
-            if self._attended.monitor is not None:
-                self._attended.monitor.end_step()
+            self.log(None, values)
+            monitor.end_step()
         elif trainer.global_step > self._updates:
             self._updates = trainer.global_step
-            self._attended.log(self._updates, values)
+            self.log(self._updates, values)
 
     def on_validation_start(self, trainer: Any, _pl_module: Any) -> None:
-        self._attended.enter_phase("evaluation")
+        self.enter_phase("evaluation")
         self._before_evaluation = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, _pl_module: Any) -> None:
         # The metrics are not logged again for later steps.
-        self._attended.leave_phase()
+        self.leave_phase()
         metrics = trainer.callback_metrics
         self._of_evaluation |= metrics.keys() - self._before_evaluation
-        self._attended.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
+        self.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
 
     def on_save_checkpoint(self, *_args: Any) -> None:
         # Lightning does not report the end of saving: the phase ends with the next batch.
-        self._attended.enter_phase("checkpoint")
+        self.enter_phase("checkpoint")
 
     def on_train_end(self, *_args: Any) -> None:
-        self._attended.end()
+        self.end()
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
-        self._attended.end(exception)
+        self.end(exception)
 
 
 _TRAINER_SETTINGS: Final = (

@@ -32,7 +32,7 @@ from rankscope_contract.wire.tls import TlsServer
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.api.attachment import EndedRun
 from rankscope_exporter.api.monitor import OpenPhases, PhaseContext
-from rankscope_exporter.config.sections import HardwareConfig
+from rankscope_exporter.config.monitor_config import HardwareConfig
 from rankscope_exporter.measure.quantities import quantity_classes
 from rankscope_exporter.monitors.flop_counter import FlopCount
 from rankscope_exporter.monitors.throughput import ThroughputConfig
@@ -139,9 +139,9 @@ def callback_of(module: str) -> Factory:
     def make(request: pytest.FixtureRequest) -> Any:
         made = callback_class(module)(QUIET)
         net = Holding()
-        made._attended.begin(net, torch.optim.SGD(net.parameters(), lr=0.1), first_step=1, total_steps=None)
-        made._attended.enter_phase("evaluation")
-        request.addfinalizer(made._attended.end)
+        made.begin(net, torch.optim.SGD(net.parameters(), lr=0.1), first_step=1, total_steps=None)
+        made.enter_phase("evaluation")
+        request.addfinalizer(made.end)
         return made
 
     return make
@@ -312,7 +312,7 @@ def test_callback_makes_a_report_unless_it_is_turned_off(name):
     kind = callback_class(name)
     choices = [kind(QUIET), kind(QUIET, report=False), kind(QUIET, report="end.html")]
 
-    assert [True, False, "end.html"] == [callback._attended._report for callback in choices]
+    assert [True, False, "end.html"] == [callback._report for callback in choices]
 
 
 def test_attributes_of_a_subclass_are_copied():
@@ -449,10 +449,10 @@ def test_copied_callback_is_inactive(trainer, request, caplog):
             OF_TRAINER[trainer](copied, net)
 
         assert 1 == len(caplog.messages)
-        assert copied._attended.monitor is None
+        assert copied.monitor is None
         assert not net._forward_pre_hooks
         assert set() == getattr(made, "_of_evaluation", set())
-    assert made._attended.monitor.address is not None
+    assert made.monitor.address is not None
 
 
 @pytest.mark.parametrize("kind", SINKS, ids=lambda kind: kind.__name__)
