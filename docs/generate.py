@@ -28,8 +28,9 @@ from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
 from rankscope_contract.model.schema import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
-from rankscope_exporter import CaptureConfig, MonitorConfig
-from rankscope_exporter.config.sections import TABLES
+from rankscope_exporter import CaptureConfig, MonitorConfig, ServeConfig
+from rankscope_exporter.config.monitor_config import HardwareConfig
+from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.records.record import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
@@ -117,7 +118,12 @@ def monitor_settings() -> str:
     """Return the table of the monitor's settings, including those of its nested tables such as `serve`."""
     meanings = _meanings("monitor")
     rows = []
-    tables = {**TABLES, "capture": CaptureConfig}
+    tables = {
+        "serve": ServeConfig,
+        "throughput": ThroughputConfig,
+        "hardware": HardwareConfig,
+        "capture": CaptureConfig,
+    }
     for prefix, cls in (("", MonitorConfig), *((f"{name}.", cls) for name, cls in tables.items())):
         for field in fields(cls):
             if not prefix and field.name in tables:

@@ -13,8 +13,7 @@ from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 
 if TYPE_CHECKING:
     from rankscope_exporter.api.monitor import Monitor
-    from rankscope_exporter.config.monitor_config import MonitorConfig
-    from rankscope_exporter.config.sections import CaptureConfig
+    from rankscope_exporter.config.monitor_config import CaptureConfig, MonitorConfig
     from rankscope_exporter.control.anomaly_reactions import Anomaly
     from rankscope_exporter.monitors.flop_counter import count_flops
     from rankscope_exporter.process.errors import ConfigError, CountError, RankscopeError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _MODULES: Final = {
     "Anomaly": "control.anomaly_reactions",
-    "CaptureConfig": "config.sections",
+    "CaptureConfig": "config.monitor_config",
     "ConfigError": "process.errors",
     "CountError": "process.errors",
     "Monitor": "api.monitor",

@@ -1,56 +1,35 @@
-"""`MonitorConfig`: all settings of a rank and their validation.
+"""`MonitorConfig`: all settings of a rank, in sections, and their validation.
 
 The sources are Python, a JSON or TOML file, and the environment.
-
-Convert hyper-parameters of a training to JSON values of limited size, with secrets masked.
-
-A trainer or a script may pass any objects, such as models, datasets or classes. The result is sent to the service with
-each heartbeat, so its size is limited.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import json
 import logging
 import math
 import os
 import re
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from enum import Enum
-from itertools import islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import numpy as np
-import torch
-
 from rankscope_contract.model.identity import RUN_VARIABLE, check_run_name
 from rankscope_contract.model.kinds import DEFAULT_OPS
-from rankscope_contract.model.redaction import redacted, redacted_text
+from rankscope_contract.model.redaction import redacted
 from rankscope_contract.rules import AnomalyRule, rule_from_config
 from rankscope_contract.rules.curve import RANK_RULES
+from rankscope_exporter.config.hyperparameters import storable
 from rankscope_exporter.config.loader import read_settings
-from rankscope_exporter.config.sections import (
-    ALL,
-    TABLES,
-    CaptureConfig,
-    HardwareConfig,
-    OptionTables,
-    check_option_tables,
-    options_from,
-)
 from rankscope_exporter.measure.quantities import Quantity, select_quantities
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.monitors.hangs.diagnosis import STACK_SIGNALS
 from rankscope_exporter.monitors.throughput import ThroughputConfig
 from rankscope_exporter.process.discovery import extension
-from rankscope_exporter.process.errors import ConfigError, encodable
+from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.identity import rank_from_environment, script_commit
 from rankscope_exporter.process.lifecycle import DEFAULT_SIGNALS
 from rankscope_exporter.process.validation import (
@@ -66,6 +45,7 @@ from rankscope_exporter.process.validation import (
     listed,
     number,
     one_of,
+    options_from,
     share_of,
     some_text,
     table,
@@ -74,98 +54,6 @@ from rankscope_exporter.process.validation import (
 from rankscope_exporter.publish.serving_config import OFF, PREFIX, SERVE_VARIABLES, ServeConfig, flag_of
 from rankscope_exporter.publish.sinks import Sink, sink_class
 from rankscope_exporter.records.plan import chosen_ops
-
-MAX_ITEMS: Final = 100
-"""Maximum number of items of a list. In a longer list, a text replaces the omitted items and contains their count."""
-
-MAX_TEXT: Final = 1_000
-"""Maximum length of one text."""
-
-MAX_CHARACTERS: Final = 65_536
-"""Maximum length of the JSON text of all hyper-parameters. The longest values are omitted until the text fits."""
-
-_DEEPEST: Final = 8
-_MOST_VALUES: Final = 5_000  # limits the time for a list that contains itself
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")  # differs between the processes of a run
-
-
-def storable(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return `values` as JSON values: secrets are masked, and values that have no JSON form become text.
-
-    Enumerations are replaced by their values, dataclasses and namespaces by tables. The function accepts its own
-    results and returns them unchanged.
-    """
-    found: dict[str, Any] = redacted({_text(name): _Conversion().value(item, 1) for name, item in values.items()})
-    sizes = {name: len(json.dumps({name: value}, ensure_ascii=False)) for name, value in found.items()}
-    excess = sum(sizes.values()) - MAX_CHARACTERS
-    for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
-        if excess <= 0:
-            break
-        found[name] = f"… {sizes[name]} characters omitted"
-        excess -= sizes[name] - len(json.dumps({name: found[name]}, ensure_ascii=False))
-    return found
-
-
-class _Conversion:
-    """Converts one hyper-parameter, and counts the values in it, because their number is limited."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def value(self, value: Any, depth: int) -> Any:
-        self._count += 1
-        if self._count > _MOST_VALUES:
-            return "…"
-        if isinstance(value, Enum | np.generic):
-            value = value.value if isinstance(value, Enum) else value.item()
-        if value is None or isinstance(value, bool):
-            return value
-        if isinstance(value, int) and abs(value) < 1 << 63:
-            return int(value)
-        if isinstance(value, float):
-            return float(value) if math.isfinite(value) else str(float(value))
-        if depth <= _DEEPEST:
-            try:
-                return self._container(value, depth)
-            except Exception:  # noqa: BLE001 - a container of the user may raise any error when it is read
-                return _text(value)
-        return _text(value)
-
-    def _container(self, value: Any, depth: int) -> Any:
-        if isinstance(value, Namespace):
-            value = vars(value)
-        elif is_dataclass(value) and not isinstance(value, type | Mapping):
-            value = {item.name: getattr(value, item.name) for item in fields(value)}
-        if isinstance(value, Mapping):
-            return {_text(key): self.value(item, depth + 1) for key, item in value.items()}
-        if isinstance(value, str | bytes) or not isinstance(value, Sequence | AbstractSet):
-            return _text(value)
-        ordered: Iterable[Any] = value if isinstance(value, Sequence) else sorted(value, key=_text)
-        if len(value) <= MAX_ITEMS:
-            return [self.value(item, depth + 1) for item in ordered]
-        shown = [self.value(item, depth + 1) for item in islice(ordered, MAX_ITEMS - 1)]
-        return [*shown, f"… {len(value) - len(shown)} more"]
-
-
-def _text(value: Any) -> str:
-    try:
-        text = encodable(_described(value))
-    except Exception:  # noqa: BLE001 - __str__ of an object of the user may raise any error
-        text = encodable(type(value).__qualname__)
-    return redacted_text(text, MAX_TEXT)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, torch.Tensor):  # its values may be on a device, which must not be waited for
-        return f"{type(value).__name__} of shape {tuple(value.shape)}"
-    if isinstance(value, torch.nn.Module):
-        return type(value).__qualname__
-    if hasattr(value, "__qualname__"):  # a class or a function
-        return f"{value.__module__}.{value.__qualname__}"
-    return _ADDRESS.sub("", str(value))
-
 
 log = logging.getLogger("rankscope")
 
@@ -209,6 +97,71 @@ def _rule(entry: Any) -> AnomalyRule:
         return rule_from_config(entry)
     except ValueError as error:
         raise ConfigError(f"rules: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareConfig:
+    """Settings of the thread that reads hardware metrics of the rank's GPU, process and machine."""
+
+    every_seconds: Annotated[
+        float, number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")
+    ] = 5.0
+    """Seconds between two readings of the hardware; 0 disables the readings."""
+
+    def __post_init__(self) -> None:
+        validate(self, ConfigError, "hardware.")
+
+
+def check_option_tables(options: Mapping[str, Any], quantities: Sequence[str], prefix: str = "") -> None:
+    """Raise ConfigError if `options` has a table for a quantity that is not one of `quantities`."""
+    for name in options:
+        if name not in quantities:
+            select_quantities([name])  # names the nearest one
+            raise ConfigError(f"{prefix}options.{name} has no effect: add {name!r} to {prefix}quantities")
+
+
+ALL: Final = "*"
+OptionTables = Annotated[Mapping[str, Mapping[str, Any]], table("a table with one table for each quantity")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureConfig:
+    """Settings of captures.
+
+    If one of `rules` fires on any rank, all ranks measure `quantities` at each of the next `steps` steps.
+    """
+
+    rules: tuple[str, ...] = (ALL,)
+    """Names of the rules whose firing starts a capture; "*" means all rules."""
+    quantities: Annotated[tuple[str, ...], Checked(select_quantities)] = ("activations", "gradients", "parameters")
+    """Names of the quantities that are measured in addition during a capture."""
+    options: OptionTables = field(default_factory=dict)
+    """Options of quantities during a capture, by name of the quantity.
+
+    By default, a quantity has the same options as outside of captures.
+    """
+    steps: Annotated[int, at_least(1)] = 5
+    cooldown_steps: Annotated[int, at_least(0)] = 100
+    """Number of steps after a capture in which firings do not start another capture."""
+    max_captures: Annotated[int, at_least(1)] = 10
+    """Maximum number of captures per process. Without it, a permanently broken run would be measured at every step."""
+    flight_record: bool = True
+    """True records the latest collectives of each rank at a capture, if there is a process group."""
+
+    def __post_init__(self) -> None:
+        given: object = self.rules
+        if given == ALL:
+            object.__setattr__(self, "rules", (ALL,))
+        validate(self, ConfigError, "capture.")
+        check_option_tables(self.options, self.quantities, "capture.")
+
+    def chooses(self, rule: str | None) -> bool:
+        return ALL in self.rules or rule in self.rules
+
+    def settings(self, options: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the sampling settings during a capture; `options` are those of quantities outside of captures."""
+        own = {name: options[name] for name in self.quantities if name in options}
+        return {"quantities": self.quantities, "options": {**own, **self.options}, "every": 1, "times": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +214,7 @@ class MonitorConfig:
     """
     max_overhead: Annotated[float | str | None, Checked(share_of)] = None
     """Maximum share of the training time that measurements may take, such as 0.01 or "1 %"; null sets no limit."""
-    capture: Annotated[CaptureConfig | None, Converted(CaptureConfig.of)] = None
+    capture: CaptureConfig | None = None
     """Capture: additional measurements for some steps after a rule fires. null disables captures."""
     rules: Annotated[tuple[AnomalyRule, ...], _RULES, Converted(_rules)] = RANK_RULES
     """Anomaly rules, in order. They replace the default rules; the text "default" in the list adds them."""
@@ -392,8 +345,7 @@ class MonitorConfig:
         values = own_settings(settings)
         names = setting_names()
         check_keys(values, names, also_near=() if names.issuperset(values) else extension("configuration").KEYS)
-        sections = {name: options_from(TABLES[name], values[name], name) for name in TABLES if name in values}
-        return cls(**{**values, **sections})
+        return cls(**values)
 
     @classmethod
     def from_msprobe(cls, settings: Mapping[str, Any]) -> MonitorConfig:

@@ -25,7 +25,7 @@ import torch
 
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.identity import Identity
-from rankscope_exporter.config.sections import CaptureConfig
+from rankscope_exporter.config.monitor_config import CaptureConfig
 from rankscope_exporter.control.change_sources import ChangeSources
 from rankscope_exporter.control.changes import PlannedChange
 from rankscope_exporter.measure.kernels.statistics_table import copied_to_host

@@ -119,6 +119,7 @@ _BY_TYPE: Final[Mapping[object, Allowed]] = {
 class _Rule(NamedTuple):
     is_optional: bool
     is_list: bool
+    section: type[Any] | None
     allowed: Allowed | None
     checks: tuple[Checked, ...]
 
@@ -130,13 +131,16 @@ def validate(options: Any, error: type[ValueError] = ValueError, prefix: str = "
 
     An annotation `Annotated[type, rule, …]` contains rules. A rule of the class `Allowed` decides which values are
     valid. If there is no such rule, the type of the field decides. Then each rule of the classes `Checked` and
-    `Converted` is called with the value, in order. A field of type tuple accepts any list and stores a tuple. None is
-    valid only if the annotation contains it.
+    `Converted` is called with the value, in order. A field of type tuple accepts any list and stores a tuple. A field
+    whose type is a dataclass is a section, and also accepts a table of settings. None is valid only if the annotation
+    contains it.
     """
     for name, rule in _rules_of(options.__class__).items():
         given = value = getattr(options, name)
         if value is None and rule.is_optional:
             continue
+        if rule.section is not None:
+            value = options_from(rule.section, value, f"{prefix}{name}", "; write {} for the defaults")
         if rule.is_list and is_list(value):
             value = tuple(value)
         if rule.allowed is not None and not rule.allowed.accepts(value):
@@ -169,7 +173,8 @@ def _rule(hint: Any) -> _Rule:
         hint, *given = get_args(hint)
     allowed = next((item for item in given if isinstance(item, Allowed)), None) or _of_type(hint)
     checks = tuple(item for item in given if isinstance(item, Checked))
-    return _Rule(len(stated) < len(members), get_origin(hint) is tuple, allowed, checks)
+    section: Any = hint if is_dataclass(hint) else None
+    return _Rule(len(stated) < len(members), get_origin(hint) is tuple, section, allowed, checks)
 
 
 def _of_type(hint: Any) -> Allowed | None:
@@ -178,9 +183,6 @@ def _of_type(hint: Any) -> Allowed | None:
         return one_of(*arguments)
     if origin in (tuple, list):
         return list_of(arguments[0], "a list of names" if arguments[0] is str else "a list")
-    if is_dataclass(hint):
-        cls: Any = hint
-        return Allowed(f"a {cls.__name__}", lambda value: isinstance(value, cls))
     return _BY_TYPE.get(origin or hint)
 
 
@@ -215,6 +217,25 @@ def check_keys(
         if key not in known:
             hint = did_you_mean(key, {*known, *also_near}, f"{prefix}{{}}")
             raise ConfigError(f"unknown setting {prefix}{key}; valid settings are {', '.join(sorted(known))}.{hint}")
+
+
+def options_from(cls: type[Any], value: Any, name: str, advice: str = "") -> Any:
+    """Return the settings in the table `value` as an object of the dataclass `cls`, which validates them.
+
+    If `value` is such an object, it is returned. Raises ConfigError, whose text names the table `name` and ends with
+    `advice` if `value` is not a table.
+    """
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a table of settings, not {value!r}{advice}")
+    check_keys(value, {item.name for item in fields(cls)}, f"{name}.")
+    try:
+        return cls(**value)
+    except ConfigError:
+        raise
+    except ValueError as error:  # its text names only the setting
+        raise ConfigError(f"{name}: {error}") from error
 
 
 def accepted_settings(

@@ -20,16 +20,9 @@ from tests.programs import run_program
 
 from rankscope_contract.rules.anomaly import AnomalyTurbulence
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
+from rankscope_exporter.config.hyperparameters import MAX_CHARACTERS, MAX_ITEMS, MAX_TEXT, storable
 from rankscope_exporter.config.loader import without_comments
-from rankscope_exporter.config.monitor_config import (
-    MAX_CHARACTERS,
-    MAX_ITEMS,
-    MAX_TEXT,
-    OTHER_VARIABLES,
-    VARIABLES,
-    public_settings,
-    storable,
-)
+from rankscope_exporter.config.monitor_config import OTHER_VARIABLES, VARIABLES, public_settings
 from rankscope_exporter.publish.serving_config import PREFIX, ServeConfig
 from rankscope_exporter.training.sampling_config import sampling_config_from
 from rankscope_msprobe.trainer_mon import TrainerMon
