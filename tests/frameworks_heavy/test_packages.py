@@ -261,7 +261,7 @@ from rankscope_exporter.adapters import framework_of
 
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
 model = torch.nn.Linear(2, 2)
-print(framework_of(model).name, framework_of(DistributedDataParallel(model)).name)
+print(*(type(framework_of(item)).__name__ for item in (model, DistributedDataParallel(model))))
 """
 
 
@@ -285,4 +285,4 @@ def test_example_trains_without_a_fault(name):
 def test_imported_package_does_not_claim_other_models():
     done = run("-c", OTHERS)
 
-    assert ["plain", "ddp"] == done.stdout.split()[-2:], done.stderr[-2000:]
+    assert ["Plain", "DistributedData"] == done.stdout.split()[-2:], done.stderr[-2000:]

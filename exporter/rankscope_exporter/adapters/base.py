@@ -21,7 +21,7 @@ from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import OuterStep, inner_optimizers
 from rankscope_exporter.adapters.parameter_hooks import Announced, CallbackHandle, Removable, TensorHook, remove_all
 from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
-from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, is_replicated_over, layout_of, replicas_of
+from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, layout_of, replicas_of
 from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT
 
 
@@ -149,7 +149,6 @@ class WrappedModel:
     override them.
     """
 
-    name: ClassVar[str]
     priority: ClassVar[int] = 0
     """If several adapters match a model, the adapter with the highest priority is used."""
     takes_chunks: ClassVar[bool] = False
@@ -239,8 +238,8 @@ class WrappedModel:
         )
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
-        """Return whether a parameter, and so its reduced gradient and state, is equal on `ranks` by construction."""
-        return is_replicated_over(parameter, ranks)
+        """Return whether a parameter, its reduced gradient and state are equal on `ranks`, which include this rank."""
+        return set(ranks) <= set(replicas_of(parameter))
 
     def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
         """Return the ranks, with this one, that have the same elements by construction; empty if none is known."""
@@ -357,13 +356,13 @@ class Framework(WrappedModel):
     def on_forward(self, hook: Callable[..., None]) -> Removable:
         """Register `hook`, which gets module, args and kwargs, before each forward pass of the model or of a chunk."""
         if self.announced is not None:
-            return self.announced.before(hook)
+            return self.announced.before.register(hook)
         handles = [chunk.register_forward_pre_hook(hook, with_kwargs=True) for chunk in self.hookable_chunks]
         return CallbackHandle(functools.partial(remove_all, handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:
         """Register `hook` after each forward pass of the model or of a chunk, also if the forward pass raises."""
         if self.announced is not None:
-            return self.announced.after(hook)
+            return self.announced.after.register(hook)
         handles = [chunk.register_forward_hook(hook, always_call=True) for chunk in self.hookable_chunks]
         return CallbackHandle(functools.partial(remove_all, handles))

@@ -1,4 +1,7 @@
-"""Adapters for models without a wrapper and for DistributedDataParallel, which all-reduces gradients in buckets."""
+"""Adapters for models without a wrapper, with tensor parallelism or not, and for DistributedDataParallel.
+
+DistributedDataParallel all-reduces gradients in buckets.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, remove_all
+from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.adapters.torch_private import active_ddp, comm_hooks, compiled_call
 from rankscope_exporter.process.inert import NotCopied
 
@@ -24,12 +28,46 @@ class Plain(Framework):
     optimizer.
     """
 
-    name: ClassVar[str] = "plain"
     priority: ClassVar[int] = -1
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - the fallback takes every model
         return True
+
+
+class TensorParallel(Framework):
+    """Adapter for tensor parallelism, where all ranks of the device mesh compute with the same data.
+
+    Nothing is reduced after the backward pass, so the reduced gradient is equal to the rank's own gradient. The
+    gradient of a sharded parameter is sharded in the same way.
+    """
+
+    priority: ClassVar[int] = 5
+    traits = FrameworkTraits(replicated=True)  # all ranks of the mesh compute the same unsharded parameters
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        largest = max((parameter.device_mesh for parameter in _sharded(model)), key=lambda mesh: mesh.size())
+        self._mesh_size: int = largest.size()
+        self._mesh_ranks: list[int] = sorted(largest.mesh.reshape(-1).tolist())
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        return bool(_sharded(model))
+
+    def replicas(self, parameter: torch.Tensor) -> Sequence[int]:
+        # The ranks that have the same elements of a parameter. These are all ranks of the mesh for a plain tensor,
+        # and the ranks with the same shard for a DTensor.
+        return super().replicas(parameter) if hasattr(parameter, "device_mesh") else self._mesh_ranks
+
+    def copies(self, world_size: int) -> int:
+        # A training loop may train each device mesh on different data.
+        return max(1, world_size // self._mesh_size)
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    distributed = loaded("torch.distributed.tensor", "DTensor")
+    return [parameter for parameter in model.parameters() if isinstance(parameter, distributed)] if distributed else []
 
 
 class DistributedData(Framework):
@@ -42,7 +80,6 @@ class DistributedData(Framework):
     which runs before the reduction.
     """
 
-    name: ClassVar[str] = "ddp"
     priority: ClassVar[int] = 10
 
     def __init__(self, model: nn.Module) -> None:

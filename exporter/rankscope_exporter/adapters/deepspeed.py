@@ -221,7 +221,6 @@ class DeepSpeed(PartitionedOptimizer):
     The optimizer steps the parameters of the model, float32 copies of them, or flat parts of such copies.
     """
 
-    name: ClassVar[str] = "deepspeed"
     priority: ClassVar[int] = 30
 
     def __init__(self, model: Any) -> None:

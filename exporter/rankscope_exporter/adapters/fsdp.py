@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from rankscope_exporter.adapters.base import (
     is_temporarily_replaced,
 )
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
-from rankscope_exporter.adapters.parameter_hooks import ParameterHook, Removable, registered
+from rankscope_exporter.adapters.parameter_hooks import HookTable, ParameterHook, Removable
 from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 from rankscope_exporter.adapters.tracing import uncompiled
@@ -72,8 +71,6 @@ class FullyShardedData(_Sharded):
     rank has a part of each parameter, often an empty one, in its flat shard. With `use_orig_params=False`, the flat
     parameters are named and measured instead.
     """
-
-    name: ClassVar[str] = "fsdp1"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -151,11 +148,11 @@ class FullyShardedData(_Sharded):
         view = self._view(id(parameter))
         if view is None:
             return super().on_accumulated(parameter, hook)
-        return view.register(lambda gradient: hook(LazyGradient(functools.partial(view.sum_with, gradient))))
+        return view.hooks.register(lambda gradient: hook(LazyGradient(functools.partial(view.sum_with, gradient))))
 
     def on_gradient(self, parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Removable:
         view = self._view(id(parameter))
-        return super().on_gradient(parameter, hook) if view is None else view.register(hook)
+        return super().on_gradient(parameter, hook) if view is None else view.hooks.register(hook)
 
     def _view(self, identity: int) -> _View | None:
         view = self._views.get(identity)
@@ -183,7 +180,8 @@ class _View:
         self._owner = weakref.ref(info.module)
         self._key = info.param_name
         self._position = position
-        self._hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self.hooks = HookTable()
+        """Hooks for the gradient of the present view of the parameter, and of all later views."""
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -192,14 +190,10 @@ class _View:
         parameters = () if unit is None else torch_private.flat_views(torch_private.flat_parameter(unit)) or ()
         return parameters[self._position] if self._position < len(parameters) else None
 
-    def register(self, hook: Callable[[torch.Tensor], None]) -> Removable:
-        """Register `hook` for the gradient of the present view of the parameter, and of all later views."""
-        return registered(self._hooks, hook)
-
     def hook_view(self) -> None:
         """Register the hooks on the present view once: with checkpointing, a module computes twice with one view."""
         view = getattr(self._owner(), self._key, None)
-        if self._hooks and is_temporarily_replaced(view) and view.requires_grad:
+        if self.hooks and is_temporarily_replaced(view) and view.requires_grad:
             present: dict[int, Any] = torch_private.gradient_hooks(view) or {}
             if self._call not in present.values():
                 view.register_hook(self._call)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -214,7 +208,7 @@ class _View:
     @uncompiled
     @unserializable_hook  # type: ignore[untyped-decorator]  # else torch warns when the view is saved
     def _call(self, gradient: torch.Tensor) -> None:
-        for hook in list(self._hooks.values()):
+        for hook in list(self.hooks.values()):
             hook(gradient)
 
 
@@ -241,8 +235,6 @@ class FullyShard(_Sharded):
     gradient hook of the gathered parameter. `.grad` of the sharded parameter is complete after FSDP's own callback at
     the end of the backward pass.
     """
-
-    name: ClassVar[str] = "fsdp2"
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -41,7 +41,6 @@ class Megatron(PartitionedOptimizer):
     interleaved pipeline has several chunks of the model. Micro-batches are counted per chunk.
     """
 
-    name: ClassVar[str] = "megatron"
     priority: ClassVar[int] = 30
     takes_chunks: ClassVar[bool] = True
 

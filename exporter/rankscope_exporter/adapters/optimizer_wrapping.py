@@ -53,10 +53,6 @@ def _attribute(item: Any, name: str) -> Any:
         return None
 
 
-def _nothing() -> None:
-    return None
-
-
 class OuterStep:
     """The step of an object that steps torch optimizers, and may change the parameters after them.
 
@@ -70,7 +66,7 @@ class OuterStep:
 
     def install(self) -> list[Removable]:
         """Observe the step. A second call has no effect: several inner optimizers have the same outer step."""
-        owner, self._owner = self._owner(), _nothing
+        owner, self._owner = self._owner(), lambda: None
         if has_step_hooks(owner):
             return [owner.register_step_pre_hook(self._begins), owner.register_step_post_hook(self._ends)]
         return [] if owner is None else [PatchedMethod(owner, "step", self._step)]
@@ -104,33 +100,25 @@ class OuterStep:
             updated(*arguments)
 
 
-_ABSENT: Final = object()
-
-Around = Callable[..., Any]
-"""A function that is called instead of a replaced method.
-
-It receives the original method and the arguments of the call, and returns the result of the call.
-"""
-
-
 class PatchedMethod:
     """A method of the object `owner` that is replaced, until `remove` is called.
 
-    A call of the method then calls the function `around`.
+    A call of the method then calls the function `around` with the original method and the arguments of the call, and
+    returns its result.
 
-    The PatchedMethod has a weak reference to the owner.
-
-    The replacement is a method of the owner, like the original. If the owner is copied, the replacement in the copy
-    calls the original method of the copy. If the owner is pickled, the original method is pickled, so the owner can be
-    loaded in an environment without Rankscope.
+    The replacement is a method of the owner, like the original. The PatchedMethod has a weak reference to the owner. If
+    the owner is copied, the replacement in the copy calls the original method of the copy. If the owner is pickled, the
+    original method is pickled, so the owner can be loaded in an environment without Rankscope.
     """
 
-    def __init__(self, owner: Any, name: str, around: Around) -> None:
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        before: Any = owner.__dict__.get(name)
+        self.__dict__.update(getattr(before, "__dict__", {}))  # by which a scheduler knows the method that it replaced
+        self.__name__ = name  # pickle uses it to find the original in the class
+        self._around: Callable[..., Any] | None = around
         self._owner = weakref.ref(owner)
-        self._name = name
-        self._before = owner.__dict__.get(name, _ABSENT)
-        self._replacement = _Replacement(owner, name, self._before, around)
-        owner.__dict__[name] = types.MethodType(self._replacement, owner)
+        self._before = before
+        owner.__dict__[name] = types.MethodType(self, owner)
 
     def remove(self) -> None:
         """Restore the original method.
@@ -138,43 +126,29 @@ class PatchedMethod:
         If other code has wrapped the replacement, the replacement cannot be removed. It then only calls the original
         method.
         """
-        self._replacement.around = None
+        self._around = None
         owner = self._owner()
-        if owner is None or getattr(owner.__dict__.get(self._name), "__func__", None) is not self._replacement:
+        if owner is None or getattr(owner.__dict__.get(self.__name__), "__func__", None) is not self:
             return
-        if self._before is _ABSENT:
-            del owner.__dict__[self._name]
+        if self._before is None:
+            del owner.__dict__[self.__name__]
         else:
-            owner.__dict__[self._name] = self._before
-
-
-class _Replacement:
-    """The function that replaces a method of `owner`.
-
-    If it is bound to a copy of the owner, it only calls the original method.
-    """
-
-    def __init__(self, owner: Any, name: str, before: Any, around: Around) -> None:
-        self.__dict__.update(getattr(before, "__dict__", {}))  # by which a scheduler knows the method that it replaced
-        self.__name__ = name  # pickle uses it to find the original in the class
-        self.around: Around | None = around
-        self._owner = weakref.ref(owner)
-        self._before = before
+            owner.__dict__[self.__name__] = self._before
 
     def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
         original = self._original(owner)
-        if self.around is None or owner is not self._owner():
+        if self._around is None or owner is not self._owner():
             return original(*args, **kwargs)
-        return self.around(original, *args, **kwargs)
+        return self._around(original, *args, **kwargs)
 
     def __get__(self, owner: Any, kind: type[Any] | None = None) -> Any:
         return self if owner is None else types.MethodType(self, owner)
 
     def _original(self, owner: Any) -> Any:
-        method: Any = self._before
-        if method is _ABSENT:
-            found = inspect.getattr_static(type(owner), self.__name__, _ABSENT)
-            if found is _ABSENT:  # an object that forwards attributes to another object
+        method = self._before
+        if method is None:
+            found = inspect.getattr_static(type(owner), self.__name__, None)
+            if found is None:  # an object that forwards attributes to another object
                 return type(owner).__getattr__(owner, self.__name__)
             return found.__get__(owner, type(owner))
         if isinstance(method, types.MethodType) and method.__self__ is self._owner():

@@ -45,6 +45,15 @@ def remove_all(handles: Iterable[Removable]) -> None:
             stack.callback(handle.remove)
 
 
+class HookTable(OrderedDict[int, Callable[..., None]]):
+    """Hooks that the monitor itself calls, by the number of their handle."""
+
+    def register(self, hook: Callable[..., None]) -> Removable:
+        handle = RemovableHandle(self)
+        self[handle.id] = hook
+        return handle
+
+
 class Announced:
     """Forward hooks for a model that the training never calls as a whole.
 
@@ -53,33 +62,18 @@ class Announced:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._before: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self._after: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.before = HookTable()
+        self.after = HookTable()
 
     def begins(self) -> None:
         """Call the hooks that are registered for the beginning of a training forward pass."""
-        for hook in tuple(self._before.values()):
+        for hook in tuple(self.before.values()):
             hook(self._model(), (), {})
 
     def ends(self) -> None:
         """Call the hooks that are registered for the end of a training forward pass."""
-        for hook in tuple(self._after.values()):
+        for hook in tuple(self.after.values()):
             hook(self._model(), (), None)
-
-    def before(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` for the beginning of each training forward pass."""
-        return registered(self._before, hook)
-
-    def after(self, hook: Callable[..., None]) -> Removable:
-        """Register `hook` for the end of each training forward pass."""
-        return registered(self._after, hook)
-
-
-def registered(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> Removable:
-    """Add `hook` to the table `hooks`, and return the handle that removes it."""
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 _own_numbers: set[int] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -34,7 +34,8 @@ class ParameterPartition:
     """This rank's part of a parameter: `count` elements of `tensor` from `start` on. The optimizer steps `tensor`."""
 
     tensor: torch.Tensor
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
+    """The torch optimizer that steps the part; None if there is none."""
     group: int
     """Position of the part's parameter group in `optimizer.param_groups`.
 
@@ -75,8 +76,6 @@ class ParameterPartition:
 _IDLE: Final = "idle"
 _REDUCED: Final = "reduced"
 _STEPPING: Final = "stepping"
-_UPDATED: Final = "updated"
-_WHOLE: Final = object()
 
 
 class PartitionedOptimizer(Framework):
@@ -91,7 +90,6 @@ class PartitionedOptimizer(Framework):
     method that returns the reduced gradient of a part.
     """
 
-    name: ClassVar[str] = "parts"
     traits = FrameworkTraits(
         local_until_backward_ends=False,
         reduces=True,
@@ -154,19 +152,19 @@ class PartitionedOptimizer(Framework):
     # The tensors that the optimizer updates.
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
-        part = self.parts.get(id(parameter), _WHOLE)
-        if part is _WHOLE:
-            return super().spec(parameter)
-        return part.spec if isinstance(part, ParameterPartition) else TensorSpec((0,), parameter.dtype)
+        part = self._part(parameter)
+        return TensorSpec((0,), parameter.dtype) if part is None else part.spec
 
     def updated_tensors(self, parameters: Sequence[nn.Parameter | None]) -> list[torch.Tensor | None]:
         return [None if parameter is None else self._updated_part(parameter) for parameter in parameters]
 
     def _updated_part(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        part = self.parts.get(id(parameter), _WHOLE)
-        if part is _WHOLE:
-            return parameter
-        return part.of(part.tensor) if isinstance(part, ParameterPartition) and self._is_updated_now(part) else None
+        part = self._part(parameter)
+        return None if part is None or not self._is_updated_now(part) else part.of(part.tensor)
+
+    def _part(self, parameter: torch.Tensor) -> ParameterPartition | None:
+        """Return this rank's part of a parameter; one that is not in `parts` is whole, and no optimizer steps it."""
+        return self.parts.get(id(parameter), ParameterPartition(parameter, None, FROZEN))
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         # The gradient of this rank's part of `parameter`. It is reduced when the update begins, and also clipped when
@@ -246,6 +244,6 @@ class PartitionedOptimizer(Framework):
         hooking.reduced()
 
     def _update_ended(self) -> None:
-        self._phase = _UPDATED
+        self._phase = _IDLE
         for updated in self._updated.values():
             updated()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -36,8 +36,6 @@ class Pipeline(Framework):
 
     Methods with a parameter as an argument call the adapter of the stage that contains the parameter.
     """
-
-    name: ClassVar[str] = "pipeline"
 
     def __init__(self, stages: Sequence[Any], inner: Sequence[Framework]) -> None:
         super().__init__(stages[0].submod)

@@ -52,19 +52,6 @@ def layout_of(tensor: torch.Tensor, otherwise: Layout) -> Layout:
     return Layout("replica" if mesh.size() > 1 else otherwise.placement)
 
 
-def is_replicated_over(tensor: torch.Tensor, ranks: Sequence[int]) -> bool:
-    """Return whether a DTensor has the same elements on all `ranks`; False for a tensor that is no DTensor."""
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return False
-    places = [(mesh.mesh == rank).nonzero().tolist() for rank in ranks]
-    if not all(places):
-        return False
-    placements: Any = tensor.placements  # type: ignore[attr-defined]  # a DTensor: it has a mesh
-    varying = [dim for dim in range(mesh.ndim) if len({place[0][dim] for place in places}) > 1]
-    return all(placements[dim].is_replicate() for dim in varying)
-
-
 def replicas_of(tensor: torch.Tensor) -> Sequence[int]:
     """Return the ranks, including this rank, that have the same elements of a DTensor.
 
@@ -105,17 +92,3 @@ def _ranks_along(mesh: Any, dims: Sequence[int]) -> list[int]:
     place = tuple(slice(None) if dim in dims else own[dim] for dim in range(mesh.ndim))
     ranks: list[int] = mesh.mesh[place].reshape(-1).tolist()
     return ranks
-
-
-def placement_of(tensor: torch.Tensor) -> str:
-    """Return the placement of an activation.
-
-    It is `full` for a plain tensor, because each rank has its own batch. For a DTensor, it is the placement of the
-    DTensor.
-    """
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return "full"
-    if any(placement.is_shard() for placement in placements):
-        return "shard"
-    return "partial" if any(placement.is_partial() for placement in placements) else "replica"

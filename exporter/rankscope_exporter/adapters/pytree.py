@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,8 +62,7 @@ def received(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Found:
     items += [(f".{name}", value) for name, value in kwargs.items()]
     slots, unknown = _walk(items)
     # An argument that is not a tensor has no number.
-    top = [slot for slot in slots if slot.index is not None]
-    ordered = top + [slot for slot in slots if slot.index is None]
+    ordered = sorted(slots, key=lambda slot: slot.index is None)
     alone = len(ordered) == 1
     numbered = [dataclasses.replace(slot, index=None if alone else number) for number, slot in enumerate(ordered)]
     return Found(numbered, len(items), len(numbered), unknown)
@@ -82,12 +82,10 @@ def returned(output: Any) -> Found:
     if items is None:
         return Found((), unknown=() if isinstance(output, _PLAIN) else (type(output).__name__,))
     slots, unknown = _walk(items, path)
-    deeper = len(items)
-    numbered = []
+    deeper = itertools.count(len(items))
     for slot in slots:
-        numbered.append(slot if slot.index is not None else dataclasses.replace(slot, index=deeper))
-        deeper += slot.index is None
-    return Found(numbered, len(items), unknown=unknown)
+        slot.index = next(deeper) if slot.index is None else slot.index
+    return Found(slots, len(items), unknown=unknown)
 
 
 def children(value: Any) -> list[tuple[str, Any]] | None:

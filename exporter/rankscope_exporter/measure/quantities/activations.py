@@ -34,7 +34,7 @@ from rankscope_contract.model.schema import PlanEntry
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule, Targets, local_tensor
-from rankscope_exporter.adapters.placement import placement_of
+from rankscope_exporter.adapters.placement import FULL, layout_of
 from rankscope_exporter.adapters.pytree import Found, Slot, Specs, parse_specs, received, returned
 from rankscope_exporter.adapters.torch_private import gradient_hooks, in_place_changes, is_view
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, is_integer, why_not_measurable
@@ -471,7 +471,7 @@ class Activations(ModuleQuantity):
 
 def _entry(site: TensorSite, tensor: torch.Tensor, vpp_stage: int | None) -> PlanEntry:
     call, aliases = site.call, () if site.index is None else (f"{SIDES[site.kind]}{site.path}",)
-    place = site.index, vpp_stage, call.micro_step, call.seq, placement_of(tensor), None
+    place = site.index, vpp_stage, call.micro_step, call.seq, layout_of(tensor, FULL).placement, None
     form = dtype_name(tensor.dtype), tuple(local_tensor(tensor).shape)
     return PlanEntry(site.kind, call.module, *place, *form, call.module, aliases)
 

@@ -20,7 +20,7 @@ import torch
 
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor
-from rankscope_exporter.adapters.placement import placement_of
+from rankscope_exporter.adapters.placement import Layout, layout_of
 from rankscope_exporter.adapters.process_group import rank_here
 from rankscope_exporter.adapters.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
@@ -301,8 +301,5 @@ def _placement(module: torch.nn.Module, otherwise: str) -> str | None:
 
     For parameters that are plain tensors, the placement is the argument `otherwise`.
     """
-    placements = {
-        placement_of(parameter) if hasattr(parameter, "placements") else otherwise
-        for parameter in module.parameters(recurse=False)
-    }
+    placements = {layout_of(parameter, Layout(otherwise)).placement for parameter in module.parameters(recurse=False)}
     return ", ".join(sorted(placements)) or None
