@@ -285,4 +285,4 @@ def test_example_trains_without_a_fault(name):
 def test_imported_package_does_not_claim_other_models():
     done = run("-c", OTHERS)
 
-    assert ["Plain", "DistributedData"] == done.stdout.split()[-2:], done.stderr[-2000:]
+    assert ["Framework", "DistributedData"] == done.stdout.split()[-2:], done.stderr[-2000:]

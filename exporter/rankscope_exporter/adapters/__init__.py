@@ -26,8 +26,9 @@ __all__ = ["Framework", "Stage", "are_chunks", "framework_of"]
 def framework_of(model: Any) -> Framework:
     """Return the adapter for `model`.
 
-    Of all adapters that match the model's wrapper, it is the one with the highest priority. If `model` is an adapter,
-    it is returned unchanged. A pipeline stage gets the pipeline adapter, which uses the adapter of the stage's module.
+    Of all adapters that match the model's wrapper, it is the one with the highest priority, and `Framework` itself
+    without a wrapper. If `model` is an adapter, it is returned unchanged. A pipeline stage gets the pipeline adapter,
+    which uses the adapter of the stage's module.
 
     If `model` is a list of several elements, they must be the chunks of one model or all pipeline stages of this rank.
     ConfigError is raised for any other list of several elements. A list of one element is treated as this element.
@@ -43,7 +44,7 @@ def framework_of(model: Any) -> Framework:
     adapters = sorted(_subclasses(Framework), key=lambda cls: cls.priority, reverse=True)
     compiled = compiled_module(model)
     inner = model if compiled is None else compiled
-    framework = next(cls(inner) for cls in adapters if cls.matches(inner))
+    framework = next((cls for cls in adapters if cls.matches(inner)), Framework)(inner)
     if compiled is not None:
         framework.model = model
         framework.traits = replace(framework.traits, is_compiled=True)

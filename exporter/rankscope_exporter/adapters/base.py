@@ -174,7 +174,7 @@ class WrappedModel:
         """
 
     @classmethod
-    def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - a base class of adapters matches no model
+    def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - used for a model that no other adapter matches
         """Return whether `model` has the wrapper of this framework."""
         return False
 

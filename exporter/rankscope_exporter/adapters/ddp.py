@@ -1,7 +1,4 @@
-"""Adapters for models without a wrapper, with tensor parallelism or not, and for DistributedDataParallel.
-
-DistributedDataParallel all-reduces gradients in buckets.
-"""
+"""Adapters for tensor parallelism and for DistributedDataParallel, which all-reduces gradients in buckets."""
 
 from __future__ import annotations
 
@@ -19,20 +16,6 @@ from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removabl
 from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.adapters.torch_private import active_ddp, comm_hooks, compiled_call
 from rankscope_exporter.process.inert import NotCopied
-
-
-class Plain(Framework):
-    """Adapter for a model without a wrapper.
-
-    The optimizer gets the gradients of the backward pass, unless the training loop changes them before it calls the
-    optimizer.
-    """
-
-    priority: ClassVar[int] = -1
-
-    @classmethod
-    def matches(cls, model: nn.Module) -> bool:  # noqa: ARG003 - the fallback takes every model
-        return True
 
 
 class TensorParallel(Framework):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
@@ -49,11 +49,10 @@ About half of the first read and half of the second read are outside of the inte
 class IntraOpThreads:
     """The threads of torch's pool that compute parts of operations which the training thread starts."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """The CPU time that these threads have used for the monitor."""
-        self.clocks: tuple[int, ...] = ()
-        """The CPU time clocks of the threads; empty if torch computes on the training thread alone."""
+    seconds = 0.0
+    """The CPU time that these threads have used for the monitor."""
+    clocks: tuple[int, ...] = ()
+    """The CPU time clocks of the threads; empty if torch computes on the training thread alone."""
 
     def find(self) -> None:
         """Find the threads of torch's pool. Called on the training thread, which owns the pool."""
@@ -78,37 +77,32 @@ def _clock(thread: int) -> int:
     return (~thread << 3) | 6
 
 
+@dataclass(eq=False, repr=False)
 class HookContext:
     """The state that all hooks of one model share, and the methods with which adapters and quantities create hooks.
 
     The class has many methods, because hooks of the model, of its framework and of quantities use the same state.
     """
 
-    def __init__(
-        self,
-        boundary: ErrorBoundary,
-        *,
-        team: IntraOpThreads,
-        lock: contextlib.AbstractContextManager[Any],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.boundary = boundary
-        self.team = team
-        self.tell = tell
-        """Function that publishes a notice for the user on the console and as an event."""
-        self.active = True
-        """False after detach and in a forked child process. No hook has an effect then."""
-        self.cpu_seconds = 0.0
-        """CPU seconds on the training thread of all hooks and of calls of the script."""
-        self.in_forward = False
-        """True if a training forward pass of the whole model is running."""
-        self.in_update = False
-        """True if an optimizer step without a closure is running: gradients that it computes are its own."""
-        self.grad_enabled = True
-        """True if gradients were enabled when torch called the hook of a quantity that is running now."""
-        self._lock = lock
-        self._handles: list[Removable] = []
-        self._published: set[str] = set()
+    boundary: ErrorBoundary
+    _: KW_ONLY
+    team: IntraOpThreads
+    lock: contextlib.AbstractContextManager[Any]
+    """Held while a step begins or ends."""
+    tell: Callable[[str], None]
+    """Function that publishes a notice for the user on the console and as an event."""
+    active: bool = field(default=True, init=False)
+    """False after detach and in a forked child process. No hook has an effect then."""
+    cpu_seconds: float = field(default=0.0, init=False)
+    """CPU seconds on the training thread of all hooks and of calls of the script."""
+    in_forward: bool = field(default=False, init=False)
+    """True if a training forward pass of the whole model is running."""
+    in_update: bool = field(default=False, init=False)
+    """True if an optimizer step without a closure is running: gradients that it computes are its own."""
+    grad_enabled: bool = field(default=True, init=False)
+    """True if gradients were enabled when torch called the hook of a quantity that is running now."""
+    _handles: list[Removable] = field(default_factory=list, init=False)
+    _published: set[str] = field(default_factory=set, init=False)
 
     @property
     def micro_step(self) -> int:
@@ -134,19 +128,13 @@ class HookContext:
                 self.boundary.call("removing a hook", handle.remove)
         self._handles.clear()
 
-    def guarded(
-        self, where: str, function: Callable[..., None], gate: Gate, was_compiled: Callable[[], int] | None = None
-    ) -> Hook:
-        """Return a hook that calls `function` without gradients while `gate` is open; `where` is for error messages."""
-        return Hook(self, where, function, gate=gate, was_compiled=was_compiled)
-
     def call(self, where: str, function: Callable[..., Any], *args: Any) -> Any:
         """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
         return Hook(self, where, function, of_script=True)(*args)
 
     def between(self, function: Callable[[], None]) -> None:
         """Call `function` while no step begins or ends: for hooks that may run long after the update of a step."""
-        with self._lock:
+        with self.lock:
             function()
 
     @contextlib.contextmanager
@@ -197,7 +185,7 @@ class Hook(NotCopied):
 
     context: HookContext
     where: str
-    function: InitVar[Callable[..., Any]]
+    _call: Callable[..., Any]
     _: KW_ONLY
     gate: Gate | None = None
     was_compiled: Callable[[], int] | None = None
@@ -208,9 +196,6 @@ class Hook(NotCopied):
     """True if torch has called the hook, which has a gate, since its registration."""
     on_inactive_call: Callable[[], None] | None = field(default=None, init=False)
     """Function that is called instead of the hook while its gate is closed."""
-
-    def __post_init__(self, function: Callable[..., Any]) -> None:
-        NotCopied.__init__(self, function)
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:

@@ -27,7 +27,6 @@ from rankscope_contract.model.phases import WITHIN_A_STEP
 from rankscope_contract.model.redaction import redacted_name
 from rankscope_contract.model.stacks import stacks_text
 from rankscope_exporter.adapters import Framework, Stage
-from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, on_compilation, uncompiled
 from rankscope_exporter.api.attachment import EndedRun, Optimizers, SessionEnd, attached, note_other_monitors
 from rankscope_exporter.api.session import Session
@@ -312,7 +311,7 @@ class Monitor(MonitorState):
                 raise
             self._boundary.report("measuring the tensors of the model", error)
             config = replace(self._config, quantities=())
-            session = start(Plain(model), optimizer, config, self._boundary)
+            session = start(Framework(model), optimizer, config, self._boundary)
         self._session_end = self._phases.session_end = SessionEnd(
             session, owner, completes_at_exit=self._completes_at_exit
         )

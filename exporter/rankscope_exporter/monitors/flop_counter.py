@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from rankscope_exporter.adapters import framework_of, torch_private
-from rankscope_exporter.adapters.ddp import Plain
+from rankscope_exporter.adapters import Framework, framework_of, torch_private
 from rankscope_exporter.adapters.parameter_names import plain_name
 from rankscope_exporter.process.errors import CountError
 
@@ -208,7 +207,7 @@ def _check(model: Any) -> None:
             "a mode of torch such as FakeTensorMode is active: call count_flops() outside of this mode, with a model "
             "on the meta device"
         )
-    if not isinstance(framework_of(model), Plain) or any(isinstance(module, _WRAPPERS) for module in model.modules()):
+    if type(framework_of(model)) is not Framework or any(isinstance(module, _WRAPPERS) for module in model.modules()):
         raise CountError(
             "the model is wrapped or divided, so its forward pass communicates with other ranks: call count_flops() "
             "before the model is wrapped or divided, on one rank, and on the meta device if the model is too large"

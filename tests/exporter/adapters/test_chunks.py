@@ -6,7 +6,7 @@ import torch
 from tests.exporter.parts import Watched
 from torch import nn
 
-from rankscope_exporter.adapters.ddp import Plain
+from rankscope_exporter.adapters import Framework
 from rankscope_exporter.adapters.monitored_model import as_one, numbers_of
 
 
@@ -20,7 +20,7 @@ class Chunk(nn.Module):
         return self.core(self.scale * x)
 
 
-class Chunked(Plain):
+class Chunked(Framework):
     """The chunks of one model, which a loop calls in any order."""
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:

@@ -14,8 +14,8 @@ from tests.programs import run_program
 from torch import nn
 from torch.func import functional_call
 
+from rankscope_exporter.adapters import Framework
 from rankscope_exporter.adapters.base import FrameworkTraits
-from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.measure.quantities.activations import Activations
 from rankscope_exporter.measure.quantities.gradients import Gradients
 from rankscope_exporter.measure.quantities.update import OptimizerState, Parameters
@@ -355,7 +355,7 @@ def test_hook_that_raises_is_counted_and_logged_once(quantity, moment, monkeypat
     alone, run = Run().train(), Run()
     monkeypatch.setattr(quantity, moment, fail)
     if moment == "on_gradient_ready":
-        monkeypatch.setattr(Plain, "traits", FrameworkTraits(local_until_backward_ends=False))
+        monkeypatch.setattr(Framework, "traits", FrameworkTraits(local_until_backward_ends=False))
     watched = run.watched()
 
     assert all(map(torch.equal, alone.state(), run.state()))

@@ -308,7 +308,7 @@ class Activations(ModuleQuantity):
 
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         if self._objects:
-            self._gradient_hook = hooking.guarded("gradients of activations", self._arrived, gate)
+            self._gradient_hook = Hook(hooking, "gradients of activations", self._arrived, gate=gate)
             super().install(hooking, gate)
         else:
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")

@@ -123,7 +123,7 @@ class MicroGradientHooks:
         for index, parameter in enumerate(self._monitored.tensors()):
             if parameter is not None and parameter.requires_grad and index not in self.hooked:
                 self.hooked.add(index)
-                hook = self._hooking.guarded(self._where, self._hook_of(index, parameter), self._gate)
+                hook = Hook(self._hooking, self._where, self._hook_of(index, parameter), gate=self._gate)
                 self._gate.hook(hook, functools.partial(self._registered, index, hook))
 
     def _registered(self, index: int, hook: Hook) -> Removable | None:
@@ -259,7 +259,7 @@ class ModuleQuantity(Quantity):
         If torch raises an error, as for a scripted module, store that the module is not measured.
         """
         was_compiled = on_compilation(functools.partial(self._compiled.add, named.name))
-        hook = self._hooking.guarded(where, hook, self._gate, was_compiled)
+        hook = Hook(self._hooking, where, hook, gate=self._gate, was_compiled=was_compiled)
 
         def registered() -> Removable | None:
             if (module := named.module) is None:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor
 from rankscope_exporter.adapters.placement import Layout, layout_of
 from rankscope_exporter.adapters.process_group import rank_here
@@ -251,9 +251,8 @@ class Structure(ModuleQuantity):
             return
         for slot, item in zip(found.slots, described, strict=True):
             if slot.tensor.requires_grad:
-                hook = self._hooking.guarded(
-                    "structure of gradients", functools.partial(_note_gradient, item), self._gate
-                )
+                note = functools.partial(_note_gradient, item)
+                hook = Hook(self._hooking, "structure of gradients", note, gate=self._gate)
                 self._handles.hook(slot.tensor, hook)
 
     def _rows(self, records: list[ModuleRecord]) -> list[Row]:

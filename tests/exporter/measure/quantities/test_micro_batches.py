@@ -8,8 +8,8 @@ from tests.exporter.parts import config_of, published, session_of
 from torch import nn
 
 from rankscope_exporter import Monitor
+from rankscope_exporter.adapters import Framework
 from rankscope_exporter.adapters.base import FrameworkTraits
-from rankscope_exporter.adapters.ddp import Plain
 from rankscope_exporter.measure.quantities import gradients
 from rankscope_exporter.measure.quantities.gradients import free_bytes, host_bytes
 
@@ -17,7 +17,7 @@ ABUNDANT = 1 << 40
 SIZE = 4 * (3 * 2 + 2)  # float32 weight and bias
 
 
-class Reducing(Plain):
+class Reducing(Framework):
     """Reduces the gradients of each backward pass, as DDP does without `no_sync()`. Here it multiplies by a factor."""
 
     traits = FrameworkTraits(reduces=True, reduces_each_micro_batch=None)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rankscope_contract.model.collective_format import dtype_text
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.adapters.hook_context import HookContext
+from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import Targets, target_notices
 from rankscope_exporter.adapters.process_group import has_groups
@@ -220,7 +220,7 @@ class Collectives(Quantity):
             hooking.tell("collectives: this torch has no torch.distributed; nothing is measured")
             return
         begins, ended, waited = (
-            hooking.guarded("a collective", self._undisturbed(function), gate)
+            Hook(hooking, "a collective", self._undisturbed(function), gate=gate)
             for function in (self._begins, self._ended, self._waited)
         )
 
