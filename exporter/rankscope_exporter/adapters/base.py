@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import OuterStep, inner_optimizers
 from rankscope_exporter.adapters.parameter_hooks import Announced, CallbackHandle, Removable, TensorHook, remove_all
-from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
+from rankscope_exporter.adapters.parameter_names import NamedParameter, TensorSpec, is_temporarily_replaced
 from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, layout_of, replicas_of
 from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT
 
@@ -62,25 +62,6 @@ class FrameworkTraits:
     """True: `torch.compile` was called with the whole model, including the wrapper of the framework."""
 
 
-class TensorSpec(NamedTuple):
-    """The shape and the dtype of a tensor on this rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """Return the shape and dtype of the part of `tensor` that is on this rank."""
-        local = local_tensor(tensor)
-        return _spec(local.shape, local.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(shape: torch.Size, dtype: torch.dtype) -> TensorSpec:
-    """Return an object that tensors with equal shapes and dtypes usually share."""
-    return TensorSpec(tuple(shape), dtype)
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -104,11 +85,6 @@ class WeakModule(Generic[M]):
         instance.__dict__[self._key] = weakref.ref(module)
 
 
-def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return whether a plain tensor temporarily replaces a parameter, as during `torch.func.functional_call`."""
-    return current is not None and not isinstance(current, nn.Parameter)
-
-
 class GradientSource(Protocol):
     """An object from which a gradient hook reads this rank's gradient of a parameter.
 
@@ -120,17 +96,15 @@ class GradientSource(Protocol):
         """Return this rank's own gradient of the parameter, summed over all micro-batches of the step so far."""
 
 
+@dataclass(slots=True)
 class LazyGradient:
     """A gradient that is computed when a quantity reads it, for example by adding the sum of earlier micro-batches."""
 
-    __slots__ = ("_compute",)
-
-    def __init__(self, compute: Callable[[], torch.Tensor | None]) -> None:
-        self._compute = compute
+    compute: Callable[[], torch.Tensor | None]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        return self._compute()
+        return self.compute()
 
 
 class ParameterState(NamedTuple):

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope_exporter.adapters.base import TensorSpec
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import inner_optimizers
+from rankscope_exporter.adapters.parameter_names import TensorSpec
 from rankscope_exporter.adapters.partitioned_optimizer import FROZEN, ParameterPartition, PartitionedOptimizer
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 

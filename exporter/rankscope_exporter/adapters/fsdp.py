@@ -21,17 +21,15 @@ from torch import nn
 from torch.utils.hooks import unserializable_hook
 
 from rankscope_exporter.adapters import torch_private
-from rankscope_exporter.adapters.base import (
-    Framework,
-    FrameworkTraits,
-    GradientSource,
-    LazyGradient,
-    TensorSpec,
-    is_temporarily_replaced,
-)
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, LazyGradient
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_hooks import HookTable, ParameterHook, Removable
-from rankscope_exporter.adapters.parameter_names import NamedParameter, local_tensor
+from rankscope_exporter.adapters.parameter_names import (
+    NamedParameter,
+    TensorSpec,
+    is_temporarily_replaced,
+    local_tensor,
+)
 from rankscope_exporter.adapters.placement import Layout, loaded, sharded_over
 from rankscope_exporter.adapters.tracing import uncompiled
 

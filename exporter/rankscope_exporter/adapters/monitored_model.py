@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, ParameterState, is_temporarily_replaced
-from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, found_in_place
+from rankscope_exporter.adapters.base import Framework, ParameterState
+from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, found_in_place, is_temporarily_replaced
 from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.records.plan import Descriptions
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import weakref
@@ -61,8 +62,7 @@ class OuterStep:
 
     def __init__(self, owner: Any) -> None:
         self._owner: Callable[[], Any] = weakref.ref(owner)
-        self._is_running = False
-        self._ended: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._ended: list[Callable[[], None]] | None = None  # what to call at the end of the step that runs
 
     def install(self) -> list[Removable]:
         """Observe the step. A second call has no effect: several inner optimizers have the same outer step."""
@@ -75,10 +75,10 @@ class OuterStep:
         """Return a hook of an inner optimizer that calls `updated` when the outer step has returned."""
 
         def inner_updated(*arguments: Any) -> None:
-            if self._is_running:
-                self._ended.append((updated, arguments))
-            else:
+            if self._ended is None:
                 updated(*arguments)
+            else:
+                self._ended.append(functools.partial(updated, *arguments))
 
         return inner_updated
 
@@ -91,13 +91,12 @@ class OuterStep:
 
     def _begins(self, *_: Any) -> None:
         self._ends()  # the last step has raised
-        self._is_running = True
+        self._ended = []
 
     def _ends(self, *_: Any) -> None:
-        self._is_running = False
-        ended, self._ended = self._ended, []
-        for updated, arguments in ended:
-            updated(*arguments)
+        ended, self._ended = self._ended, None
+        for updated in ended or ():
+            updated()
 
 
 class PatchedMethod:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import re
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -229,18 +228,12 @@ def _named(
         weakref.ref(owner),
         key,
         id(parameter),
-        shape=() if lazy else plain_shape(local_tensor(parameter).shape),
+        shape=() if lazy else TensorSpec.of(parameter).shape,
         dtype=parameter.dtype,
         aliases=tuple(names[1:]),
         is_lazy=lazy,
         home=None if home is None else weakref.ref(home),
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def plain_shape(shape: torch.Size) -> tuple[int, ...]:
-    """Return `shape` as a tuple. Parameters with equal shapes usually share one tuple."""
-    return tuple(shape)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,14 +243,33 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
+class TensorSpec(NamedTuple):
+    """The shape and the dtype of a tensor on this rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """Return the shape and dtype of the part of `tensor` that is on this rank."""
+        local = local_tensor(tensor)
+        return _spec(local.shape, local.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(shape: torch.Size, dtype: torch.dtype) -> TensorSpec:
+    """Return an object that tensors with equal shapes and dtypes usually share."""
+    return TensorSpec(tuple(shape), dtype)
+
+
+def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether a plain tensor temporarily replaces a parameter, as during `torch.func.functional_call`."""
+    return current is not None and not isinstance(current, nn.Parameter)
+
+
 def real_parts(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complex tensor as a tensor of real pairs, as optimizers do. Return any other tensor unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def element_count(parameters: Iterable[NamedParameter]) -> int:
-    """Return the total number of elements of the parameters on this rank."""
-    return sum(math.prod(named.shape) for named in parameters)
 
 
 @dataclass(frozen=True, slots=True)

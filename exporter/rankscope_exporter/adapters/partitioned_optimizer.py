@@ -13,17 +13,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import (
-    Framework,
-    FrameworkTraits,
-    GradientSource,
-    LazyGradient,
-    ParameterState,
-    TensorSpec,
-)
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, LazyGradient, ParameterState
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
+from rankscope_exporter.adapters.parameter_names import TensorSpec
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
 
 FROZEN: Final = -1

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource, TensorSpec
+from rankscope_exporter.adapters.base import Framework, FrameworkTraits, GradientSource
 from rankscope_exporter.adapters.hook_context import HookContext
 from rankscope_exporter.adapters.monitored_model import Borrowed, as_one, numbers_of
 from rankscope_exporter.adapters.optimizer_wrapping import PatchedMethod
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.adapters.parameter_names import NamedParameter
+from rankscope_exporter.adapters.parameter_names import NamedParameter, TensorSpec
 from rankscope_exporter.adapters.placement import Layout
 from rankscope_exporter.adapters.torch_private import SHAPE_INFERENCE
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import threading
 import time
 import weakref
@@ -31,13 +32,7 @@ from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_contract.model.schema import WIRE_VALUE_OPS
 from rankscope_exporter.adapters import Framework, Stage, framework_of
 from rankscope_exporter.adapters.monitored_model import Borrowed, MonitoredModel, UpdateScope
-from rankscope_exporter.adapters.parameter_names import (
-    NamedParameter,
-    Targets,
-    element_count,
-    named_parameters,
-    target_notices,
-)
+from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, named_parameters, target_notices
 from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.adapters.torch_private import without_tensor_functions
 from rankscope_exporter.api.session import PUBLISH_SECONDS, Session
@@ -171,7 +166,8 @@ def _print_banner(session: Session, address: str) -> None:
         reader = "no service, and no file has the records: set RANKSCOPE_INGEST_URL, or scrape it with Prometheus"
     parameters, entries = session.monitored.parameters, len(session.active_quantities.table)
     ranks = f"{identity.world_size} rank{'s' if identity.world_size != 1 else ''}"
-    tensors = f"{len(parameters)} tensors ({element_count(parameters):,} elements)"
+    elements = sum(math.prod(named.shape) for named in parameters)
+    tensors = f"{len(parameters)} tensors ({elements:,} elements)"
     cadence = "every step" if config.every == 1 else f"every {config.every} steps"
     kernel = backend_name(session.monitored.device, coming=config.statistics == "auto")
     size = f"{entries * 2:,} series, about {entries * BYTES_PER_ENTRY / 1000:,.0f} kB per step"

@@ -57,8 +57,7 @@ def storable(values: Mapping[Any, Any]) -> dict[str, Any]:
 class _Conversion:
     """Converts one hyper-parameter, and counts the values in it, because their number is limited."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    _count = 0
 
     def value(self, value: Any, depth: int) -> Any:
         self._count += 1

@@ -27,10 +27,6 @@ def _kept(found: re.Match[str]) -> str:
     return found[0] if found[0].startswith('"') else _VISIBLE.sub(" ", found[0])
 
 
-_MARK: Final = "\ufeff"
-"""Byte order mark (BOM), which some editors write at the start of a file."""
-
-
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings in the `.toml` or JSON file `path`.
 
@@ -48,7 +44,7 @@ def parse_settings(path: Path, text: str) -> dict[str, Any]:
 
     Raises ConfigError if the text is invalid.
     """
-    text = text.removeprefix(_MARK)
+    text = text.removeprefix("\ufeff")  # a byte order mark, which some editors write
     try:
         settings = tomllib.loads(text) if path.suffix == ".toml" else _json(without_comments(text))
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,7 @@ The report of a run after the end of its training, made by a child process of gl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,11 @@ class CallbackBase(CopiesDoNothing):
         self._report = report
         self.boundary = ErrorBoundary()
         self.monitor: Monitor | None = None
-        self._phase: AbstractContextManager[Any] | None = None
+        self._phase = ExitStack()
         self._phase_name: str | None = None
 
     def _unattached(self) -> dict[str, Any]:
-        return {"boundary": ErrorBoundary(), "monitor": None, "_phase": None, "_phase_name": None}
+        return {"boundary": ErrorBoundary(), "monitor": None, "_phase": ExitStack(), "_phase_name": None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "config": self.config.without_secrets()}
@@ -146,15 +146,13 @@ class CallbackBase(CopiesDoNothing):
         if self.monitor is None or self._phase_name == name:
             return
         self.leave_phase()
-        phase = self.monitor.phase(name)
-        self._phase, self._phase_name = phase, name
-        phase.__enter__()
+        self._phase_name = name
+        self._phase.enter_context(self.monitor.phase(name))
 
     def leave_phase(self) -> None:
         """End the present phase, if there is one."""
-        phase, self._phase, self._phase_name = self._phase, None, None
-        if phase is not None:
-            phase.__exit__(None, None, None)
+        self._phase_name = None
+        self._phase.close()
 
 
 def _is_number(value: Any) -> bool:

@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, Final, Protocol
 from torch import nn
 
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.adapters.base import GradientSource, TensorSpec
+from rankscope_exporter.adapters.base import GradientSource
 from rankscope_exporter.adapters.hook_context import Gate, Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import Removable
-from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, target_notices
+from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, TensorSpec, target_notices
 from rankscope_exporter.adapters.placement import FULL
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.table import Table
