@@ -96,11 +96,8 @@ class DistributedData(Framework):
         if self.announced is not None or self.model is not self.root or compiled_call(self.module) is not None:
             return handle
         inner = self.module.register_forward_pre_hook(NotCopied(self._inner_begins), with_kwargs=True)
-        self._handles = [
-            handle,
-            inner,
-            self.module.register_forward_hook(NotCopied(self._inner_ends), always_call=True),
-        ]
+        inner_end = self.module.register_forward_hook(NotCopied(self._inner_ends), always_call=True)
+        self._handles = [handle, inner, inner_end]
         return CallbackHandle(lambda: remove_all(self._handles))
 
     def on_forward_end(self, hook: Callable[..., None]) -> Removable:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Protocol
 
@@ -136,18 +136,6 @@ class HookContext:
         """Call `function` while no step begins or ends: for hooks that may run long after the update of a step."""
         with self.lock:
             function()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Disable all hooks inside the `with` block.
-
-        Used for computations of the monitor that are not part of the training.
-        """
-        was_active, self.active = self.active, False
-        try:
-            yield
-        finally:
-            self.active = was_active
 
     def tell_once(self, sentence: str) -> None:
         """Publish a notice the first time that this method receives it. Also works while code is being compiled."""

@@ -48,9 +48,8 @@ class Megatron(PartitionedOptimizer):
         super().__init__(model)
         self._list = model  # keeps the list of chunks alive that framework_of() made
         self._chunks: list[Any] = list(model) if isinstance(model, nn.ModuleList) else [model]
-        modules = [_without_float16_wrapper(chunk.module) for chunk in self._chunks]
-        self._module = as_one(modules)
-        self.chunk_numbers = numbers_of(modules)
+        self._modules = [_without_float16_wrapper(chunk.module) for chunk in self._chunks]
+        self.chunk_numbers = numbers_of(self._modules)
         stages = _group(_PIPELINE)
         self.pp_stage = dist.get_rank(stages) if stages is not None and dist.get_world_size(stages) > 1 else None
         self._outer: tuple[Any, ...] = ()
@@ -72,8 +71,7 @@ class Megatron(PartitionedOptimizer):
 
     @property
     def module(self) -> nn.Module:
-        self._module.training = self._chunks[0].training  # train() and eval() of a chunk do not change the list
-        return self._module
+        return as_one(self._modules)
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
@@ -164,11 +162,10 @@ class Megatron(PartitionedOptimizer):
         self._outer = tuple(given)
         members = [member for item in given for member in getattr(item, "chained_optimizers", None) or (item,)]
         members = [member for member in members if not getattr(member, "is_stub_optimizer", False)]
-        for member in members:
-            self._add_parts(member)
-        return tuple(dict.fromkeys(unwrapped(member) for member in members))
+        return tuple(dict.fromkeys(map(self._add_parts, members)))
 
-    def _add_parts(self, member: Any) -> None:
+    def _add_parts(self, member: Any) -> torch.optim.Optimizer:
+        """Store the parts that `member` updates, and return the torch optimizer inside of it."""
         inner = unwrapped(member)
         groups = {id(item): place for place, group in enumerate(inner.param_groups) for item in group["params"]}
         is_distributed = hasattr(member, "model_param_gbuf_map")
@@ -182,6 +179,7 @@ class Megatron(PartitionedOptimizer):
             if is_distributed:
                 here = member._get_model_param_range_map(parameter)["param"]  # noqa: SLF001 - Megatron's own ranges
                 self._ranges[id(parameter)] = here.start, here.end
+        return inner
 
     def install(self, hooking: HookContext) -> None:
         # An update is a call of the method `step` of an optimizer that the script uses.

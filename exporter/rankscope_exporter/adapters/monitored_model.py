@@ -286,11 +286,7 @@ class MonitoredModel:
         """
         if targets.selects_all and not without:
             return self
-        kept = [
-            i
-            for i, item in enumerate(self.parameters)
-            if i not in without and targets.selects(item.name, *item.aliases)
-        ]
+        kept = [i for i, item in enumerate(self.parameters) if i not in without and targets.chooses(item)]
         return replace(self, parameters=tuple(self.parameters[i] for i in kept), positions=tuple(kept), descriptions={})
 
 
@@ -308,4 +304,8 @@ def numbers_of(chunks: Sequence[nn.Module]) -> dict[int, int]:
 
 def as_one(chunks: Sequence[nn.Module]) -> nn.Module:
     """Return one module of all chunks, whose numbers begin the names in it; a single chunk is returned unchanged."""
-    return chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+    if len(chunks) == 1:
+        return chunks[0]
+    module = nn.ModuleList(chunks)
+    module.training = chunks[0].training  # train() and eval() of a chunk do not change the list
+    return module

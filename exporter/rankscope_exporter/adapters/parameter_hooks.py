@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -76,8 +76,8 @@ class Announced:
             hook(self._model(), (), None)
 
 
-_own_numbers: set[int] = set()
-"""The numbers that torch has given the monitor's hooks. Torch numbers all hooks of the process and reuses no number."""
+_OWN: Final = "of_rankscope"
+"""Name of an attribute of the monitor's own hooks."""
 
 
 class TensorHook:
@@ -87,6 +87,7 @@ class TensorHook:
 
     def __init__(self, tensor: torch.Tensor, hook: Callable[..., Any], *, table: str) -> None:
         self._hook = unserializable_hook(hook)  # type: ignore[no-untyped-call]  # else torch warns when the tensor is saved
+        setattr(self._hook, _OWN, True)
         self._table = table
         self._content = (0, 0)
         """Address of the tensor, and number of references to its table of hooks.
@@ -102,7 +103,6 @@ class TensorHook:
         """Register the hook again if it was removed from the table, or if `swap_tensors` was called with `tensor`."""
         table = getattr(tensor, self._table)
         if table is None or self.number not in table:
-            _own_numbers.discard(self.number)
             self._attach(tensor)
             return
         content = tensor_address(tensor), sys.getrefcount(table)
@@ -119,7 +119,6 @@ class TensorHook:
     def remove(self) -> None:
         """Remove the hook from its table, which `tidy` can remove afterwards if it is empty."""
         self._hooks.pop(self.number, None)
-        _own_numbers.discard(self.number)
 
     def tidy(self, tensor: torch.Tensor) -> None:
         """Remove the table of hooks if it is empty after `remove` and the script never used it."""
@@ -140,7 +139,6 @@ class TensorHook:
             self.number = int(tensor.register_post_accumulate_grad_hook(self._hook).id)  # type: ignore[no-untyped-call]  # as above
         table = self._hooks = getattr(tensor, self._table)
         self._content = tensor_address(tensor), sys.getrefcount(table)
-        _own_numbers.add(self.number)
 
 
 def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int:
@@ -163,7 +161,7 @@ def has_foreign_hooks(parameter: torch.Tensor) -> bool:
 
 
 def _has_others(table: dict[int, Any]) -> bool:
-    return any(number not in _own_numbers for number in table)
+    return not all(hasattr(hook, _OWN) for hook in table.values())
 
 
 def remove_hook(handle: Removable, parameter: nn.Parameter | None) -> None:

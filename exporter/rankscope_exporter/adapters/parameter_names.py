@@ -59,6 +59,10 @@ class Targets:
             name in self._exact or any(compiled.fullmatch(name) for _, compiled in self._compiled) for name in names
         )
 
+    def chooses(self, item: NamedParameter | NamedModule) -> bool:
+        """Return whether the patterns select `item` by its displayed name or another name."""
+        return self.selects(item.name, *item.aliases)
+
     def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Return each pattern that selects none of `names`, with the names that are most similar to it.
 
@@ -316,11 +320,6 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     return tuple(
         NamedModule(own[0], weakref.ref(under[own[0]][0]), tuple(own[1:]), under[own[0]][1]) for own in names.values()
     )
-
-
-def selected(modules: Iterable[NamedModule], targets: Targets) -> tuple[NamedModule, ...]:
-    """Return the modules that `targets` select by their displayed name or another name."""
-    return tuple(item for item in modules if targets.selects(item.name, *item.aliases))
 
 
 def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:

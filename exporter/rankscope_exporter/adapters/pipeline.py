@@ -62,10 +62,7 @@ class Pipeline(Framework):
     def module(self) -> nn.Module:
         # If this rank has several stages, return a list of their modules.
         # Created for each use: a list that is kept would keep the modules alive.
-        module = as_one([framework.module for framework in self._inner])
-        if len(self._inner) > 1:
-            module.training = self._inner[0].module.training  # train() and eval() of a stage do not change the list
-        return module
+        return as_one([framework.module for framework in self._inner])
 
     @property
     def chunks(self) -> Sequence[nn.Module]:
@@ -120,8 +117,11 @@ class Pipeline(Framework):
             return result
 
         def run_unseen(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with hooking.paused():
+            was_active, hooking.active = hooking.active, False
+            try:
                 return original(*args, **kwargs)
+            finally:
+                hooking.active = was_active
 
         hooking.keep(PatchedMethod(stage, "perform_reduce_grad", finish))
         for name in SHAPE_INFERENCE:

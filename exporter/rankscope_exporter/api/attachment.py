@@ -93,7 +93,7 @@ def attached(
     place = boundary.call("pp_group", place_in, groups["pp_group"])
     framework.pp_stage = place[0] if place else framework.pp_stage
     parameters, targets = named_parameters(framework.module), Targets(config.tensors)
-    chosen = tuple(item for item in parameters if not item.is_lazy and targets.selects(item.name, *item.aliases))
+    chosen = tuple(item for item in parameters if not item.is_lazy and targets.chooses(item))
     found = boundary.call("reading dp_group and tp_group", find_replica_dedup, framework, chosen, groups)
     replica_dedup = found or ReplicaDedup()
     several = optimizer.values() if isinstance(optimizer, Mapping) else optimizer
@@ -137,7 +137,7 @@ def _notices(framework: Framework, parameters: Sequence[NamedParameter], targets
             f"no torch optimizer was found in {', '.join(unknown)}: learning rates and optimizer state are absent "
             "until a torch optimizer of the model's parameters steps"
         )
-    lazy = [item.name for item in parameters if item.is_lazy and targets.selects(item.name, *item.aliases)]
+    lazy = [item.name for item in parameters if item.is_lazy and targets.chooses(item)]
     if lazy:
         notices.append(
             f"{len(lazy)} parameters have no shape yet and are not measured ({', '.join(lazy[:3])}): "

@@ -67,6 +67,7 @@ It is longer than any job, and near the maximum timeout with which a Python thre
 """
 _SECONDS: Final = f"a number of seconds of at least 0 and at most {_MOST_SECONDS:g}"
 Seconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS)]
+ReadingSeconds = Annotated[float, number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")]
 HangSeconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS, "; 0 disables the detection of hangs")]
 
 DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
@@ -103,9 +104,7 @@ def _rule(entry: Any) -> AnomalyRule:
 class HardwareConfig:
     """Settings of the thread that reads hardware metrics of the rank's GPU, process and machine."""
 
-    every_seconds: Annotated[
-        float, number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")
-    ] = 5.0
+    every_seconds: ReadingSeconds = 5.0
     """Seconds between two readings of the hardware; 0 disables the readings."""
 
     def __post_init__(self) -> None:
@@ -122,6 +121,8 @@ def check_option_tables(options: Mapping[str, Any], quantities: Sequence[str], p
 
 ALL: Final = "*"
 OptionTables = Annotated[Mapping[str, Mapping[str, Any]], table("a table with one table for each quantity")]
+SinkTables = Annotated[Mapping[str, Mapping[str, Any]], table("a table with one table for each sink")]
+Hyperparameters = Annotated[Mapping[str, Any], table("a table, such as vars(args)"), Converted(storable)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +183,7 @@ class MonitorConfig:
 
     Common options are targets, start_step, every, times and ranks.
     """
-    sinks: Annotated[Mapping[str, Mapping[str, Any]], table("a table with one table for each sink")] = field(
-        default_factory=dict
-    )
+    sinks: SinkTables = field(default_factory=dict)
     """Sinks, which are outputs in addition to the record channel, by name.
 
     The value contains the settings of the sink.
@@ -236,9 +235,7 @@ class MonitorConfig:
     The environment variable RANKSCOPE_RUN takes precedence. The default is the job id of the scheduler, such as Slurm;
     without a job id, a generated name.
     """
-    hyperparameters: Annotated[Mapping[str, Any], table("a table, such as vars(args)"), Converted(storable)] = field(
-        default_factory=dict
-    )
+    hyperparameters: Hyperparameters = field(default_factory=dict)
     """Hyper-parameters of the training, which are stored with the configuration of the run.
 
     Secrets are masked, and values that have no JSON form are stored as text.

@@ -17,8 +17,6 @@ from rankscope_exporter.adapters.parameter_names import defines_forward
 from rankscope_exporter.adapters.torch_private import FSDP_WRAPPED, held_modules
 from rankscope_exporter.integrations.callback_base import CallbackBase
 
-_NOTED_BY_THE_MONITOR = frozenset({"learning_rate"})  # per parameter group
-
 
 class RankscopeCallback(CallbackBase, TrainerCallback):  # type: ignore[misc,unused-ignore]  # transformers may be missing where types are checked
     """Attaches a monitor when training begins, numbers steps by `global_step`, and detaches at the end.
@@ -68,7 +66,8 @@ class RankscopeCallback(CallbackBase, TrainerCallback):  # type: ignore[misc,unu
     def on_log(
         self, _args: Any, state: Any, _control: Any, *, logs: Mapping[str, Any] | None = None, **_kwargs: Any
     ) -> None:
-        values = {name: value for name, value in (logs or {}).items() if name not in _NOTED_BY_THE_MONITOR}
+        # The monitor itself records learning rates, for each parameter group.
+        values = {name: value for name, value in (logs or {}).items() if name != "learning_rate"}
         self.log(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:

@@ -14,7 +14,6 @@ from rankscope_exporter.adapters.parameter_names import (
     found_in_place,
     named_modules,
     named_parameters,
-    selected,
     unmatched,
 )
 from rankscope_exporter.adapters.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, received, returned
@@ -100,7 +99,7 @@ def test_shared_module_has_one_name_and_is_selected_by_any_alias():
     modules = named_modules(model)
 
     assert [("a", ("b.0",)), ("b", ())] == [(item.name, item.aliases) for item in modules]
-    assert ["a"] == [item.name for item in selected(modules, Targets(["b.?"]))]
+    assert ["a"] == [item.name for item in filter(Targets(["b.?"]).chooses, modules)]
     assert ["target 'c' matches no module"] == unmatched(modules, Targets(["c", "b.0"]))
 
 
