@@ -310,8 +310,7 @@ class Framework(WrappedModel):
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> Sequence[Mapping[str, Any]]:
         """Return the parameter groups of an optimizer that is about to step."""
-        groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
-        return groups
+        return optimizer.param_groups
 
     # Places for hooks.
 

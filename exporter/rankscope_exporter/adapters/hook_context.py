@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import timeit
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Protocol
@@ -32,14 +33,7 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.inert import NotCopied
 from rankscope_exporter.process.openmp import intra_op_threads
 
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.thread_time()
-    call()
-    return time.thread_time() - began
-
-
-_CLOCK_READ_SECONDS: Final = min(_seconds(lambda: None) for _ in range(50))
+_CLOCK_READ_SECONDS: Final = min(timeit.repeat(timer=time.thread_time, repeat=50, number=1))
 """CPU seconds that one read of the clock takes. This time is added to each interval between two reads.
 
 About half of the first read and half of the second read are outside of the interval that the two reads measure.

@@ -274,11 +274,6 @@ class MonitoredModel:
         divided = loaded("torch.distributed.optim", "ZeroRedundancyOptimizer")
         return any(isinstance(item, divided) for item in self.optimizers)
 
-    @property
-    def state_elsewhere(self) -> frozenset[int]:
-        """Return positions of parameters whose state another rank publishes; empty for a divided state."""
-        return frozenset() if self.has_divided_state else self.elsewhere
-
     def only(self, targets: Targets, without: frozenset[int] = frozenset()) -> MonitoredModel:
         """Return a MonitoredModel of the same model with only those parameters that `targets` selects by name or alias.
 

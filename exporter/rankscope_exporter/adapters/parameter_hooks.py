@@ -144,10 +144,8 @@ class TensorHook:
 def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int:
     """Register `hook` as `register_post_accumulate_grad_hook` does, in a third of its time, and return its number.
 
-    The parameter has no table of hooks yet.
+    The parameter has no table of hooks yet, and requires gradients.
     """
-    if not parameter.requires_grad or not parameter.is_leaf:
-        raise RuntimeError("a hook after the accumulation of gradients needs a parameter that requires gradients")
     table: OrderedDict[int, Any] = OrderedDict()
     number = int(RemovableHandle(table).id)
     table[number] = hook

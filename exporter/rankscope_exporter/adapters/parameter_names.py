@@ -47,11 +47,8 @@ class Targets:
             raise ValueError(f"targets must be a list of names, not {patterns!r}")
         self.patterns = tuple(patterns)
         self._exact = frozenset(patterns)
+        self.selects_all = "*" in self._exact
         self._compiled = [(pattern, _compiled(pattern)) for pattern in self.patterns]
-
-    @property
-    def selects_all(self) -> bool:
-        return "*" in self._exact
 
     def selects(self, *names: str) -> bool:
         """Return whether the patterns select one of the `names` of an object."""
@@ -63,21 +60,13 @@ class Targets:
         """Return whether the patterns select `item` by its displayed name or another name."""
         return self.selects(item.name, *item.aliases)
 
-    def unmatched(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return each pattern that selects none of `names`, with the names that are most similar to it.
-
-        The patterns are returned in the form that messages display.
-        """
-        if self.patterns == ("*",):
-            return {}
-        known = list(names)
-        return {
-            display_name(pattern): difflib.get_close_matches(
-                display_name(pattern).removeprefix(REGEX), known, n=3, cutoff=0.4
-            )
+    def unmatched(self, names: Sequence[str]) -> list[str]:
+        """Return the patterns that select none of `names`."""
+        return [
+            pattern
             for pattern, compiled in self._compiled
-            if pattern != "*" and not any(name == pattern or compiled.fullmatch(name) for name in known)
-        }
+            if pattern != "*" and not any(name == pattern or compiled.fullmatch(name) for name in names)
+        ]
 
 
 def regex_pattern(name: str, expression: str) -> str:
@@ -93,10 +82,11 @@ def display_name(pattern: str) -> str:
 
 def target_notices(targets: Targets, names: Iterable[str], of: str) -> list[str]:
     """Return a sentence for each target that selects none of `names`, with the most similar; `of` is their kind."""
-    return [
-        f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else "")
-        for target, near in targets.unmatched(names).items()
-    ]
+    known, notices = list(names), []
+    for target in map(display_name, targets.unmatched(known)):
+        near = difflib.get_close_matches(target.removeprefix(REGEX), known, n=3, cutoff=0.4)
+        notices.append(f"target {target!r} matches no {of}" + (f"; nearest: {', '.join(near)}" if near else ""))
+    return notices
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -320,11 +310,6 @@ def named_modules(root: nn.Module) -> tuple[NamedModule, ...]:
     return tuple(
         NamedModule(own[0], weakref.ref(under[own[0]][0]), tuple(own[1:]), under[own[0]][1]) for own in names.values()
     )
-
-
-def unmatched(modules: Iterable[NamedModule], targets: Targets) -> list[str]:
-    """Return a sentence for each target that selects no module, with the most similar names."""
-    return target_notices(targets, (name for item in modules for name in (item.name, *item.aliases)), "module")
 
 
 def _can_be_called(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from rankscope_exporter.adapters.parameter_names import (
     found_in_place,
     named_modules,
     named_parameters,
-    unmatched,
+    target_notices,
 )
 from rankscope_exporter.adapters.pytree import MAX_DEPTH, MAX_TENSORS, ObjectSpec, parse_specs, received, returned
 from rankscope_exporter.measure.quantities.activations import Calls, ModuleCall
@@ -100,7 +100,7 @@ def test_shared_module_has_one_name_and_is_selected_by_any_alias():
 
     assert [("a", ("b.0",)), ("b", ())] == [(item.name, item.aliases) for item in modules]
     assert ["a"] == [item.name for item in filter(Targets(["b.?"]).chooses, modules)]
-    assert ["target 'c' matches no module"] == unmatched(modules, Targets(["c", "b.0"]))
+    assert ["target 'c' matches no module"] == target_notices(Targets(["c", "b.0"]), ["a", "b", "b.0"], "module")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, ParameterHook, Removable, TensorHook
-from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor, named_modules, unmatched
+from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor, named_modules, target_notices
 from rankscope_exporter.adapters.tracing import on_compilation
 from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import is_freed, why_not_measurable
@@ -192,7 +192,8 @@ class ModuleQuantity(Quantity):
         modules = named_modules(self.monitored.framework.module)
         if not (self.targets.patterns or all_modules):
             self.tell("targets names no module, so nothing is measured")
-        for sentence in unmatched(modules, self.targets):
+        names = (name for item in modules for name in (item.name, *item.aliases))
+        for sentence in target_notices(self.targets, names, "module"):
             self.tell(sentence)
         return modules if all_modules else [*filter(self.targets.chooses, modules)]
 

@@ -163,7 +163,7 @@ class StateQuantity(Quantity):
 
     @staticmethod
     def elsewhere(monitored: MonitoredModel) -> frozenset[int]:
-        return monitored.state_elsewhere
+        return frozenset() if monitored.has_divided_state else monitored.elsewhere
 
     def expected(self) -> ExpectedRows:
         return ExpectedRows(self.name, frozenset(self._expected), f"the state has no {self.needed}")
