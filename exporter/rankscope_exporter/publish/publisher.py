@@ -342,8 +342,8 @@ class Publisher:
         call = self.boundary.call
         where = "computing the statistics of a step"
         record.statistics, verdict = call(where, self._statistics, record) or (None, None)
-        scalars = self._read("a logged number", record.pending)
-        if any(scalar.value for scalar in self._read("found_inf", record.found_inf)):
+        scalars = _scalars_of(record.pending, "a logged number", call)
+        if any(scalar.value for scalar in _scalars_of(record.found_inf, "found_inf", call)):
             record.events.append(skipped_event())
         if record.is_skipped is not None and self.skipped.is_reported(record):
             record.events.append(skipped_event())
@@ -369,10 +369,6 @@ class Publisher:
             setattr(record, dataset, items)
         record.release()
         self._publish_record(record)
-
-    def _read(self, where: str, numbers: Sequence[Pending]) -> list[Scalar]:
-        read = (self.boundary.call(where, pending.scalar) for pending in numbers)
-        return [scalar for scalar in read if scalar is not None]
 
     def _publish_record(self, record: StepRecord) -> None:
         if self._is_blocked and self.is_current_thread:
@@ -451,6 +447,11 @@ class Publisher:
 def _event_of(rule: AnomalyRule, pp_stage: int | None, **fields: Any) -> Event:
     fields |= {"severity": rule.severity, "rule": rule.name, "threshold": rule.limit()}
     return Event(type=EventType.ANOMALY, pp_stage=pp_stage, **fields)
+
+
+def _scalars_of(numbers: Sequence[Pending], where: str, call: Callable[..., Any]) -> list[Scalar]:
+    read = (call(where, pending.scalar) for pending in numbers)
+    return [scalar for scalar in read if scalar is not None]
 
 
 def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary
