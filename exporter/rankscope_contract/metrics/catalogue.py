@@ -319,13 +319,3 @@ SCALARS_WITH_OWN_METRIC: Final[dict[str, MetricSpec]] = {
 
 Scalars without such a metric are exported as samples of rankscope_scalar.
 """
-
-HARDWARE_SCALARS: Final = frozenset(
-    name for name, spec in SCALARS_WITH_OWN_METRIC.items() if spec in vars(hardware).values()
-)
-"""Names of the scalars that describe device, process and host."""
-
-MONITOR_SCALARS: Final = frozenset(SCALARS_WITH_OWN_METRIC).difference(
-    HARDWARE_SCALARS, ("loss", "learning_rate", "grad_norm")
-)
-"""Names of the other scalars that the monitor adds to those of the training script."""

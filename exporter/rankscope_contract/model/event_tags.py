@@ -8,7 +8,6 @@ task is a family of tensors. The functions have no side effects.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,6 @@ def event_tag(name: str, task: str, *, rank: int, vpp_stage: int = 0, micro_step
 def scalar_tag(name: str, labels: Mapping[str, Any]) -> str:
     """Return the tag of a scalar: its name, followed by its labels by name, such as `learning_rate/group=a`."""
     return "/".join([name, *(f"{key}={value}" for key, value in sorted(labels.items()))])
-
-
-def labelled(name: str, labels: str | None) -> str:
-    """Return the tag of a scalar whose labels are the JSON text `labels`. Other text is appended as it is."""
-    try:
-        return name if labels is None else scalar_tag(name, json.loads(labels))
-    except (ValueError, AttributeError):
-        return f"{name}/{labels}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_ingest.record_channel.validate import ValidBody
+from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 
 _LEFT_OUT: Final = HARDWARE_SCALARS | MONITOR_SCALARS
 """Scalars that the page of a run reads from the store only: each step has several of them."""

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.metrics.catalogue import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_contract.model.events import causal_key
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
+from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_storage.sql.scalar_history import POSITIONS
 
 TIMING: Final = "timing"

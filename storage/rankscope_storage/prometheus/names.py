@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.metrics import catalogue
+from rankscope_contract.metrics import catalogue, hardware
 from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC, MetricSpec
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 from rankscope_contract.model.schema import canonical_labels
@@ -41,6 +41,17 @@ TENSOR_EXTRAS: Final = ("index", "vpp_stage", "micro_step", "call_seq", "placeme
 STAGE_EXTRAS: Final = ("vpp_stage", "micro_step")
 _IDENTITY: Final = frozenset({"run", "rank", "job", "instance"})
 _OWN_METRIC: Final = {spec.name: (name, spec) for name, spec in SCALARS_WITH_OWN_METRIC.items()}
+
+
+HARDWARE_SCALARS: Final = frozenset(
+    name for name, spec in SCALARS_WITH_OWN_METRIC.items() if spec in vars(hardware).values()
+)
+"""Names of the scalars that describe device, process and host."""
+
+MONITOR_SCALARS: Final = frozenset(SCALARS_WITH_OWN_METRIC).difference(
+    HARDWARE_SCALARS, ("loss", "learning_rate", "grad_norm")
+)
+"""Names of the other scalars that the monitor adds to those of the training script."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from rankscope_contract.model.event_tags import buckets, event_tag, labelled
+from rankscope_contract.model.event_tags import buckets, event_tag
 from rankscope_storage.tensorboard.frames import frame
 from rankscope_storage.tensorboard.messages import Event, Histogram, put_number
-from rankscope_storage.tensorboard.tags import OPS, TensorTag, parse_tensor_tag, tensor_tag
+from rankscope_storage.tensorboard.tags import OPS, TensorTag, labelled, parse_tensor_tag, tensor_tag
 
 WRITER: Final = b"rankscope "
 """Start of `source_metadata` in the first event of files that Rankscope wrote.

@@ -7,11 +7,12 @@ have neither: `{vpp}:{name}/{rank}/{task}_{op}`. Tags are parsed from the right,
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.event_tags import event_tag
+from rankscope_contract.model.event_tags import event_tag, scalar_tag
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
 from rankscope_msprobe.files.csv_layout import CALLS, FAMILY_OF, numbered, parse_call
 
@@ -116,3 +117,11 @@ def _task_and_op(text: str) -> tuple[str, str] | None:
         if task != text and (task in _TASKS or task in {"actv", "actv_grad"}):
             return task, op
     return None
+
+
+def labelled(name: str, labels: str | None) -> str:
+    """Return the tag of a scalar whose labels are the JSON text `labels`. Other text is appended as it is."""
+    try:
+        return name if labels is None else scalar_tag(name, json.loads(labels))
+    except (ValueError, AttributeError):
+        return f"{name}/{labels}"

@@ -25,7 +25,6 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from rankscope_contract.model.event_tags import labelled
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
@@ -42,6 +41,7 @@ from rankscope_ingest.importers.msprobe.csv_rows import (
 )
 from rankscope_ingest.importers.msprobe.discovery import Named, is_tensor_family, parse_name
 from rankscope_msprobe.files.csv_layout import CSV_KEYS, DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
+from rankscope_storage.tensorboard.tags import labelled
 
 MISALIGNED: Final = "a row of msprobe about communication, whose name, step and statistics are misaligned: not usable"
 

@@ -14,7 +14,6 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.event_tags import labelled
 from rankscope_msprobe.files.csv_layout import (
     CALLS,
     DIRECTION,
@@ -34,6 +33,7 @@ from rankscope_msprobe.files.csv_layout import (
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.selection import Selection
+from rankscope_storage.tensorboard.tags import labelled
 
 _MOMENTS: Final = ", ".join(map(sql_string, MOMENTS))
 
