@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -100,18 +99,6 @@ RULES_OF_RUNS: Final = frozenset({RUN_FAILED, RUN_STALLED, RUN_SLOW, RUN_FINISHE
 
 CLOSED: Final = "closed"
 """State of an incident that a person closed: `details` of the event holds user and note."""
-
-_IS_OPEN_AFTER: Final = {"opened": True, "muted": True, "resolved": False, CLOSED: False}
-"""Whether an incident is open after a state that changes it. Other states, such as `notified`, do not change it.
-
-A muted incident is open, and no message was sent. The cause of a resolved one was seen to be gone.
-"""
-
-
-def is_open(states: Iterable[str]) -> bool:
-    """Return whether an incident is open after `states`, in order."""
-    changes = [_IS_OPEN_AFTER[state] for state in states if state in _IS_OPEN_AFTER]
-    return changes[-1] if changes else True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,12 +236,6 @@ def _event(name: str, ranks: Sequence[int], same: int, all_: int) -> Event:
     return Event(type=EventType.NOTE, severity=Severity.INFO, message=text, details=details)
 
 
-_SECOND_MONITOR: Final = (
-    "another Monitor is attached to the same model: both measure each step, and each writes a run of its own; call "
-    "detach() of the one that is not needed"
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRun:
     """The place of the records of a run after the end of its monitor."""
@@ -387,7 +381,10 @@ def note_other_monitors(session: Session) -> None:
     attached = (item.session for item in lifecycle.watched() if isinstance(item, SessionEnd))
     others = (other for other in attached if other is not None and other is not session)
     if any(id(chunk) in own for other in others for chunk in _chunks_of(other)):
-        session.notices.tell(_SECOND_MONITOR)
+        session.notices.tell(
+            "another Monitor is attached to the same model: both measure each step, and each writes a run of its own; "
+            "call detach() of the one that is not needed"
+        )
 
 
 def _chunks_of(session: Session) -> list[nn.Module]:

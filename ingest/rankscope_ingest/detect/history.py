@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState, is_open
+from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState
 from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
@@ -25,6 +25,7 @@ from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import HISTORY_SUFFIX
+from rankscope_view.data.incidents import is_open
 
 _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY run, attempt"
 _IMPORTED: Final = """\

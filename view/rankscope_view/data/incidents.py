@@ -22,7 +22,6 @@ from rankscope_contract.model.events import (
     RUN_STALLED,
     SLOW_RANK,
     Severity,
-    is_open,
     subject_name,
 )
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
@@ -30,6 +29,12 @@ from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, anom
 from rankscope_storage.connection import Connection
 from rankscope_view.data.deviation import deviation_text
 from rankscope_view.data.documents import json_object
+
+_IS_OPEN_AFTER: Final = {"opened": True, "muted": True, "resolved": False, CLOSED: False}
+"""Whether an incident is open after a state that changes it. Other states, such as `notified`, do not change it.
+
+A muted incident is open, and no message was sent. The cause of a resolved one was seen to be gone.
+"""
 
 STATE_TEXTS: Final = {"muted": "opened, no message was sent"}
 """Texts of the states of incidents; the text of another state is its name."""
@@ -545,3 +550,9 @@ def unmeasured(connection: Connection, run: str, steps: tuple[int, int]) -> list
     )
     kinds = rows["kind"].to_pylist()
     return [name for name, prefix in _FAMILIES.items() if not any(kind.startswith(prefix) for kind in kinds)]
+
+
+def is_open(states: Iterable[str]) -> bool:
+    """Return whether an incident is open after `states`, in order."""
+    changes = [_IS_OPEN_AFTER[state] for state in states if state in _IS_OPEN_AFTER]
+    return changes[-1] if changes else True
