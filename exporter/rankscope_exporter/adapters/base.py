@@ -75,8 +75,7 @@ class WeakModule(Generic[M]):
         self._key = f"_{name}_reference"
 
     def __get__(self, instance: object, owner: type | None = None) -> M:
-        reference: weakref.ref[M] = instance.__dict__[self._key]
-        module = reference()
+        module: M | None = instance.__dict__[self._key]()
         if module is None:
             raise ReferenceError("the attached model was freed: attach a new Monitor to the model that replaces it")
         return module

@@ -146,10 +146,6 @@ def on_compilation(listener: Callable[[], object]) -> Callable[[], int]:
     return was_compiled
 
 
-_RELAXED: Final = 2
-"""cudaStreamCaptureModeRelaxed."""
-
-
 def is_capturing() -> bool:
     """Return whether the current stream of this thread is captured."""
     return _cuda.is_initialized() and _cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
@@ -167,7 +163,7 @@ def others_may_capture() -> Iterator[bool]:
         yield True
         return
     with _cuda.device(device):
-        mode = ctypes.c_int(_RELAXED)
+        mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed
         exchange = exchange_of_modes()
         is_relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
         try:

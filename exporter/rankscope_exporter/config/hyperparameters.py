@@ -6,6 +6,7 @@ each heartbeat, so its size is limited.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -72,10 +73,8 @@ class _Conversion:
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else str(float(value))
         if depth <= _DEEPEST:
-            try:
+            with contextlib.suppress(Exception):  # a container of the user may raise any error when it is read
                 return self._container(value, depth)
-            except Exception:  # noqa: BLE001 - a container of the user may raise any error when it is read
-                return _text(value)
         return _text(value)
 
     def _container(self, value: Any, depth: int) -> Any:

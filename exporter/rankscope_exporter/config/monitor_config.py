@@ -69,8 +69,6 @@ Seconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS)]
 ReadingSeconds = Annotated[float, number("a number of seconds of at least 0", 0, advice="; 0 disables the readings")]
 HangSeconds = Annotated[float, number(_SECONDS, 0, _MOST_SECONDS, "; 0 disables the detection of hangs")]
 
-DEFAULT_QUANTITIES: Final = ("parameters", "gradients", "optimizer_state")
-
 _SOME_SIGNALS: Final = Allowed(
     f"a list of some of {', '.join(STOP_SIGNALS)}",
     lambda value: is_list(value) and all(name in STOP_SIGNALS for name in value),
@@ -170,7 +168,7 @@ class MonitorConfig:
     The constructor validates them and raises ConfigError.
     """
 
-    quantities: Annotated[tuple[str, ...], Checked(select_quantities)] = DEFAULT_QUANTITIES
+    quantities: Annotated[tuple[str, ...], Checked(select_quantities)] = ("parameters", "gradients", "optimizer_state")
     tensors: TargetNames = ("*",)
     """Parameters to monitor: names, globs, or regular expressions after "re:".
 

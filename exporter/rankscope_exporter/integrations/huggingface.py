@@ -36,13 +36,12 @@ class RankscopeCallback(CallbackBase, TrainerCallback):  # type: ignore[misc,unu
         self.boundary.call("on_train_begin", self._begin, args, state, model, optimizer)
 
     def _begin(self, args: Any, state: Any, model: nn.Module, optimizer: Any) -> None:
-        planned = state.max_steps if state.max_steps > 0 else None
         self._tokens_seen = state.num_input_tokens_seen
         self.begin(
             outermost(model),
             optimizer,
             first_step=state.global_step + 1,
-            total_steps=planned,
+            total_steps=max(0, state.max_steps),
             hyperparameters=lambda: _hyperparameters(args, model),
         )
 

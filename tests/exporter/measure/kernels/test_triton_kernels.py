@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
+from rankscope_exporter import MonitorConfig
 from rankscope_exporter.adapters import tracing
-from rankscope_exporter.config.monitor_config import DEFAULT_QUANTITIES
 from rankscope_exporter.measure.kernels import compiled as loading
 from rankscope_exporter.measure.kernels import measure_group
 from rankscope_exporter.measure.kernels.compiled import DeviceArguments
@@ -234,7 +234,7 @@ def started(device: Operations, layers: int, quantities: Sequence[str]) -> list[
     ("quantities", "few", "many"),
     [
         # Parameters before and after the update, gradients before and after clipping, and momentum.
-        (DEFAULT_QUANTITIES, (5, 5), (5, 5)),
+        (MonitorConfig().quantities, (5, 5), (5, 5)),
         (["activations"], (5, 0), (9, 0)),  # a hook has one tensor; the output of a module is the input of the next
         (["micro_gradients"], (4, 1), (8, 1)),
         ([*quantity_classes()], (14, 6), (22, 6)),
