@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -361,7 +362,8 @@ class SilentKinds:
     def judge(self, expected: Iterable[ExpectedRows], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         """Publish notices about kinds that the step should have. `rows` has the rows of its other datasets."""
         present, self._present = self._present, set()
-        present |= {row["kind"] for dataset in _OF_KINDS for row in rows.get(dataset, ())}
+        for dataset in _OF_KINDS:
+            present.update(map(itemgetter("kind"), rows.get(dataset, ())))
         for item in expected:
             never, lost = [], []
             for kind in sorted(item.kinds):

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -343,7 +344,7 @@ class Publisher:
         where = "computing the statistics of a step"
         record.statistics, verdict = call(where, self._statistics, record) or (None, None)
         scalars = _scalars_of(record.pending, "a logged number", call)
-        if any(scalar.value for scalar in _scalars_of(record.found_inf, "found_inf", call)):
+        if any(map(attrgetter("value"), _scalars_of(record.found_inf, "found_inf", call))):
             record.events.append(skipped_event())
         if record.is_skipped is not None and self.skipped.is_reported(record):
             record.events.append(skipped_event())
@@ -450,8 +451,12 @@ def _event_of(rule: AnomalyRule, pp_stage: int | None, **fields: Any) -> Event:
 
 
 def _scalars_of(numbers: Sequence[Pending], where: str, call: Callable[..., Any]) -> list[Scalar]:
-    read = (call(where, pending.scalar) for pending in numbers)
-    return [scalar for scalar in read if scalar is not None]
+    scalars = []
+    for pending in numbers:
+        scalar = call(where, pending.scalar)
+        if scalar is not None:
+            scalars.append(scalar)
+    return scalars
 
 
 def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary

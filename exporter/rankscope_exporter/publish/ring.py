@@ -98,7 +98,7 @@ def encode(record: StepRecord) -> EncodedRecord:
             columns[dataset], refused = _nested(dataset, rows)
             unencodable += refused
             size += len(rows) * _ROW_BYTES
-    size += sum(column.get_total_buffer_size() for column in columns.values())
+    size += sum(map(pa.Array.get_total_buffer_size, columns.values()))
     plan_hash = None if statistics is None else statistics.plan.hash
     return EncodedRecord(record=record, columns=columns, plan_hash=plan_hash, size=size, unencodable=unencodable)
 
