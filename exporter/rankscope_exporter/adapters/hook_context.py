@@ -91,8 +91,6 @@ class HookContext:
     """CPU seconds on the training thread of all hooks and of calls of the script."""
     in_forward: bool = field(default=False, init=False)
     """True if a training forward pass of the whole model is running."""
-    in_update: bool = field(default=False, init=False)
-    """True if an optimizer step without a closure is running: gradients that it computes are its own."""
     grad_enabled: bool = field(default=True, init=False)
     """True if gradients were enabled when torch called the hook of a quantity that is running now."""
     _handles: list[Removable] = field(default_factory=list, init=False)

@@ -83,8 +83,12 @@ class UpdateScope:
         """Positions of the parameters to read now; None for all parameters."""
         self.stepped: set[int] = set()
         """Positions of the parameters of optimizers that have stepped in this step. Known at sampled steps only."""
+        self.has_others = False
+        """True if the optimizer that has stepped last has tensors that are no measured parameters."""
         self.latest = 0
         """The id() of the optimizer that has stepped last, or that steps now."""
+        self.is_running = False
+        """True if an optimizer step without a closure is running: gradients that it computes are its own."""
         self.is_inside_backward = False
         """True during an optimizer step inside a backward pass, when gradients of other parameters are incomplete."""
         self.arrived: list[int] = []
@@ -111,6 +115,7 @@ class UpdateScope:
         belong to no optimizer.
         """
         own = self.positions_of(optimizer)
+        self.has_others = len(own) < len(self._known[id(optimizer)][0])
         if own and len(optimizers) > 1:
             positions = set(own)
             if is_first:

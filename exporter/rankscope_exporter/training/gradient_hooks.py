@@ -37,6 +37,7 @@ class GradientHooks(StepObserver):
         self._arrived = monitored.update.arrived
         self._before = 0  # number of elements of it from earlier backward passes
         self._trace: tuple[int | None, ...] | None = None
+        self.are_updated_by_hand = not monitored.optimizers
         self._last: int | None = None  # the parameter with the latest gradient of earlier backward passes
         self._seen: set[int] = set()  # parameters with gradients in any pass
         self._witnesses: set[int] = set()
@@ -103,33 +104,28 @@ class GradientHooks(StepObserver):
         self._arrived[:] = dict.fromkeys(self._arrived)  # passes of many micro-batches
         self._before = len(self._arrived)
 
-    def pass_ended(self) -> None:
-        """Store a trace of the gradient that arrived last, if the loop updates parameters without an optimizer."""
-        parameter = None if self._monitored.optimizers else self._latest()
-        self._trace = None if parameter is None else _versions(parameter)
+    def pass_ended(self) -> bool:
+        """Return whether the parameter that received a gradient last is in the model and has no gradient.
+
+        Store a trace of this gradient, if the loop updates parameters without an optimizer.
+        """
+        self._last = self._arrived[-1]
+        parameter = self._monitored.parameter(self._last)
+        self._trace = _versions(parameter) if parameter is not None and self.are_updated_by_hand else None
+        return parameter is not None and not self._monitored.framework.holds_gradient(parameter)
 
     def are_cleared(self) -> bool:
         """Return whether the gradient that arrived last was deleted, or its parameter replaced, since.
 
         Without an optimizer, also whether the gradient or its parameter was written in place since the pass.
         """
-        parameter = self._latest()
+        if len(self._arrived) > self._before:  # the pass has raised
+            self._last = self._arrived[-1]
+        parameter = None if self._last is None else self._monitored.parameter(self._last)
         if parameter is None:
-            return self._number() in self._monitored.missing()
+            return self._last in self._monitored.missing()
         is_deleted = not self._monitored.framework.holds_gradient(parameter)
         return is_deleted or (self._trace is not None and self._trace != _versions(parameter))
-
-    def are_deleted(self) -> bool:
-        """Return whether the parameter that received a gradient last is in the model and has no gradient."""
-        parameter = self._latest()
-        return parameter is not None and not self._monitored.framework.holds_gradient(parameter)
-
-    def _number(self) -> int | None:
-        return self._arrived[-1] if len(self._arrived) > self._before else self._last
-
-    def _latest(self) -> torch.nn.Parameter | None:
-        number = self._number()
-        return None if number is None else self._monitored.parameter(number)
 
     def remove(self) -> None:
         """Remove the gradient hooks of all parameters."""

@@ -146,13 +146,14 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
-        if _is_in_forward(self, outside_of=1):
+        if (self.in_forward or self.in_evaluation) and _is_in_forward(self, outside_of=1):
             self._inner += 1
             return
         if self.in_forward:
             self._forward_failed()  # by an interrupt, after which torch calls no hook
         self._inner = 0
-        self.in_update = self.in_update and running_optimizer_steps() > 0  # else it has raised
+        update = self.monitored.update
+        update.is_running = update.is_running and running_optimizer_steps() > 0  # else it has raised
         self.forward_thread = threading.get_ident()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
@@ -217,7 +218,7 @@ class Hooks(HookContext):
         """
         backward = current_pass()
         if backward != self._backward:
-            if _is_in_forward(self):  # the model trains a part of itself
+            if (self.in_forward or self.in_evaluation) and _is_in_forward(self):  # the model trains a part of itself
                 return
             self._pass_begins(backward)
         self.monitored.update.arrived.append(index)
@@ -250,11 +251,10 @@ class Hooks(HookContext):
 
     def _backward_ended(self) -> None:
         self._recorder.measure(Quantity.on_backward_end, "backward_ended")
-        self._gradients.pass_ended()
         self._passes -= 1
         if self._passes > 0:
             return
-        is_consumed = not self._reads_in_hooks and self._gradients.are_deleted()
+        is_consumed = self._gradients.pass_ended() and not self._reads_in_hooks
         if self._updated_in_pass or is_consumed:
             if not self._updated_in_pass:
                 self.tell_once(_CONSUMED)
@@ -269,6 +269,7 @@ class Hooks(HookContext):
     # Updates.
 
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        self._gradients.are_updated_by_hand = False
         begins = Hook(self, _OPTIMIZER, self._update_begins, was_compiled=self._update_was_compiled)
         updated = Hook(self, _OPTIMIZER, self._updated)
         self._handles += self.monitored.framework.on_update(optimizer, begins, updated)
@@ -298,7 +299,7 @@ class Hooks(HookContext):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._recorder.update_begins(optimizer, computes_gradients=callable(closure))
-        self.in_update = not callable(closure)
+        self.monitored.update.is_running = not callable(closure)
         if self._recorder.forwards_are_transformed:
             self.tell_once(_TRANSFORMED)
         if self._recorder.updates_copies:
@@ -330,7 +331,7 @@ class Hooks(HookContext):
             self._without_effect.remove(id(optimizer))
             return
         self._new_optimizers.stepping.discard(id(optimizer))
-        self.in_update = False
+        self.monitored.update.is_running = False
         if current_pass() == NO_PASS:
             self._recorder.updated(optimizer)
 

@@ -112,7 +112,7 @@ class Recorder:
             self._after(self.tracker.move(Signal.FORWARD, self.gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
             self._forwards[chunk] = self.micro_step
-            self.current.forward_begins()
+            self.current.logged.clear()  # a name that a later micro-batch logs again belongs to the same step
             if self.current.is_sampled:
                 table = self.active_quantities.table
                 table.deferred_before = len(table.deferred)
@@ -122,9 +122,11 @@ class Recorder:
     def forward_ended(self, output: Any) -> None:
         """Store whether a backward pass reaches a forward pass of a sampled step: the script may leave it out."""
         tensors = (output,) if isinstance(output, torch.Tensor) else [slot.tensor for slot in returned(output).slots]
-        for node in filter(None, (tensor.grad_fn for tensor in tensors if type(tensor) in PLAIN_TYPES)):
-            self._results.add(self.micro_step)
-            node.register_prehook(functools.partial(_visit, self.micro_step, self._visited))
+        for tensor in tensors:
+            node = tensor.grad_fn if type(tensor) in PLAIN_TYPES else None
+            if node is not None:
+                self._results.add(self.micro_step)
+                node.register_prehook(functools.partial(_visit, self.micro_step, self._visited))
 
     def forward_failed(self, chunk: int) -> None:
         """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
@@ -267,7 +269,8 @@ class Recorder:
         `optimizer` is None for the updates inside a backward pass, which ends now.
         """
         with self._lock:
-            if self.current.is_sampled and self._has_copies(optimizer):
+            update = self.monitored.update
+            if self.current.is_sampled and update.has_others and self._has_copies(optimizer):
                 self.note("updated")
                 self._measures_late = self.updates_copies = True
                 self._kept = (self.monitored.framework.model,)

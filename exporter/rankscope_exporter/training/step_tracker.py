@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,10 +172,7 @@ class StepTracker:
         `repeated`: the optimizer whose step begins has already begun a step in the present step.
         `computes_gradients`: it has a closure.
         """
-        if signal is Signal.UPDATE:
-            is_over = self._is_over_at_update(cleared, repeated, computes_gradients)
-        else:
-            is_over = signal is not Signal.UPDATED and self._is_over(signal, cleared)
+        is_over = signal is not Signal.UPDATED and self._is_over(signal, cleared, repeated, computes_gradients)
         ended = self.end() if is_over and not self.explicit else None
         match signal:
             case Signal.BACKWARD:
@@ -205,34 +203,25 @@ class StepTracker:
         self._updating = self._has_forward = self._has_failed = False
         return ended
 
-    def _is_over_at_update(self, cleared: Cleared, repeated: bool, computes_gradients: bool) -> bool:  # noqa: FBT001
-        is_outer = self._running_updates() <= 1  # else this update is inside of another one
-        self._has_failed |= self._updating and is_outer
-        if not computes_gradients or self.stage is StepStage.UPDATED:
-            return repeated and self.stage is StepStage.UPDATED
-        is_left = self.stage is StepStage.GRADIENTS and is_outer and cleared()
-        return is_left or (repeated and self._is_over_by_failure())
-
-    def _is_over(self, signal: Signal, cleared: Cleared) -> bool:
+    def _is_over(self, signal: Signal, cleared: Cleared, repeated: bool, computes_gradients: bool) -> bool:  # noqa: FBT001
+        is_update = signal is Signal.UPDATE
         if self._updating:
-            if self._running_updates():  # a closure computes the gradients
+            # A closure runs, or this update is inside of another one.
+            if self._running_updates() > is_update or (is_update and not repeated):
                 return False
             self._updating, self._has_failed = False, True
+        if self.stage is StepStage.UPDATED:
+            return repeated or not is_update
+        if is_update and not computes_gradients:
+            return False
         if self.stage is StepStage.GRADIENTS:
             is_same = signal is Signal.BACKWARD and self._has_forward  # several passes after one forward pass
             return not is_same and (self._has_failed or cleared())
-        return self.stage is StepStage.UPDATED or self._is_over_by_failure()
-
-    def _is_over_by_failure(self) -> bool:
         # A closure that raises in its forward pass is a forward pass that raises.
-        return self._has_failed and (self.stage is StepStage.GRADIENTS or not self._has_closure)
+        return self.stage is StepStage.OPEN and self._has_failed and not self._has_closure
 
 
-_Key = tuple[str, tuple[tuple[str, str], ...]]  # name and labels of a logged number
-
-
-def _key(value: Pending) -> _Key:
-    return value.name, tuple(value.labels.items())
+_key = operator.attrgetter("name", "labels")  # of a logged number
 
 
 class CurrentStep:
@@ -265,21 +254,18 @@ class CurrentStep:
         self._has_gone_back = False
         self._next_values: list[Pending] = []  # added while no step is open or after an update
         self._next_events: list[Event] = []
-        self._early: set[_Key] = set()  # names that were first logged before the first step
-        self._names: set[_Key] = set()  # those that were logged since the last forward pass of the open or last step
+        self._early: list[Any] = []  # names and labels that were first logged before the first step
+        self.logged: list[Any] = []
+        """Names and labels of the numbers that were logged since the last forward pass of the open or last step."""
 
     def open(self, step: int, *, sampled: bool) -> None:
         """Begin the record of step `step`, with the values and events that wait for it."""
         values, self._next_values = self._next_values, []
         events, self._next_events = self._next_events, []
         self._next_step, self.is_sampled = None, sampled
-        self._names.clear()
+        self.logged.clear()
         # The times are set when the record is closed.
         self.pending = StepRecord(ts=0, step=step, sampled=sampled, pending=values, events=events)
-
-    def forward_begins(self) -> None:
-        """Handle a training forward pass: a name that a later micro-batch logs again belongs to the same step."""
-        self._names.clear()
 
     def log(self, values: Sequence[Pending], step: int | None, *, is_updated: bool) -> bool:
         """Add logged values to the open, the last or the next step, by the rule in `docs/steps.md`.
@@ -288,15 +274,16 @@ class CurrentStep:
 
         Return whether this call has set the number of the open or of the next step.
         """
-        if step is None and (is_updated or self.pending is None):
-            values = self._without_next(values)
+        is_first = self.pending is None and self.last_step is None
+        if step is None and (is_updated or self.pending is None) and (is_first or self._early or self.logged):
+            values = self._without_next(values, is_first=is_first)
         if self.pending is not None:
             self.pending.pending += values
-            self._names.update(map(_key, values))
+            self.logged += map(_key, values)
             if step is not None:
                 self.pending.step = step
         elif step is None or step == self.last_step:
-            self._names.update(map(_key, values))
+            self.logged += map(_key, values)
             if values:
                 self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
             return False
@@ -308,16 +295,21 @@ class CurrentStep:
         self.is_numbered |= step is not None
         return step is not None
 
-    def _without_next(self, values: Sequence[Pending]) -> list[Pending]:
+    def _without_next(self, values: Sequence[Pending], *, is_first: bool) -> list[Pending]:
         """Keep the values that belong to the next step, and return the others."""
-        if self.pending is None and self.last_step is None:
-            self._early.update(map(_key, values))
-        known = self._early | self._names
-        later = [item for item in values if _key(item) in known]
-        if self.pending is None and not set(map(_key, later)).isdisjoint(map(_key, self._next_values)):
-            self.publish_next()  # no step begins
-        self._next_values += later
-        return [item for item in values if _key(item) not in known]
+        waiting, others = [*map(_key, self._next_values)], []
+        for item in values:
+            key = _key(item)
+            if is_first and key not in self._early:
+                self._early.append(key)
+            if key not in self._early and key not in self.logged:
+                others.append(item)
+                continue
+            if self.pending is None and key in waiting:  # no step begins
+                self.publish_next()
+                waiting.clear()
+            self._next_values.append(item)
+        return others
 
     def is_over(self, step: int) -> bool:
         """Return whether `step` is no new number: steps were counted beyond it, and not by numbers of the script."""

@@ -454,7 +454,7 @@ class Activations(ModuleQuantity):
     def _arrived(self, sites: Sequence[TensorSite], gradient: torch.Tensor | None) -> None:
         if gradient is None:
             return
-        if self._hooking.in_update:
+        if self.monitored.update.is_running:
             self._hooking.tell_once(_OWN_GRADIENTS)
             return
         self._step.calls.gradient_arrived()

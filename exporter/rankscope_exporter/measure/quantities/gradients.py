@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Final
@@ -274,7 +274,7 @@ class Gradients(Quantity):
         self._arrived: set[int] = set()  # positions of parameters with a gradient from a hook
         self._has_reduced = False  # whether the reduced gradients of this step were measured after a backward pass
         self._frozen = FrozenRows()
-        self._stepping: Sequence[int] = ()  # positions of the parameters that the optimizer updates now
+        self._may_compute = False
 
     def entries(self) -> ParameterEntries:
         if self.monitored.framework.has_plain_gradients(self.monitored.world_size):  # takes a third of the time
@@ -301,7 +301,6 @@ class Gradients(Quantity):
         self._frozen.stepped.clear()
         self._frozen.kept.clear()
         self._frozen.saved = None
-        self._stepping = ()
         self._mixed = self._has_reduced = False
         self._arrived.clear()
         if self._may_sum:
@@ -328,7 +327,7 @@ class Gradients(Quantity):
         self._arrived.add(index)
         if self._batched != self.monitored.update.is_inside_backward:
             return
-        if self._frozen.stepped:
+        if self._frozen.stepped and not self._is_computed_by_optimizer():
             self._frozen.protect(table)
         gradient, slot = holder.grad, _one(table.slots[Kind.GRAD_UNREDUCED], index)
         if gradient is None:  # this framework keeps no sum of several micro-batches
@@ -338,7 +337,7 @@ class Gradients(Quantity):
             table.measure([gradient], slot)
 
     def on_gradients_ready(self, table: Table) -> None:
-        if self._frozen.stepped:
+        if self._frozen.stepped and not self._is_computed_by_optimizer():
             self._frozen.protect(table)
         if self._sums.are_kept:
             table.measure(self._sums.tensors(), table.slots[Kind.GRAD_UNREDUCED])
@@ -387,9 +386,8 @@ class Gradients(Quantity):
         own = self._own(gradients) if self._elsewhere else gradients
         read, owners = self.monitored.update.positions, self.monitored.owners
         stepped = range(len(owners)) if read is None else [i for i, owner in enumerate(owners) if owner in read]
-        self._stepping = stepped
-        if self.monitored.update.arrived:  # else the optimizer may compute the gradients inside of its step
-            self._frozen.stepped.update(stepped)
+        self._frozen.stepped.update(stepped)
+        self._may_compute = not self.monitored.update.arrived  # the optimizer itself, inside of its step
         if self._reduced_by_loop:
             table.measure(own, slots[Kind.GRAD_REDUCED])
         elif self._has_reduced:
@@ -405,9 +403,8 @@ class Gradients(Quantity):
             table.measure(whole, slots[Kind.GRAD_UNREDUCED])
             table.measure(self._own(whole), slots[Kind.GRAD_REDUCED])
 
-    def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
-        self._frozen.stepped.update(self._stepping)
-        self._stepping = ()
+    def _is_computed_by_optimizer(self) -> bool:
+        return self._may_compute and self.monitored.update.is_running
 
     def _own(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the reduced gradients that this rank publishes, and None for each one that another rank publishes."""
