@@ -274,7 +274,7 @@ def similarity(weight: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def product(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the logits [..., experts] of tokens [..., width], given a weight [experts, width]."""
+    """Return the output [..., n] of a linear layer for tokens [..., width], given a weight [n, width]."""
     dtype = working_type(given.dtype)
     with torch.autocast(given.device.type, enabled=False):
         return linear(given.detach().to(dtype), weight.detach().to(dtype), None if bias is None else bias.to(dtype))

@@ -17,7 +17,6 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeGuard
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from rankscope_exporter.adapters.parameter_names import NamedModule
 from rankscope_exporter.adapters.torch_private import saved_causality, saves_no_mask
@@ -25,7 +24,6 @@ from rankscope_exporter.measure import formulas
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
-    Running,
     Unreadable,
     check_readable,
     local_matrix,
@@ -113,10 +111,11 @@ class AttentionOptions(QuantityOptions):
 class Arguments:
     """Finds query, key, mask and scale factor among the arguments of a call of one module."""
 
-    def __init__(self, module: nn.Module, options: AttentionOptions) -> None:
-        self._home = type(module).__module__
+    def __init__(self, named: NamedModule, options: AttentionOptions) -> None:
+        self.named = named
+        self._home = type(named.module).__module__
         self._options = options
-        self._names = _parameter_names(module)
+        self._names = _parameter_names(named.module)
 
     def query_and_key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return query and key of a call; None for an argument that was not passed."""
@@ -169,7 +168,7 @@ class Arguments:
         return args[position] if position < len(args) else None
 
 
-def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+def _parameter_names(module: Any) -> tuple[str, ...]:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError, AttributeError, RuntimeError):  # the forward of a scripted module
@@ -235,9 +234,7 @@ def _heads(module: nn.MultiheadAttention, x: torch.Tensor, weight: torch.Tensor,
         x = x[None]
     elif not module.batch_first:
         x = x.transpose(0, 1)
-    dtype = formulas.working_type(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
-        out = linear(x.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype))
+    out = formulas.product(x, weight, bias)
     return torch.unflatten(out, -1, (module.num_heads, module.head_dim)).transpose(1, 2)
 
 
@@ -279,12 +276,10 @@ class Attention(ModuleQuantity):
     options: AttentionOptions
 
     def _follow(self, named: NamedModule) -> None:
-        if (module := named.module) is not None:
-            self.at_first_call(named, functools.partial(self._read, Arguments(module, self.options)), before=True)
-            self._register(named, f"{self.name} of modules", functools.partial(self._ended, named))
+        self.at_first_call(named, functools.partial(self._read, Arguments(named, self.options)), before=True)
+        self._register(named, f"{self.name} of modules", functools.partial(self._ended, named))
 
-    def _read(self, arguments: Arguments, call: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        module = call.module
+    def _read(self, arguments: Arguments, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         own = is_multihead(module)  # its masks already contain the causal mask
         if is_multihead(module):
             query, key, mask = projected(module, args, kwargs)
@@ -299,8 +294,8 @@ class Attention(ModuleQuantity):
         ]
         way = [] if causal is None else [0]
         if causal is None:
-            self._unseen[call.named.name] = way
-        rows = functools.partial(_rows, call.named.name, call.micro_step, way)
+            self._unseen[arguments.named.name] = way
+        rows = functools.partial(_rows, arguments.named.name, self._hooking.micro_step, way)
         self._gate.table.defer("features", torch.stack(sums), rows)
 
     def _ended(self, named: NamedModule, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:

@@ -17,7 +17,6 @@ from rankscope_exporter.measure.formulas import batches, norms, spectral_numbers
 from rankscope_exporter.measure.quantities.base import QuantityOptions, SamplingGate, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
-    Running,
     Unreadable,
     is_matrix,
     local_matrix,
@@ -85,7 +84,7 @@ class Linear(ModuleQuantity):
             self._whole.append(named)
         except Unreadable as reason:
             if may_be_gathered(weight):
-                self.at_first_call(named, self._read_gathered, before=True)
+                self.at_first_call(named, functools.partial(self._read_gathered, named), before=True)
             else:
                 self.missing(str(reason), named)
 
@@ -93,9 +92,9 @@ class Linear(ModuleQuantity):
         super().on_step_begin(table)
         self._measure(self._whole, table)
 
-    def _read_gathered(self, call: Running, *_: Any) -> None:
-        if not call.micro_step:
-            self._measure([call.named], self._gate.table)
+    def _read_gathered(self, named: NamedModule, *_: Any) -> None:
+        if not self._hooking.micro_step:
+            self._measure([named], self._gate.table)
 
     def _measure(self, modules: Iterable[NamedModule], table: Table) -> None:
         names: dict[int, list[str]] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
@@ -138,15 +137,6 @@ def in_backward() -> bool:
     return bool(torch_private.current_pass() != torch_private.NO_PASS)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A call of a module while the call runs. This object refers to the module, so users must not store the object."""
-
-    named: NamedModule
-    module: nn.Module
-    micro_step: int
-
-
 class ModuleQuantity(Quantity):
     """A quantity whose targets are modules.
 
@@ -207,7 +197,7 @@ class ModuleQuantity(Quantity):
     def at_first_call(self, named: NamedModule, read: Callable[..., None], *, before: bool) -> None:
         """Register a hook that calls `read` after the first call of a module in each micro-batch, or `before` it.
 
-        `read` gets this call and the result of the module or, before it, the positional and keyword arguments. If it
+        `read` gets the module and the result of the call or, before it, its positional and keyword arguments. If it
         raises `Unreadable`, this is stored as the reason why the module is not measured.
         """
         hook = functools.partial(self._called_first, named, read)
@@ -218,7 +208,7 @@ class ModuleQuantity(Quantity):
     ) -> None:
         if self._is_first_call(named, module):
             try:
-                read(Running(named, module, self._hooking.micro_step), *(output or (args, kwargs)))
+                read(module, *(output or (args, kwargs)))
             except Unreadable as reason:
                 self.missing(str(reason), named)
 

@@ -21,7 +21,6 @@ from rankscope_exporter.measure.kernels.tensor_access import dtype_name
 from rankscope_exporter.measure.quantities.base import QuantityOptions, TargetNames
 from rankscope_exporter.measure.quantities.module_quantity import (
     ModuleQuantity,
-    Running,
     Unreadable,
     check_readable,
     local_matrix,
@@ -90,22 +89,21 @@ class Router(ModuleQuantity):
         module = named.module
         candidates = self.monitored.framework.module.modules()
         parents = (item for item in candidates if any(child is module for child in item.children()))
-        parent = next(map(weakref.ref, parents), None)
+        read = functools.partial(self._read, named, next(map(weakref.ref, parents), None))
         if self.options.logits == "computed":
-            compute = lambda call, *given: self._read(parent, call, _computed(call.module, received(*given)))  # noqa: E731
+            compute = lambda router, *given: read(router, _computed(router, received(*given)))  # noqa: E731
             self.at_first_call(named, compute, before=True)
         else:
-            self.at_first_call(named, lambda call, out: self._read(parent, call, self._logits(out)), before=False)
+            self.at_first_call(named, lambda router, output: read(router, self._logits(output)), before=False)
 
-    def _read(self, parent: _Parent, call: Running, logits: torch.Tensor) -> None:
-        named = call.named
-        top_k = self.options.top_k or _top_k(call.module) or _top_k(None if parent is None else parent())
+    def _read(self, named: NamedModule, parent: _Parent, module: nn.Module, logits: torch.Tensor) -> None:
+        top_k = self.options.top_k or _top_k(module) or _top_k(None if parent is None else parent())
         if top_k is None:
             self.missing("has no router_load, because the number of experts per token is unknown: set top_k", named)
-        sums = routing_sums(logits, top_k)
-        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, call.micro_step))
-        if not call.micro_step:
-            self._compare(call, logits.shape[-1])
+        sums, micro_step = routing_sums(logits, top_k), self._hooking.micro_step
+        self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
+        if not micro_step:
+            self._compare(named, _weight(module, logits.shape[-1]), logits.shape[-1])
 
     def _logits(self, output: Any) -> torch.Tensor:
         found = returned(output)
@@ -114,8 +112,7 @@ class Router(ModuleQuantity):
             raise Unreadable(f"returns no {self.options.output or 'tensor'!r}")
         return _checked(slots[0].tensor, "returns an output that")
 
-    def _compare(self, call: Running, experts: int) -> None:
-        named, weight = call.named, _weight(call.module, experts)
+    def _compare(self, named: NamedModule, weight: torch.Tensor | None, experts: int) -> None:
         if weight is None or experts == 1:
             self.missing("has no router_similarity: this rank holds no whole weight of two experts or more", named)
             return
