@@ -87,10 +87,9 @@ class DeviceArguments:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._seen: list[Sight | None] | None = None
-        self._sizes: list[int] | None = None
+        self._seen: tuple[int, list[Sight | None]] | None = None  # the stream and the tensors
+        self._sizes: tuple[int, list[int]] | None = None  # the stream and the numbers of elements
         self._jobs: DeviceJobs | None = None
-        self._stream = 0
         self._others: list[int] = []
         self.have_moved = False
         """True if a tensor of the last call of `run` had another address, size or dtype than in the call before."""
@@ -103,33 +102,26 @@ class DeviceArguments:
         Does not wait for the device.
         """
         found = [readable_by_kernel(tensor, table.device) for tensor in tensors]
-        seen = [None if own is None else (own.data_ptr(), own.numel(), own.dtype) for own in found]
-        stream = stream_of(table.device)
-        if stream != self._stream:
-            self._stream, self._seen, self._jobs = stream, None, None
+        sights = [None if own is None else (own.data_ptr(), own.numel(), own.dtype) for own in found]
+        seen = stream_of(table.device), sights
         self.have_moved = seen != self._seen
         if self.have_moved:
-            self._plan(tensors, seen, table)
-        if self._jobs is not None:
-            kernel(self._jobs, table.buffer, extra_sums=table.extra_sums)
+            self._seen = None  # if memory for the arguments is missing, the next call plans again
+            self._others = [at for at, tensor in enumerate(tensors) if tensor is not None and sights[at] is None]
+            self._plan(*seen, table)
+            self._seen = seen
+        kernel(self._jobs, table.buffer, extra_sums=table.extra_sums)
         return self._others
 
-    def _plan(self, tensors: Sequence[torch.Tensor | None], seen: list[Sight | None], table: StatisticsTable) -> None:
-        self._seen = None  # if memory for the arguments is missing, the next call plans again
-        self._others = [place for place, tensor in enumerate(tensors) if tensor is not None and seen[place] is None]
-        found = [(sight, row) for sight, row in zip(seen, self._rows, strict=True) if sight is not None]
-        if not found:
-            self._jobs, self._seen = None, seen
-            return
+    def _plan(self, stream: int, sights: list[Sight | None], table: StatisticsTable) -> None:
+        found = [(sight, row) for sight, row in zip(sights, self._rows, strict=True) if sight is not None]
         bits = {dtype: zero_bits(table.zero_below, dtype, torch.promote_types(dtype, torch.float32)) for dtype in CODES}
         fields = [(address, numel, row, CODES[dtype], bits[dtype]) for (address, numel, dtype), row in found]
-        sizes = [numel for (_, numel, _), _ in found]
+        sizes = stream, [numel for (_, numel, _), _ in found]
         if self._jobs is None or sizes != self._sizes:
-            self._jobs = _with_chunks(on_device(fields, table.device), sizes, table.device)
-            self._sizes = sizes
+            self._jobs, self._sizes = _with_chunks(on_device(fields, table.device), sizes[1], table.device), sizes
         else:
             self._jobs = replace(self._jobs, fields=on_device(fields, table.device))
-        self._seen = seen
 
 
 def _with_chunks(fields: torch.Tensor, sizes: Sequence[int], device: torch.device) -> DeviceJobs:
