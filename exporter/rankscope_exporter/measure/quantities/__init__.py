@@ -24,16 +24,13 @@ def quantity_classes() -> dict[str, type[Quantity]]:
     """
     import_folder(__name__)
     classes: list[type[Quantity]] = [Quantity]
-    found: dict[str, type[Quantity]] = {}
     for cls in classes:
         classes += cls.__subclasses__()  # which the loop reaches later
-        if not hasattr(cls, "name") or not cls.__module__.startswith(f"{__name__}."):
-            continue
-        if "name" not in vars(cls) or cls.name in found:
-            where = f"{cls.__module__}.{cls.__qualname__}"
-            raise TypeError(f"{where}: another quantity has the name {cls.name!r}; set another `name`")
-        found[cls.name] = cls
-    return dict(sorted(found.items()))
+    named = [cls for cls in classes if hasattr(cls, "name") and cls.__module__.startswith(f"{__name__}.")]
+    names = sorted(cls.name for cls in named)
+    if len(set(names)) < len(names):
+        raise TypeError(f"two quantities have the same name, which one may have inherited: {', '.join(names)}")
+    return {cls.name: cls for cls in sorted(named, key=lambda cls: cls.name)}
 
 
 def select_quantities(names: Iterable[str]) -> list[type[Quantity]]:

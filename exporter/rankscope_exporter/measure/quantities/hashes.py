@@ -176,7 +176,6 @@ class Measure:
     def __init__(self, device: torch.device) -> None:
         self._hasher = Hasher(device)
         self._table = StatisticsTable(0, device)
-        self._group = MeasureGroup(range(0))
 
     def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return int64 [1 + statistics, len(tensors)] on the device.
@@ -187,9 +186,7 @@ class Measure:
         count = len(tensors)
         self._table.clear()
         self._table.grow(count)
-        if len(self._group.rows) != count:
-            self._group = MeasureGroup(range(count))
-        self._group.measure(tensors, self._table)
+        MeasureGroup(range(count)).measure(tensors, self._table)
         return torch.cat((self._hasher.partials(tensors).unsqueeze(0), self._table.buffer[:, :count]))
 
 
