@@ -298,7 +298,7 @@ class Activations(ModuleQuantity):
         super().__init__(monitored, options)
         self._step = _StepTensors()
         self._handles = TensorHooks(monitored)
-        self._objects = self.options.objects
+        self._objects, self.all_modules = self.options.objects, self.options.all_modules
         self._specs: dict[str, Specs] = {}  # by name of the module
         self._vpp_stages: dict[str, int | None] = {}
         self._gradient_hook: Hook
@@ -312,9 +312,6 @@ class Activations(ModuleQuantity):
             super().install(hooking, gate)
         else:
             hooking.tell("activations: forward_only and backward_only exclude each other; nothing is measured")
-
-    def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
-        return super()._find(all_modules=all_modules or self.options.all_modules)
 
     def _follow(self, named: NamedModule) -> None:
         module, self._specs[named.name] = named.module, self.options.specs_of(named.name, *named.aliases)

@@ -113,13 +113,12 @@ class Arguments:
 
     def __init__(self, named: NamedModule, options: AttentionOptions) -> None:
         self.named = named
-        self._home = type(named.module).__module__
+        home = f"{type(named.module).__module__}."
+        hides = home.startswith(_TRUE_HIDES) if options.mask_true == AUTO else options.mask_true == "hides"
+        self.true_attends = not hides
+        """True if True in a mask of this module means that a key is visible."""
         self._options = options
         self._names = _parameter_names(named.module)
-
-    def query_and_key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return query and key of a call; None for an argument that was not passed."""
-        return self._get(self._options.query, args, kwargs), self._get(self._options.key, args, kwargs)
 
     def mask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the mask of a call; None if the call has no mask."""
@@ -127,24 +126,16 @@ class Arguments:
         if wanted == NONE:
             return None
         if wanted != AUTO:
-            return self._get(wanted, args, kwargs)
-        found = (self._get(name, args, kwargs) for name in _MASKS)
+            return self.get(wanted, args, kwargs)
+        found = (self.get(name, args, kwargs) for name in _MASKS)
         return next((value for value in found if value is not None), None)
-
-    @property
-    def true_attends(self) -> bool:
-        """Return True if True in a mask of this module means that a key is visible."""
-        meaning = self._options.mask_true
-        if meaning == AUTO:
-            return not f"{self._home}.".startswith(_TRUE_HIDES)
-        return meaning == "attends"
 
     def causal(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
         """Return whether a call of `module` hides later keys from each query; None if nothing states it."""
         wanted = self._options.causal
         if isinstance(wanted, bool):
             return wanted
-        flags = [self._get(name, args, kwargs) for name in _CAUSAL]
+        flags = [self.get(name, args, kwargs) for name in _CAUSAL]
         # The dictionary itself: a property could compute anything.
         flags += [vars(module).get(name) for name in _CAUSAL]
         is_told = self._options.mask == NONE or self.mask(args, kwargs) is not None
@@ -153,10 +144,11 @@ class Arguments:
 
     def scale(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float | None:
         """Return the factor by which a call multiplies the products of query and key; None for the default factor."""
-        given = (self._options.scale, *(self._get(name, args, kwargs) for name in _SCALES))
+        given = (self._options.scale, *(self.get(name, args, kwargs) for name in _SCALES))
         return next((float(value) for value in given if is_number(value) and math.isfinite(value)), None)
 
-    def _get(self, argument: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def get(self, argument: Argument, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return an argument of a call; None if it was not passed."""
         names = self._names
         if isinstance(argument, int):
             if argument < len(args):
@@ -340,7 +332,7 @@ def _found(
 
     If query, key or mask cannot be read from the arguments of the module's call, raise `Unreadable`.
     """
-    given = arguments.query_and_key(args, kwargs)
+    given = [arguments.get(argument, args, kwargs) for argument in (options.query, options.key)]
     for label, tensor in zip(("query", "key"), given, strict=True):
         _check_heads(label, tensor)
     permutation = tuple(options.order.split(",").index(letter) for letter in _LETTERS)

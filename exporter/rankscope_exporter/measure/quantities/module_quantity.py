@@ -10,7 +10,7 @@ not measured.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import torch
@@ -145,6 +145,8 @@ class ModuleQuantity(Quantity):
 
     of_modules: ClassVar[bool] = True
     measures_tensors: ClassVar[bool] = False
+    all_modules = False
+    """True if all modules have hooks. Otherwise, those that the targets select have."""
     missing_result: ClassVar[str] = "it is not measured"
     """Text at the end of the notice about a module that was not called: the consequence for this module."""
 
@@ -163,7 +165,13 @@ class ModuleQuantity(Quantity):
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._hooking, self._gate = hooking, gate
         gate.keep(CallbackHandle(self._release))
-        for named in self._find():
+        modules = named_modules(self.monitored.framework.module)
+        if not (self.targets.patterns or self.all_modules):
+            self.tell("targets names no module, so nothing is measured")
+        names = (name for item in modules for name in (item.name, *item.aliases))
+        for sentence in target_notices(self.targets, names, "module"):
+            self.tell(sentence)
+        for named in modules if self.all_modules else filter(self.targets.chooses, modules):
             self._follow(named)
 
     def _follow(self, named: NamedModule) -> None:
@@ -173,19 +181,6 @@ class ModuleQuantity(Quantity):
     def _release(self) -> None:
         """Release the state of the last sampled step, and publish new notices: before each one and at detach."""
         self._notes.report(self.tell)
-
-    def _find(self, *, all_modules: bool = False) -> Sequence[NamedModule]:
-        """Return the modules that the targets select, or all modules if `all_modules` is true.
-
-        Publish one notice for each target that selects no module, and one if there are no targets.
-        """
-        modules = named_modules(self.monitored.framework.module)
-        if not (self.targets.patterns or all_modules):
-            self.tell("targets names no module, so nothing is measured")
-        names = (name for item in modules for name in (item.name, *item.aliases))
-        for sentence in target_notices(self.targets, names, "module"):
-            self.tell(sentence)
-        return modules if all_modules else [*filter(self.targets.chooses, modules)]
 
     def tell(self, message: str) -> None:
         self._hooking.tell(f"{self.name}: {message}")
