@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -187,7 +187,6 @@ class Structure(ModuleQuantity):
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._modules: list[NamedModule] = []
         self._records: dict[str, ModuleRecord] = {}
-        self._open: set[str] = set()  # modules in their first call
         self._handles = TensorHooks(self.monitored)
         super().install(hooking, gate)
         gate.keep(self._handles)
@@ -199,9 +198,9 @@ class Structure(ModuleQuantity):
                 self._begins(named, received(args, kwargs))
 
         def after(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-            if named.name in self._open:
-                self._open.remove(named.name)
-                self._ended(self._records[named.name], output)
+            record = self._records.get(named.name)
+            if record is not None and record.inputs is not None and record.outputs is None:
+                self._ended(record, output)
 
         self._modules.append(named)
         self._register(named, "structure of inputs", before, before=True)
@@ -209,23 +208,18 @@ class Structure(ModuleQuantity):
 
     def on_step_begin(self, table: Table) -> None:
         self._handles.remove()
-        self._open.clear()
-        records = self._records = dict(self._new_records())
+        records = self._records = {}
+        for named in self._modules:
+            if (module := named.module) is not None:
+                placement, vpp_stage = _placement(module, self.placement), self.monitored.framework.vpp_stage(module)
+                records[named.name] = ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # a script may have set bfloat16 as default type
         table.defer("modules", nothing, lambda _nothing: self._rows(list(records.values())))
 
     def on_forward_failed(self, table: Table) -> None:
-        self._open.clear()
         if self._hooking.micro_step == 0:
             table.withdraw("modules")
             self.on_step_begin(table)
-
-    def _new_records(self) -> Iterator[tuple[str, ModuleRecord]]:
-        for named in self._modules:
-            module = named.module
-            if module is not None:
-                placement, vpp_stage = _placement(module, self.placement), self.monitored.framework.vpp_stage(module)
-                yield named.name, ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._handles.remove()  # hooks on leaf tensors outlive the graph
@@ -234,7 +228,6 @@ class Structure(ModuleQuantity):
         record = self._records.get(named.name)
         if record is None or record.inputs is not None:
             return
-        self._open.add(named.name)
         record.inputs = [Described.of(slot) for slot in found.slots]
         if self.options.stacks:
             record.stack = call_stack(sys._getframe())  # noqa: SLF001 - the only way that builds no traceback
