@@ -202,12 +202,10 @@ def _renumbered(
 class Slots:
     """The slots of tensors that a quantity measures together, in the order of the tensors."""
 
-    def __init__(self, table: StepTable, specs: Specs, rows: Rows) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.requested = 0
         """Number of the sampled step of the quantity at which it last requested the slots."""
-        self._table = table
-        self._specs = specs
         self.group: MeasureGroup | None = None
         """The group of the rows, which measures their tensors; None until a tensor was measured."""
         self._single: dict[int, Slots] = {}
@@ -215,12 +213,8 @@ class Slots:
     def __getitem__(self, position: int) -> Slots:
         """Return one of the slots, for a tensor that is measured alone."""
         if (found := self._single.get(position)) is None:
-            found = self._single[position] = Slots(self._table, self._specs, contiguous_rows([self.rows[position]]))
+            found = self._single[position] = Slots(contiguous_rows([self.rows[position]]))
         return found
-
-    def group_of(self, rows: Rows) -> MeasureGroup:
-        """Return a new group for some of the rows."""
-        return MeasureGroup(rows, self._specs.describe)
 
     def move(self, rows: Rows) -> None:
         """Let the slots have other rows of the statistics table."""
@@ -374,7 +368,7 @@ class Table:
 
     def _new(self, entries: Sequence[PlanEntry], owners: Sequence[int] | None) -> Slots | None:
         rows = self._table.add(entries, owners, self._ops)
-        return None if rows is None else Slots(self._table, self._specs, rows)
+        return None if rows is None else Slots(rows)
 
     def publish(self, ops: Ops) -> None:
         """Set the statistics that the rank publishes for all present and future slots of this quantity."""
@@ -390,7 +384,7 @@ class Table:
         """
         if slots is None:
             return
-        group = slots.group = slots.group or slots.group_of(slots.rows)
+        group = slots.group = slots.group or MeasureGroup(slots.rows, self._specs.describe)
         if slots not in self._isolation.failures:
             try:
                 group.measure(tensors, self._table.statistics)
@@ -406,7 +400,7 @@ class Table:
 
         def compute(positions: Sequence[int]) -> None:
             is_whole = len(positions) == len(tensors)
-            group = whole if is_whole else slots.group_of(contiguous_rows([rows[place] for place in positions]))
+            group = whole if is_whole else MeasureGroup([rows[place] for place in positions], self._specs.describe)
             group.measure([tensors[position] for position in positions], statistics)
 
         def undo(positions: Sequence[int]) -> None:

@@ -143,9 +143,6 @@ For a key that is not in this dictionary, the kind is the key.
 """
 
 
-_NO_STATE: Final[Mapping[str, Any]] = {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStateOptions(QuantityOptions):
     """Options of the quantity `optimizer_state`: the state to measure in addition to moments and momentum."""
@@ -209,7 +206,7 @@ class OptimizerState(StateQuantity):
             self._measure_named(known, table)
 
     def _measure_named(self, known: Sequence[ParameterState | None], table: Table) -> None:
-        states = [_NO_STATE if own is None else own.state for own in known]
+        states: list[Mapping[str, Any]] = [{} if own is None else own.state for own in known]
         others = (key for state in states for key in self._selected(state))
         for key in dict.fromkeys(key for key in others if key not in self._found and key not in self._kinds):
             self._found[key] = [index for index, state in enumerate(states) if state_tensor(state, key) is not None]
