@@ -156,9 +156,7 @@ class LazyKernel:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether the kernel is ready, or its library is installed."""
-        if self.kernel is not None:
-            return True
+        """Return whether the library that compiles the kernel is installed."""
         try:
             return importlib.util.find_spec("triton") is not None
         except ValueError:  # a script has replaced the library by a module of its own

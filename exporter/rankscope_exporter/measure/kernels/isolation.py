@@ -76,23 +76,20 @@ class Isolation:
         """
         positions: Sequence[int] = range(len(tensors))
         if failures := self.failures.get(scope):
-            left_out = {position for position in tuple(failures) if self._is_left_out(failures, position, tensors)}
-            positions = [position for position in positions if position not in left_out] if left_out else positions
+            positions = [
+                position
+                for position in positions
+                if position not in failures or not self._is_left_out(failures[position], tensors[position])
+            ]
         failed = dict(_failing(positions, compute, undo)) if positions else {}
         if failed:
             self._note(scope, tensors, failed)
             self._report(what(), {name(position): error for position, error in failed.items()})
 
-    def _is_left_out(
-        self, failures: dict[int, _Failure], position: int, tensors: Sequence[torch.Tensor | None]
-    ) -> bool:
-        failure, tensor = failures[position], tensors[position] if position < len(tensors) else None
+    def _is_left_out(self, failure: _Failure, tensor: torch.Tensor | None) -> bool:
         if tensor is None or failure.in_a_row < FAILURES_IN_A_ROW:
             return False
-        if _description(tensor) == failure.of[:-1] and self.step - failure.step < LEFT_OUT_STEPS:
-            return True
-        del failures[position]
-        return False
+        return _description(tensor) == failure.of[:-1] and self.step - failure.step < LEFT_OUT_STEPS
 
     def _note(self, scope: Hashable, tensors: Sequence[torch.Tensor | None], failed: dict[int, Exception]) -> None:
         failures = self.failures.setdefault(scope, {})
