@@ -115,7 +115,8 @@ class DeviceArguments:
 
     def _plan(self, stream: int, sights: list[Sight | None], table: StatisticsTable) -> None:
         found = [(sight, row) for sight, row in zip(sights, self._rows, strict=True) if sight is not None]
-        bits = {dtype: zero_bits(table.zero_below, dtype, torch.promote_types(dtype, torch.float32)) for dtype in CODES}
+        read_as = {dtype: dtype if dtype is torch.float64 else torch.float32 for dtype in CODES}
+        bits = {dtype: zero_bits(table.zero_below, dtype, wide) for dtype, wide in read_as.items()}
         fields = [(address, numel, row, CODES[dtype], bits[dtype]) for (address, numel, dtype), row in found]
         sizes = stream, [numel for (_, numel, _), _ in found]
         if self._jobs is None or sizes != self._sizes:
