@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import torch
@@ -33,6 +34,8 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.inert import NotCopied
 from rankscope_exporter.process.openmp import intra_op_threads
 
+NO_KEYWORDS: Final[Mapping[str, Any]] = MappingProxyType({})
+"""Keyword arguments of a call that torch does not pass to a hook: other code copies hooks without `with_kwargs`."""
 _CLOCK_READ_SECONDS: Final = min(timeit.repeat(timer=time.thread_time, repeat=50, number=1))
 """CPU seconds that one read of the clock takes. This time is added to each interval between two reads.
 

@@ -5,12 +5,14 @@ The model may consist of several chunks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
@@ -18,8 +20,15 @@ import torch
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework, ParameterState
-from rankscope_exporter.adapters.parameter_names import NamedParameter, Targets, found_in_place, is_temporarily_replaced
+from rankscope_exporter.adapters.parameter_names import (
+    NamedParameter,
+    Place,
+    Targets,
+    found_in_place,
+    is_temporarily_replaced,
+)
 from rankscope_exporter.adapters.placement import loaded
+from rankscope_exporter.adapters.torch_private import parameters_of
 from rankscope_exporter.records.plan import Descriptions
 
 T = TypeVar("T")
@@ -93,6 +102,10 @@ class UpdateScope:
         """True during an optimizer step inside a backward pass, when gradients of other parameters are incomplete."""
         self.arrived: list[int] = []
         """Positions of the parameters with a gradient in a backward pass of this step, in order of arrival."""
+        self.frozen: set[int] = set()
+        """Positions of the parameters that have a gradient of an earlier step and require none since."""
+        self.left_over: set[int] = set()
+        """Those of them that do not belong to the optimizer that has stepped last, or that steps now."""
         self.found: dict[int, list[nn.Parameter | None]] | None = None
         """The parameters that were found during the present event, by id() of their list; None between two events."""
         self._known: dict[int, tuple[list[int], set[int]]] = {}  # see `positions_of`, by id() of the optimizer
@@ -116,6 +129,7 @@ class UpdateScope:
         """
         own = self.positions_of(optimizer)
         self.has_others = len(own) < len(self._known[id(optimizer)][0])
+        self.left_over = self.frozen - own
         if own and len(optimizers) > 1:
             positions = set(own)
             if is_first:
@@ -142,6 +156,8 @@ class MonitoredModel:
 
     They are not measured, because the last gradient of such a parameter would be published at each later step.
     """
+    modules: set[int] = field(default_factory=set)
+    """The id() of each module of the model since other code has replaced or removed a module; empty before."""
     compiled: set[str] = field(default_factory=set)
     """Names of the parts of a step, such as `backward`, that were detected to run inside compiled code."""
     update: UpdateScope = field(default_factory=UpdateScope)
@@ -209,10 +225,11 @@ class MonitoredModel:
         """Return the present gradient of each parameter of the optimizer step that begins now (see `tensors`)."""
         is_plain = type(self.framework).gradient is Framework.gradient
         gradient: Callable[[Any], Any] = _GRADIENT if is_plain else self.framework.gradient
-        parameters = self.tensors(of_update=True)
-        if all(map(operator.is_not, parameters, itertools.repeat(None))):
+        parameters, left = self.tensors(of_update=True), self.update.left_over
+        if not left and all(map(operator.is_not, parameters, itertools.repeat(None))):
             return [*map(gradient, parameters)]
-        return [None if parameter is None else gradient(parameter) for parameter in parameters]
+        pairs = zip(self.owners, parameters, strict=True)
+        return [None if item is None or owner in left else gradient(item) for owner, item in pairs]
 
     def states(self, parameters: Sequence[nn.Parameter | None]) -> list[ParameterState | None]:
         """Return the optimizer states, None without one; of several optimizers, the state of the latest to step."""
@@ -232,8 +249,8 @@ class MonitoredModel:
     def missing(self) -> set[int]:
         """Return the positions, in the attribute `parameters`, of parameters that the model no longer uses.
 
-        Parameters that are retired are left out. A parameter to which its module has given another name is not missing,
-        and is found under this name from now on.
+        Parameters that are retired are left out. A parameter with another name, or in another module, is not missing,
+        and is found there from now on.
         """
         named = list(enumerate(self.parameters))
         if type(self.framework).is_in_place is Framework.is_in_place:  # a parameter that is found is in its place
@@ -242,8 +259,23 @@ class MonitoredModel:
                 return set()
             named = [item for item, parameter in zip(named, found, strict=True) if parameter is None]
         gone = {i for i, item in named if i not in self.retired and not self.framework.is_in_place(item)}
-        places = {(id(item.owner()), item.key) for item in self.parameters} if gone else set()
-        return {i for i in gone if not self.parameters[i].follow(places)}
+        claimed = {(id(item.owner()), item.key) for item in self.parameters} if gone else set()
+        return self.lost({i for i in gone if not self.parameters[i].follow(claimed)})
+
+    def lost(self, positions: AbstractSet[int]) -> set[int]:
+        """Return those of the positions whose parameter is in no other module; all others are found there from now on.
+
+        The positions are those of parameters whose modules no longer have them, or are not part of the model any more.
+        """
+        places = self.places() if positions else {}
+        return {i for i in positions if not self.parameters[i].move(places)}
+
+    def places(self) -> dict[int, Place]:
+        """Return the place of each present parameter of the model, by id(); none after the model was freed."""
+        with contextlib.suppress(ReferenceError):
+            modules = self.framework.module.modules()
+            return {id(item): (module, key, item) for module in modules for key, item in parameters_of(module).items()}
+        return {}
 
     def _from_optimizers(self, named: NamedParameter) -> nn.Parameter | None:
         """Search the optimizers for a parameter that `torch.func.functional_call` replaces in the model at present."""

@@ -12,13 +12,14 @@ import functools
 import inspect
 import re
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from rankscope_contract.model.redaction import MAX_NAME, short_name
@@ -110,7 +111,7 @@ class NamedParameter:
     owner: weakref.ref[nn.Module]
     """Weak reference to the module that has the parameter in its dictionary `_parameters`.
 
-    Only `owner`, `key` and `home` change, when the module gives the parameter another name.
+    Only `owner`, `key` and `home` change, when the parameter gets another name or is in another module.
     """
     key: str
     """Key of the parameter in the dictionary `_parameters` of its module."""
@@ -127,6 +128,8 @@ class NamedParameter:
 
     None if `owner` is this module. It is another module if the weight is parametrized, or was given another name since.
     """
+    memory: tuple[StorageWeakRef, ...] = ()
+    """Weak reference to the storage of the parameter when parameters were listed; empty if it is no plain tensor."""
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -160,9 +163,31 @@ class NamedParameter:
                     return True
         return False
 
+    def move(self, places: Mapping[int, Place]) -> bool:
+        """Find the parameter in another module of the model; return whether it was found.
+
+        `places` are those of all parameters of the model, by id(). A new object may have the id() of a freed one, and
+        no new storage has the address of a storage with a weak reference.
+        """
+        module, key, parameter = places.get(self.identity, (None, "", None))
+        if module is None or not self.memory or self.memory != _memory_of(parameter):
+            return False
+        self.owner, self.key, self.home = weakref.ref(module), key, None
+        return True
+
     @property
     def module(self) -> str:
         return self.name.rpartition(".")[0]
+
+
+Place = tuple[nn.Module, str, torch.Tensor | None]
+"""The module that has a parameter, the key of the parameter in its dictionary `_parameters`, and the parameter."""
+
+
+def _memory_of(parameter: torch.Tensor | None) -> tuple[StorageWeakRef, ...]:
+    if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+        return (StorageWeakRef(parameter.untyped_storage()),)  # type: ignore[no-untyped-call]  # untyped in torch
+    return ()
 
 
 def found_in_place(parameters: Iterable[NamedParameter]) -> list[nn.Parameter | None]:
@@ -227,6 +252,7 @@ def _named(
         aliases=tuple(names[1:]),
         is_lazy=lazy,
         home=None if home is None else weakref.ref(home),
+        memory=_memory_of(parameter),
     )
 
 

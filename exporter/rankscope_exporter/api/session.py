@@ -327,7 +327,6 @@ class Session:
         if self._device.type == "cpu":
             boundary.call("threads of torch", team.find)
         gradients = GradientHooks(monitored)
-        changes = ModelChanges(monitored, self.notices.tell)
         use_compiled = self.active_quantities.table.statistics.use_compiled
         is_compiled_later = config.statistics == "auto" and self._device.type == "cuda"
         observers = (
@@ -338,7 +337,9 @@ class Session:
             self.callbacks,
             self.change_queue,  # after the observers that request changes for the same step
             *([KernelWarmUp(self._device, use_compiled)] if is_compiled_later else []),
-            changes,  # finds parameters under new names before their hooks are registered
+            ModelChanges(
+                monitored, self.notices.tell
+            ),  # finds parameters under new names before their hooks are registered
             gradients,
             ResourceObserver(self._device, self.overhead, lambda: self.overhead_controller.stretch),
         )
@@ -356,7 +357,7 @@ class Session:
             gradients=gradients,
             boundary=boundary,
         )
-        self.hooks = Hooks(self.recorder, changes, tell=self.notices.tell, watchdog=self.watchdog)
+        self.hooks = Hooks(self.recorder, tell=self.notices.tell, watchdog=self.watchdog)
 
     def start(self, owner: object = None) -> str:
         """Start the server and the publisher, install the hooks, and return the address of the server.

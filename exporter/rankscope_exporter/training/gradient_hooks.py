@@ -64,9 +64,13 @@ class GradientHooks(StepObserver):
 
     def _hook_all(self) -> None:
         self._are_few = False
-        register = self._monitored.framework.on_accumulated
+        register, frozen = self._monitored.framework.on_accumulated, self._monitored.update.frozen
+        frozen.clear()
         for index, parameter in enumerate(self._monitored.found()):
-            if parameter is not None and parameter.requires_grad and self._hook_of is not None:
+            if parameter is not None and not parameter.requires_grad:
+                if parameter.grad is not None:
+                    frozen.add(index)
+            elif parameter is not None and self._hook_of is not None:
                 handle = self._handles.get(index)
                 if handle is None:
                     self._handles[index] = register(parameter, self._hook_of(index))

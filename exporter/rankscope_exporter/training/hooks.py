@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from rankscope_exporter.adapters.base import Framework, GradientSource
-from rankscope_exporter.adapters.hook_context import Hook, HookContext
+from rankscope_exporter.adapters.hook_context import NO_KEYWORDS, Hook, HookContext
 from rankscope_exporter.adapters.torch_private import (
     NO_PASS,
     autograd_engine,
@@ -33,7 +33,7 @@ from rankscope_exporter.measure.quantities.base import BACKWARD, REMEDY, UPDATE,
 from rankscope_exporter.monitors.hangs.watchdog import Watchdog
 from rankscope_exporter.process.inert import NotCopied
 from rankscope_exporter.training.gradient_hooks import HookFactory
-from rankscope_exporter.training.model_changes import ModelChanges, NewOptimizers
+from rankscope_exporter.training.model_changes import NewOptimizers
 from rankscope_exporter.training.recorder import Recorder
 from rankscope_exporter.training.sampling import ActiveQuantities
 
@@ -74,19 +74,16 @@ _CONSUMED: Final = (
 class Hooks(HookContext):
     """All functions of the monitor that the training calls through hooks."""
 
-    def __init__(
-        self, recorder: Recorder, changes: ModelChanges, *, tell: Callable[[str], None], watchdog: Watchdog
-    ) -> None:
+    def __init__(self, recorder: Recorder, *, tell: Callable[[str], None], watchdog: Watchdog) -> None:
         super().__init__(recorder.boundary, team=recorder.team, lock=recorder.current.lock, tell=tell)
         monitored = self.monitored = recorder.monitored
         self._recorder = recorder
         self._current = recorder.current
         self._gradients = recorder.gradients
-        self._changes = changes
         self._note = recorder.note
         self._watchdog = watchdog
         self._new_optimizers = NewOptimizers(
-            monitored.optimizers, self._new_optimizer, monitored.in_model, ignored=lambda: _is_in_forward(self)
+            monitored.optimizers, self._new_optimizer, monitored.places, ignored=lambda: _is_in_forward(self)
         )
         self._backward = self._listed = NO_PASS
         self.forward_thread = 0  # of the latest forward pass
@@ -139,7 +136,7 @@ class Hooks(HookContext):
 
     # Forward passes.
 
-    def _forward_begins(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+    def _forward_begins(self, module: torch.nn.Module, inputs: Any, named: Mapping[str, Any] = NO_KEYWORDS) -> None:
         if not STAND_INS.isdisjoint(map(_CLASS_NAME, map(type, (*inputs, *named.values())))):
             return
         if is_transformed():  # forward-mode differentiation without torch.func
@@ -277,7 +274,6 @@ class Hooks(HookContext):
     def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
         """Register hooks on `optimizer` after its first step, and publish a notice."""
         self._follow(optimizer)
-        self._changes.added()  # the parameters of another optimizer are not additional ones
         if current_pass() != NO_PASS:
             self._updates_in_backward(optimizer, has_stepped=True)
         else:

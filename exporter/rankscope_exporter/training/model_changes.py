@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,8 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import PARAMETERS, Borrowed, MonitoredModel, identities
+from rankscope_exporter.adapters.parameter_names import Place, named_parameters
 from rankscope_exporter.adapters.torch_private import entry, submodules_of
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling, uncompiled
+from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.quantities.base import REMEDY
 from rankscope_exporter.records.record import StepObserver
 
@@ -38,42 +40,53 @@ class ModelChanges(StepObserver):
         self._steps = 0  # sampled ones
         self._tree = _tree(monitored.framework.module)
         self._optimized = identities(*monitored.optimizers.present())
+        self._at_attach = set(monitored.places())
+        self._added: set[str] = set()  # names of parameters that were reported
+        self._has_optimizer = False  # an optimizer was observed
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         if not sampled:
             return
         self._steps += 1
-        if self._steps == _PATIENCE and not self._monitored.optimizers:
+        self._has_optimizer |= len(self._monitored.optimizers) > 0
+        if self._steps == _PATIENCE and not self._has_optimizer:
             self._tell(_NO_OPTIMIZER)
-        # A parameter that the model no longer uses is not measured any more, and raises LookupError once.
-        added = self.added()
-        if added > 0:
-            self._tell(f"{added} parameters were added to the optimizer after attach() and are not measured: {REMEDY}")
-        retired, found = self._monitored.retired, self._monitored.missing()
+        found = self._monitored.missing()
         if _has_changed(self._tree):
             self._tree = _tree(self._monitored.framework.module)
-            found |= self._left_behind()
-        gone = sorted(found - retired)
+            found |= self._monitored.lost(self._left_behind())
+        gone = sorted(found - self._monitored.retired)
         if gone:
-            retired.update(gone)
-            names = ", ".join(self._monitored.parameters[i].name for i in gone[:3])
-            raise LookupError(
+            self._monitored.retired.update(gone)
+            names = some_of(self._monitored.parameters[i].name for i in gone)
+            self._tell(
                 f"{len(gone)} parameters were replaced after attach() and are no longer measured ({names}): {REMEDY}"
             )
+        self._report_added()
 
-    def added(self) -> int:
-        """Return how many parameters without measurements were added to the optimizers since the last call."""
+    def _report_added(self) -> None:
+        """Report parameters that optimizers have got since attach(), without those that replace a parameter."""
         before, self._optimized = self._optimized, identities(*self._monitored.optimizers.present())
-        if len(before) == len(self._optimized):
-            return 0
-        # The total number is not sufficient: layers are often unfrozen one by one.
-        known = {named.identity for named in self._monitored.parameters}
-        after, earlier = ([item for item in items if item not in known] for items in (self._optimized, before))
-        return len(after) - len(earlier)
+        if before == self._optimized:
+            return
+        replaced = [self._monitored.parameters[i] for i in self._monitored.retired]
+        known = self._at_attach.difference(item.identity for item in replaced)
+        names = self._added.union(item.name for item in replaced)
+        new = set(self._optimized) - known
+        items = named_parameters(self._monitored.framework.module) if new else ()
+        added = [item.name for item in items if item.identity in new and item.name not in names]
+        self._added.update(added)
+        if added:
+            self._tell(
+                f"{len(added)} parameters were added to the optimizer after attach() and are not measured "
+                f"({some_of(added)}): {REMEDY}"
+            )
 
     def _left_behind(self) -> set[int]:
         """Return the positions of parameters in modules that are no longer part of the model."""
-        held = {id(module) for module in self._monitored.framework.module.modules()}
+        held = self._monitored.modules
+        held.clear()
+        held.update(map(id, self._monitored.framework.module.modules()))
         parameters = enumerate(self._monitored.parameters)
         return {i for i, named in parameters if id(named.owner()) not in held}
 
@@ -118,9 +131,9 @@ class NewOptimizers:
     `followed` is the list of observed optimizers. A new optimizer that shares parameters with the model, or with some
     observed optimizers, is appended to the list. The function `follow` is called with the new optimizer after its first
     step. The new optimizer replaces the observed optimizers with which it shares parameters, and those without any
-    parameter of the model, as after `load_state_dict(assign=True)`. They leave the list until they step again. The
-    argument `replaces` of `follow` is true if there are such optimizers. The function `in_model` returns the id() of
-    each present parameter of the model. Steps during which `ignored` returns true are not observed.
+    trained parameter of the model, as after `load_state_dict(assign=True)` or with adapters. They leave the list until
+    they step again. The argument `replaces` of `follow` is true if there are such optimizers. The function `places`
+    returns the present parameters of the model by id(). Steps during which `ignored` returns true are not observed.
 
     Some optimizers contain another one: the step of one calls the step of the other. If one of the two is observed, the
     other is ignored, because both step together.
@@ -128,12 +141,13 @@ class NewOptimizers:
 
     followed: list[Optimizer] | Borrowed[Optimizer]
     follow: Callable[..., None]
-    in_model: Callable[[], set[int]]
+    places: Callable[[], Mapping[int, Place]]
     ignored: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self._known = {id(optimizer): _Known(optimizer) for optimizer in self.followed}
         self._left: dict[int, _Known] = {}  # optimizers that were replaced
+        self._others: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # of other models: length
         self.stepping: set[int] = set()
         """The id() of each observed optimizer that is in its step. The caller removes it at the end of the step."""
         self._steps = 0  # of observed optimizers
@@ -181,11 +195,16 @@ class NewOptimizers:
     def _ended(self, optimizer: Optimizer) -> None:
         if self._before.pop(id(optimizer), -1) != self._steps:
             return
-        own, in_model = set(identities(optimizer)), self.in_model()
+        own = set(identities(optimizer))
+        if self._others.get(optimizer) == len(own):
+            return
+        places = self.places()
+        trained = {key for key, (_, _, item) in places.items() if item is not None and item.requires_grad}
         gone = {key: known for key, known in self._known.items() if own & known.parameters}
-        if own & in_model:
-            gone |= {key: known for key, known in self._known.items() if not in_model & known.parameters}
+        if own & places.keys():
+            gone |= {key: known for key, known in self._known.items() if not trained & known.parameters}
         elif not gone:
+            self._others[optimizer] = len(own)
             return
         replaced = [known.optimizer() for known in gone.values()]
         kept = [item for item in self.followed if not any(item is other for other in replaced)]

@@ -291,10 +291,12 @@ class Recorder:
         knows_copies = type(framework).updated_tensors is not Framework.updated_tensors
         if optimizer is None or framework.traits.optimizer_takes_copies or knows_copies:
             return False
-        if monitored.in_model().issuperset(identities(optimizer)):
+        held = identities(optimizer)
+        if monitored.in_model().issuperset(held):
             return False
         updated = {own for item in monitored.optimizers.present() for own in identities(item)}
-        return any(item is not None and item.requires_grad and id(item) not in updated for item in monitored.tensors())
+        trained = (item for item in monitored.tensors() if item is not None and item.requires_grad)
+        return any(id(item) not in updated for item in trained) and not monitored.places().keys() >= {*held}
 
     def update_compiles(self) -> None:
         """Handle the compilation of an optimizer step, which runs afterwards and calls no hooks."""

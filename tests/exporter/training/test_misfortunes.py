@@ -12,6 +12,7 @@ import torch
 from tests.exporter.parts import Watched
 from tests.programs import run_program
 from torch import nn
+from torch.ao import quantization
 from torch.func import functional_call
 
 from rankscope_exporter.adapters import Framework
@@ -189,13 +190,85 @@ class LayerThawed(Run):
 
 
 class LayerReplaced(Run):
-    faults = ("2 parameters were replaced after attach()",)
+    notes = ("2 parameters were replaced after attach()", "activations: 2: other code has removed the module")
     rows = (("grad_reduced", "0.weight", ALWAYS), ("grad_reduced", "2.weight", [1, 2]))
 
     def before(self, step: int) -> None:
         if step == FAULTY:
             self.net[2] = nn.Linear(4, 2)
             self.optimizer.param_groups[0]["params"][2:] = list(self.net[2].parameters())
+
+
+class LayersReplaced(Run):
+    """Each new parameter may have the id() of the freed one of another layer, which it is not."""
+
+    notes = ("4 parameters were replaced after attach()", "activations: 0, 2: other code has removed the module")
+    rows = (("grad_reduced", "0.weight", [1, 2]), ("grad_reduced", "2.weight", [1, 2]))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0], self.net[2] = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def before(self, step: int) -> None:
+        if step == FAULTY:
+            self.optimizer.param_groups[0]["params"].clear()
+            for index in (0, 2):
+                self.net[index] = nn.Linear(3, 3)
+                self.optimizer.param_groups[0]["params"] += self.net[index].parameters()
+
+
+class QuantizationPrepared(Run):
+    """The layers become others with the same parameters, and torch copies the hooks of the layers to them."""
+
+    notes = ("activations: 0, 2: other code has removed the module, so it has no activations",)
+    rows = (
+        *((kind, "0.weight", ALWAYS) for kind in ("grad_reduced", "momentum", "param_after")),
+        *(("param_after", "2.weight", ALWAYS), ("act_out", "0", [1, 2]), ("act_out", "1", ALWAYS)),
+    )
+    is_frozen = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].requires_grad_(not self.is_frozen)
+
+    def before(self, step: int) -> None:
+        if step == FAULTY:
+            self.net.qconfig = quantization.get_default_qat_qconfig("x86")
+            quantization.prepare_qat(self.net, inplace=True)
+
+
+class QuantizationOfFrozenLayer(QuantizationPrepared):
+    is_frozen = True
+
+
+class AdaptersAdded(Run):
+    """The gradients of the frozen layers remain from the step before. The optimizer has only new parameters."""
+
+    notes = (
+        "the optimizer was replaced after attach(): the monitor now observes Adam",
+        "2 parameters were added to the optimizer after attach() and are not measured (2.1.weight, 2.1.bias)",
+    )
+    rows = (
+        *(("param_after", "2.0.weight", []), ("param_after", "2.weight", ALWAYS), ("act_out", "2", ALWAYS)),
+        *((kind, "0.weight", steps) for kind, steps in (("grad_reduced", [1, 2]), ("grad_clipped", []))),
+    )
+
+    def before(self, step: int) -> None:
+        if step == FAULTY:
+            self.net.requires_grad_(False)
+            self.net[2] = nn.Sequential(self.net[2], nn.Linear(2, 2))
+            self.replaced, self.optimizer = self.optimizer, torch.optim.Adam(self.net[2][1].parameters())
+
+
+class AdapterNextToHead(AdaptersAdded):
+    rows = (*AdaptersAdded.rows, ("grad_reduced", "2.weight", ALWAYS))
+
+    def before(self, step: int) -> None:
+        super().before(step)
+        if step == FAULTY:
+            self.net[2].requires_grad_(True)
+            self.optimizer = torch.optim.Adam(self.net[2].parameters())
 
 
 class FrozenAndThawed(Run):
@@ -307,12 +380,23 @@ class InnerGiven(Run):
 
 CASES = (
     *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed),
-    *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied, OtherParametersForOnePass),
+    *(LayersReplaced, QuantizationPrepared, QuantizationOfFrozenLayer, AdaptersAdded, AdapterNextToHead),
+    *(
+        OptimizerReplaced,
+        SchedulerCreatedLater,
+        Lazy,
+        Scripted,
+        ModelCopied,
+        OtherParametersForOnePass,
+    ),
     *(TwoOptimizers, OuterGiven, InnerGiven, ModeOfTheModelRaises),
 )
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script")
+@pytest.mark.filterwarnings(
+    *("ignore:Lazy modules", "ignore:.*lr_scheduler.step", "ignore:.*torch.jit.script"),
+    *("ignore:.*quantization", "ignore:.*quant_min"),
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_training_is_bit_identical_and_gaps_are_reported_once(case):
     alone, run = case().train(), case()

@@ -260,6 +260,19 @@ def test_steps_continue_after_an_assigned_state_dict(case):
     assert [] == loop.skipped()
 
 
+def test_replaced_optimizer_is_not_reported_as_absent():
+    """The old one is freed before the sampled step at which a training without an optimizer is reported."""
+    loop, optimizer = attached()
+    for step in range(1, STEPS + 1):
+        if step == 4:
+            loop.optimizer = optimizer = loop.adam()
+        loop.step(step, optimizer)
+        loop.note_state(step, "exp_avg_sq", optimizer)
+    loop.end()
+
+    assert ["the optimizer was replaced after attach(): the monitor now observes AdamW"] == loop.messages("note")
+
+
 def test_optimizer_that_steps_again_after_its_replacement_is_measured():
     loop = Loop()
     optimizers = [torch.optim.SGD(loop.net.parameters(), lr=0.01, momentum=0.9), loop.adam()]

@@ -31,7 +31,7 @@ from torch import nn
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import PlanEntry
-from rankscope_exporter.adapters.hook_context import Hook, HookContext
+from rankscope_exporter.adapters.hook_context import NO_KEYWORDS, Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.parameter_names import NamedModule, Targets, local_tensor
 from rankscope_exporter.adapters.placement import FULL, layout_of
@@ -348,12 +348,11 @@ class Activations(ModuleQuantity):
         self._step.release_tensors()
 
     def _begins(
-        self, named: NamedModule, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, named: NamedModule, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any] = NO_KEYWORDS
     ) -> None:
         name = named.name
-        if module is not named.module:  # a replica of DataParallel, on another thread
-            self._called.add(name)
-            self._notes.add("runs as replicas of DataParallel, which are not measured", name)
+        if module is not named.module:
+            self._other_called(named, module)
             return
         again = in_backward()
         frames = self._step.open.setdefault(name, [])
@@ -376,11 +375,11 @@ class Activations(ModuleQuantity):
         self._called.add(name)
         return self._step.calls.begins(name, self._hooking.micro_step, with_gradients=enabled, pointer=pointer)
 
-    def _ended(self, named: NamedModule, module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+    def _ended(self, named: NamedModule, module: torch.nn.Module, *arguments_and_output: Any) -> None:
         frames = self._step.open.get(named.name) if module is named.module else None
         call = frames.pop() if frames else None
         if call is not None:
-            self._read(named, Kind.ACT_OUT, call, returned(output), again=in_backward())
+            self._read(named, Kind.ACT_OUT, call, returned(arguments_and_output[-1]), again=in_backward())
             self._step.leaves.call_ended()
 
     def _read(self, named: NamedModule, kind: Kind, call: ModuleCall, found: Found, *, again: bool) -> None:

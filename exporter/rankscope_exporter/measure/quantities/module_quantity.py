@@ -195,15 +195,17 @@ class ModuleQuantity(Quantity):
         `read` gets the module and the result of the call or, before it, its positional and keyword arguments. If it
         raises `Unreadable`, this is stored as the reason why the module is not measured.
         """
-        hook = functools.partial(self._called_first, named, read)
+        hook = functools.partial(self._called_first, named, read, before)
         self._register(named, f"{self.name} of modules", hook, before=before)
 
     def _called_first(
-        self, named: NamedModule, read: Callable[..., None], module: nn.Module, args: Any, kwargs: Any, *output: Any
+        self, named: NamedModule, read: Callable[..., None], before: object, module: nn.Module, args: Any, *others: Any
     ) -> None:
+        # `others`: the keyword arguments, unless other code has registered the hook without them, and the output.
         if self._is_first_call(named, module):
+            found = (args, *(others or ({},))) if before else others[-1:]
             try:
-                read(module, *(output or (args, kwargs)))
+                read(module, *found)
             except Unreadable as reason:
                 self.missing(str(reason), named)
 
@@ -222,8 +224,8 @@ class ModuleQuantity(Quantity):
         self._notes.report(self.tell)
 
     def _is_first_call(self, named: NamedModule, module: nn.Module) -> bool:
-        if module is not named.module:  # a replica of DataParallel, on another thread
-            self.missing("runs as replicas of DataParallel, which are not measured", named)
+        if module is not named.module:
+            self._other_called(named, module)
             return False
         if not self._hooking.in_forward or in_backward():
             return False
@@ -234,6 +236,16 @@ class ModuleQuantity(Quantity):
         self._seen.add(key)
         self._called.add(named.name)
         return True
+
+    def _other_called(self, named: NamedModule, module: nn.Module) -> None:
+        """Store that a copy with the table of hooks is called, as on threads of DataParallel, or do nothing.
+
+        Other code may have copied the hooks alone to `module`.
+        """
+        original = named.module
+        if original is not None and torch_private.forward_hooks(module) is torch_private.forward_hooks(original):
+            self._called.add(named.name)
+            self.missing("runs as copies, such as replicas of DataParallel, which are not measured", named)
 
     def _register(
         self, named: NamedModule, where: str, hook: Callable[..., None], *, before: bool = False, always: bool = False
@@ -265,15 +277,20 @@ class ModuleQuantity(Quantity):
             self.missing(f"no hook can be registered ({type(error).__name__})", named)
 
     def _note_lost_hooks(self) -> None:
-        """Store which modules have lost their hooks, so that they are reported.
+        """Store which modules have left the model or lost their hooks, so that they are reported.
 
         Called when a sampled step begins: the hooks of this step are registered then.
         """
+        held = self.monitored.modules
         for named, hook in self._hooked.values():
             module = named.module
-            if module is not None and named.name not in self._lost and not _is_registered(module, hook):
+            if module is None or (held and id(module) not in held):
+                removed = "module"
+            else:
+                removed = "" if _is_registered(module, hook) else "hooks"
+            if removed and named.name not in self._lost:
                 self._lost.add(named.name)
-                self.missing(f"other code has removed the hooks, so {self.missing_result}: {REMEDY}", named)
+                self.missing(f"other code has removed the {removed}, so {self.missing_result}: {REMEDY}", named)
 
     def _note_uncalled(self) -> None:
         """Store which modules were not called in the first sampled step, so that they are reported."""

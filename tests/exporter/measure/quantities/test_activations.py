@@ -536,7 +536,9 @@ def test_dataparallel_replicas_are_reported_and_not_measured():
     run = train(Composed(lambda net, x: copy.copy(net.linear)(x), linear=nn.Linear(6, 6)), plain_loss, 2)
 
     assert {""} == run.kinds_by_module().keys()
-    assert ["activations: linear: runs as replicas of DataParallel, which are not measured"] == run.notices
+    assert [
+        "activations: linear: runs as copies, such as replicas of DataParallel, which are not measured"
+    ] == run.notices
 
 
 @pytest.mark.parametrize("whole", [True, False])
