@@ -73,14 +73,7 @@ class DistributedData(Framework):
         self._begins: Callable[..., None]
         self._ends: Callable[..., None]
         self._is_first = False  # the first forward pass of another DDP is running
-        self.traits = FrameworkTraits(
-            replicated=True,  # all ranks start from rank 0's parameters and apply equal updates
-            reduces=True,
-            reduces_each_micro_batch=None,  # it does without `no_sync()`
-            waits_for_reductions=True,
-            # With a static graph, DDP's callback runs before the hook of the monitor.
-            local_until_backward_ends=not (model.gradient_as_bucket_view or model.static_graph),
-        )
+        self.traits = _traits_of(model)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -111,6 +104,7 @@ class DistributedData(Framework):
             return
         self._known.add(wrapper)
         self.model = self.root = wrapper
+        self.traits = _traits_of(wrapper)
         self._handles.append(super().on_forward(self._begins))
         self._handles.append(super().on_forward_end(self._ends))
         self._is_first = True
@@ -143,3 +137,14 @@ class DistributedData(Framework):
     def reduces_in_backward(self) -> bool:
         # False inside `no_sync()`, where DDP accumulates gradients without reducing them.
         return bool(self.root.require_backward_grad_sync)
+
+
+def _traits_of(model: DistributedDataParallel) -> FrameworkTraits:
+    return FrameworkTraits(
+        replicated=True,  # all ranks start from rank 0's parameters and apply equal updates
+        reduces=True,
+        reduces_each_micro_batch=None,  # it does without `no_sync()`
+        waits_for_reductions=True,
+        # With a static graph, DDP's callback runs before the hook of the monitor.
+        local_until_backward_ends=not (model.gradient_as_bucket_view or model.static_graph),
+    )

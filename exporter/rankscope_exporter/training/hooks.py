@@ -158,6 +158,7 @@ class Hooks(HookContext):
         if own.training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
+            self._reads_in_hooks = not self.monitored.framework.traits.local_until_backward_ends  # a new DDP has others
             self._chunk = self.monitored.framework.chunk(module) if self._has_chunks else 0
             self._recorder.forward_begins(self._chunk)
         else:

@@ -723,7 +723,7 @@ def test_steps_continue_with_a_process_group_and_ddp_that_are_made_again(group):
         if step == STEPS - 1:
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            wrapper = DistributedDataParallel(net)
+            wrapper = DistributedDataParallel(net, gradient_as_bucket_view=True)
         wrapper(torch.randn(3, 4)).square().sum().backward()
         loop.note(step, "grad_reduced")
         optimizer.step()
@@ -732,6 +732,7 @@ def test_steps_continue_with_a_process_group_and_ddp_that_are_made_again(group):
         net(torch.randn(3, 4))
     loop.end()
 
+    assert not loop.session.monitored.framework.traits.local_until_backward_ends  # its gradients are in the buckets
     assert {(step, 0) for step in range(1, STEPS + 1)} == {
         (row.step, row.entry.micro_step) for row in loop.rows("act_out") if row.entry.tensor == "0"
     }

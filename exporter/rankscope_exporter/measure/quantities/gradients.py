@@ -298,6 +298,7 @@ class Gradients(Quantity):
         self._sums.install(hooking, gate)
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
+        self._batched = self.monitored.framework.traits.local_until_backward_ends  # a new DDP has others
         self._frozen.stepped.clear()
         self._frozen.kept.clear()
         self._frozen.saved = None
