@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
 from rankscope_exporter.adapters.base import Framework
 from rankscope_exporter.adapters.pipeline import Pipeline, Stage
-from rankscope_exporter.adapters.torch_private import compiled_module, entry, is_stage, submodules_of
+from rankscope_exporter.adapters.torch_private import CALLED, compiled_module, entry, is_stage, submodules_of
 from rankscope_exporter.process.discovery import import_folder
 from rankscope_exporter.process.errors import ConfigError
 
@@ -43,7 +43,7 @@ def framework_of(model: Any) -> Framework:
     import_folder(__name__)
     adapters = sorted(_subclasses(Framework), key=lambda cls: cls.priority, reverse=True)
     compiled = compiled_module(model)
-    inner = model if compiled is None else compiled
+    inner = model if compiled is None else _within(compiled)
     framework = next((cls for cls in adapters if cls.matches(inner)), Framework)(inner)
     if compiled is not None:
         framework.model = model
@@ -51,15 +51,15 @@ def framework_of(model: Any) -> Framework:
     return framework
 
 
-_CALLED: Final = {"lightning.fabric": "_forward_module", "lightning_fabric": "_forward_module", "opacus": "_module"}
-"""Names under which wrappers that only call another module have this module, by package of the wrapper."""
-
-
 def _within(model: Any) -> Any:
-    """Return the module that the wrapper of a trainer calls; `model` itself if it is no such wrapper."""
-    names = (name for package, name in _CALLED.items() if type(model).__module__.startswith(f"{package}."))
-    inner = (entry(submodules_of(model), name) for name in names)
-    return next((module for module in inner if module is not None), model)
+    """Return the module that wrappers of trainers call; `model` itself if it is no such wrapper.
+
+    Such a wrapper has no parameters of its own.
+    """
+    inner = entry(submodules_of(model), "_module" if type(model).__module__.startswith("opacus.") else CALLED)
+    if inner is None or not {*map(id, model.parameters())} <= {*map(id, inner.parameters())}:
+        return model
+    return _within(inner)
 
 
 def are_chunks(models: Sequence[nn.Module]) -> bool:

@@ -156,6 +156,10 @@ class WrappedModel:
         """Return the user's own module, without the wrapper of the framework."""
         return self.model
 
+    def is_training(self) -> bool:
+        """Return whether forward passes that begin now are those of a training, if gradients are enabled."""
+        return self.module.training
+
     @property
     def chunks(self) -> Sequence[nn.Module]:
         """Return the modules that training calls for each micro-batch: the whole model, or its chunks on this rank."""
@@ -186,7 +190,8 @@ class WrappedModel:
     def local_layout(self, parameter: torch.Tensor, world_size: int) -> Layout:
         """Return the layout of this rank's own gradient: "partial" if several ranks compute gradients to be summed."""
         layout = self.layout(parameter)
-        return Layout("partial", layout.shard_group) if self.copies(world_size) > 1 else layout
+        is_left_out = self.traits.replicated and layout == FULL
+        return layout if is_left_out or self.copies(world_size) == 1 else Layout("partial", layout.shard_group)
 
     def spec(self, parameter: torch.Tensor) -> TensorSpec:
         """Return shape and dtype of the part of `parameter`, and of its optimizer state, that this rank updates."""

@@ -1,4 +1,4 @@
-"""Adapters for tensor parallelism and for DistributedDataParallel, which all-reduces gradients in buckets."""
+"""Adapters for tensor parallelism, for DataParallel, and for DDP, which all-reduces gradients in buckets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankscope_exporter.adapters.base import Framework, FrameworkTraits
 from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, Removable, remove_all
-from rankscope_exporter.adapters.placement import loaded
+from rankscope_exporter.adapters.placement import FULL, REPLICA, Layout, layout_of, loaded
 from rankscope_exporter.adapters.torch_private import active_ddp, comm_hooks, compiled_call
 from rankscope_exporter.process.inert import NotCopied
 
@@ -53,7 +53,20 @@ def _sharded(model: nn.Module) -> list[Any]:
     return [parameter for parameter in model.parameters() if isinstance(parameter, distributed)] if distributed else []
 
 
-class DistributedData(Framework):
+class DataParallelModel(Framework):
+    """Adapter for `DataParallel`, which copies the model to each GPU of the process for a forward pass."""
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        return isinstance(model, DataParallel)
+
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self.root.module
+        return module
+
+
+class DistributedData(DataParallelModel):
     """Adapter for DDP, which copies each gradient into a bucket and reduces the bucket.
 
     At the end of the backward pass, DDP copies the reduced gradients back.
@@ -68,6 +81,7 @@ class DistributedData(Framework):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         assert isinstance(model, DistributedDataParallel)
+        self._ignored = _ignored_by(model)
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet([model])
         self._handles: list[Removable] = []
         self._begins: Callable[..., None]
@@ -78,11 +92,6 @@ class DistributedData(Framework):
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
         return isinstance(model, DistributedDataParallel)
-
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self.root.module
-        return module
 
     def on_forward(self, hook: Callable[..., None]) -> Removable:
         self._begins, handle = hook, super().on_forward(hook)
@@ -105,6 +114,7 @@ class DistributedData(Framework):
         self._known.add(wrapper)
         self.model = self.root = wrapper
         self.traits = _traits_of(wrapper)
+        self._ignored = _ignored_by(wrapper)
         self._handles.append(super().on_forward(self._begins))
         self._handles.append(super().on_forward_end(self._ends))
         self._is_first = True
@@ -114,6 +124,10 @@ class DistributedData(Framework):
         if self._is_first:  # torch does not call hooks that were registered during the forward pass
             self._is_first = False
             self._ends(self.root, args, output)
+
+    def layout(self, parameter: torch.Tensor) -> Layout:
+        # A parameter that DDP ignores is different on each rank.
+        return layout_of(parameter, FULL if id(parameter) in self._ignored else REPLICA)
 
     def is_same_on(self, parameter: torch.Tensor, ranks: Sequence[int]) -> bool:
         # Return False for a frozen parameter, for a parameter that DDP ignores, and if a communication hook of the
@@ -125,14 +139,9 @@ class DistributedData(Framework):
         # The ranks on which `parameter` is equal: all ranks of DDP's process group. This includes frozen parameters:
         # DDP has broadcast them, and nothing changes them. The result is empty for a parameter that DDP ignores. It
         # is empty for all parameters if the user registered a communication hook.
-        if comm_hooks(self.root) or self._is_ignored(parameter):
+        if comm_hooks(self.root) or id(parameter) in self._ignored:
             return ()
         return dist.get_process_group_ranks(self.root.process_group)
-
-    def _is_ignored(self, parameter: torch.Tensor) -> bool:
-        ignored = self.root.parameters_to_ignore
-        named = self.module.named_parameters() if ignored else ()
-        return any(item is parameter for name, item in named if name in ignored)
 
     def reduces_in_backward(self) -> bool:
         # False inside `no_sync()`, where DDP accumulates gradients without reducing them.
@@ -148,3 +157,10 @@ def _traits_of(model: DistributedDataParallel) -> FrameworkTraits:
         # With a static graph, DDP's callback runs before the hook of the monitor.
         local_until_backward_ends=not (model.gradient_as_bucket_view or model.static_graph),
     )
+
+
+def _ignored_by(wrapper: DistributedDataParallel) -> frozenset[int]:
+    """Return the id() of each parameter that the script has excluded from DDP."""
+    ignored = wrapper.parameters_to_ignore
+    named = wrapper.module.named_parameters() if ignored else ()
+    return frozenset(id(parameter) for name, parameter in named if name in ignored)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT, accumulated_hooks, tensor_address
+from rankscope_exporter.adapters.torch_private import ACCUMULATED, GRADIENT, tensor_address
 
 
 class Removable(Protocol):
@@ -153,9 +153,9 @@ def _first_accumulated(parameter: torch.Tensor, hook: Callable[..., Any]) -> int
     return number
 
 
-def has_foreign_hooks(parameter: torch.Tensor) -> bool:
-    """Return whether other code has a hook that is called after a gradient was added to that of `parameter`."""
-    return _has_others(accumulated_hooks(parameter) or {})
+def has_foreign_hooks(parameter: torch.Tensor, tables: Iterable[str] = (GRADIENT, ACCUMULATED)) -> bool:
+    """Return whether other code has a hook in one of the `tables` of hooks of `parameter`."""
+    return any(_has_others(getattr(parameter, table) or {}) for table in tables)
 
 
 def _has_others(table: dict[int, Any]) -> bool:

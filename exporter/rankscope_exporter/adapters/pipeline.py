@@ -64,6 +64,9 @@ class Pipeline(Framework):
         # Created for each use: a list that is kept would keep the modules alive.
         return as_one([framework.module for framework in self._inner])
 
+    def is_training(self) -> bool:
+        return super().is_training() and self.stages[0].has_backward  # False in `schedule.eval()`
+
     @property
     def chunks(self) -> Sequence[nn.Module]:
         return [stage.submod for stage in self.stages]

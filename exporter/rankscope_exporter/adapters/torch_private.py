@@ -67,8 +67,10 @@ ORIGINAL: Final = "_orig_mod"
 """Name under which the wrapper of `torch.compile` contains the compiled module."""
 FSDP_WRAPPED: Final = "_fsdp_wrapped_module"
 """Name under which FSDP1 contains the wrapped module."""
-WRAPPER_LEVELS: Final = frozenset({FSDP_WRAPPED, ORIGINAL, "_checkpoint_wrapped_module"})
-"""Levels that FSDP1, torch.compile and activation checkpointing insert into the name of a parameter."""
+CALLED: Final = "_forward_module"
+"""Name under which wrappers of Fabric, and others like them, contain the module that they call."""
+WRAPPER_LEVELS: Final = frozenset({FSDP_WRAPPED, ORIGINAL, CALLED, "_checkpoint_wrapped_module"})
+"""Levels that FSDP1, torch.compile, Fabric and activation checkpointing insert into the name of a parameter."""
 CONVOLUTION: Final = torch_name("torch.nn.modules.conv._ConvNd", ())
 """Base class of all convolutions."""
 

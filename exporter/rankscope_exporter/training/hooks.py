@@ -154,8 +154,8 @@ class Hooks(HookContext):
         self.forward_thread = threading.get_ident()
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
-        own = module if self._is_unwrapped else self.monitored.framework.module
-        if own.training and torch.is_grad_enabled():
+        is_training = module.training if self._is_unwrapped else self.monitored.framework.is_training()
+        if is_training and torch.is_grad_enabled():
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
             self._reads_in_hooks = not self.monitored.framework.traits.local_until_backward_ends  # a new DDP has others

@@ -143,7 +143,7 @@ class Recorder:
         It begins a step, outside of the transform, if the training has no other forward passes.
         """
         is_between = self.tracker.stage in (StepStage.IDLE, StepStage.UPDATED)
-        if (is_between or not self._forwards) and torch.is_grad_enabled() and self.monitored.framework.module.training:
+        if (is_between or not self._forwards) and torch.is_grad_enabled() and self.monitored.framework.is_training():
             self._is_transformed = True
 
     def _begin_transformed(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from rankscope_exporter.adapters import framework_of
 from rankscope_exporter.adapters.parameter_names import (
     Targets,
     found_in_place,
@@ -91,6 +92,40 @@ def test_wrapper_levels_are_not_in_module_names():
 
     assert ["", "0", "1.0"] == list(modules)
     assert inner is modules["0"].module
+
+
+class Holder(nn.Module):
+    """A wrapper like that of Lightning Fabric."""
+
+    def __init__(self, inner: nn.Module, **others: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = self._original_module = inner
+        for name, module in others.items():
+            self.add_module(name, module)
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "expected"),
+    [
+        *(
+            (wrap, ["weight", "bias"])
+            for wrap in (
+                *(Holder, nn.DataParallel, lambda net: compiled(Holder(net)), lambda net: Holder(compiled(net))),
+                *(lambda net: compiled(nn.DataParallel(net)), lambda net: nn.DataParallel(Holder(compiled(net)))),
+            )
+        ),
+        (lambda net: nn.Sequential(OrderedDict(module=net)), ["module.weight", "module.bias"]),
+        (lambda net: Holder(net, head=nn.Linear(1, 1, bias=False)), ["weight", "bias", "head.weight"]),
+    ],
+)
+def test_names_are_those_of_the_model_inside_of_known_wrappers(wrap, expected):
+    model = wrap(nn.Linear(2, 2))  # the adapter does not keep it alive
+
+    assert expected == [named.name for named in named_parameters(framework_of(model).module)]
 
 
 def test_shared_module_has_one_name_and_is_selected_by_any_alias():

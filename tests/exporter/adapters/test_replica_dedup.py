@@ -268,3 +268,21 @@ def test_pipeline_stage_has_the_replicas_of_its_wrapper():
     bare, wrapped = map(framework_of, stages)  # they do not keep the stages alive
 
     assert ([], [0]) == (list(bare.replicas(net.weight)), list(wrapped.replicas(net.weight)))
+
+
+@pytest.mark.usefixtures("group")
+def test_parameter_that_ddp_ignores_belongs_to_this_rank():
+    net = nn.Linear(4, 2)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["bias"])
+    wrapper = DistributedDataParallel(net)
+    optimizer, quantities = torch.optim.Adam(net.parameters()), ("parameters", "optimizer_state", "structure")
+    options = {"optimizer_state": {"names": ["*"]}}
+    with Watched(wrapper, optimizer, quantities=quantities, options=options) as watched:
+        wrapper(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    placements = {(row.entry.tensor, row.entry.placement) for row in watched.rows()}
+    local = framework_of(wrapper).local_layout
+
+    assert {("weight", "replica"), ("bias", "full")} == placements
+    assert ["full, replica"] == [row["placement"] for record in watched.records for row in record.modules]
+    assert (Layout("partial"), FULL) == (local(net.weight, 2), local(net.bias, 2))

@@ -209,8 +209,3 @@ class Quantity:
         vpp_stage = None if parameter is None else framework.vpp_stage(parameter)
         of_tensor = layout.placement, layout.shard_group, dtype_name(spec.dtype), spec.shape
         return (named.name, None, vpp_stage, None, None, *of_tensor, named.module, named.aliases)
-
-    @property
-    def placement(self) -> str:
-        """Return the placement of tensors that are not sharded: "replica" if copies are kept equal, else "full"."""
-        return "replica" if self.monitored.framework.traits.replicated else "full"

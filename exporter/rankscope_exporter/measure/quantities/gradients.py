@@ -168,7 +168,10 @@ class MicroBatchSums:
 
     def _add(self, index: int, dtype: torch.dtype, gradient: torch.Tensor) -> None:
         self._hooking.gradient_arrives()
-        if not self.are_kept:
+        if not self.are_kept or self.hooks is None:
+            return
+        if self.hooks.may_be_reduced(index):
+            self.report_once("hooks")
             return
         own, earlier = local_tensor(gradient).detach(), self._sums.get(index)
         try:
@@ -187,7 +190,7 @@ class MicroBatchSums:
         """Publish the notice `topic` the first time: `grad_unreduced` may be absent."""
         if topic not in self.reported:
             self.reported.add(topic)
-            self._hooking.tell(f"gradients: {_NOTICES[topic].format(*sizes)}")
+            self._hooking.tell_once(f"gradients: {_NOTICES[topic].format(*sizes)}")
 
 
 _NOTICES: Final = {
@@ -212,6 +215,7 @@ class MicroGradients(Quantity):
     def install(self, hooking: HookContext, gate: SamplingGate) -> None:
         self._hooking, self._gate = hooking, gate
         self._interleaved = self.monitored.framework.traits.interleaves_micro_batches
+        self._is_hooked = False  # whether other code has hooks on gradients
         where = "measuring the gradient of a micro-batch"
         hook_of = lambda index, _: functools.partial(self._read, index)  # noqa: E731 - short
         self._hooks = MicroGradientHooks(self.monitored, hooking, gate, where, hook_of)
@@ -222,7 +226,7 @@ class MicroGradients(Quantity):
         self._hooks.register()  # on parameters that were unfrozen since the last step
 
     def expected(self) -> ExpectedRows:
-        is_read = BACKWARD not in self.monitored.compiled and self.monitored.is_trained()
+        is_read = BACKWARD not in self.monitored.compiled and self.monitored.is_trained() and not self._is_hooked
         return ExpectedRows(self.name, frozenset({OF_MICRO_BATCHES} if is_read else ()))
 
     def _read(self, index: int, gradient: torch.Tensor) -> None:
@@ -231,6 +235,10 @@ class MicroGradients(Quantity):
             return
         micro_step = self._passes[index] if self._interleaved else self._hooking.micro_step
         self._passes[index] += 1
+        if self._hooks.may_be_reduced(index):
+            self._is_hooked = True
+            self._hooking.tell_once(f"gradients: {_NOTICES['hooks']}")
+            return
         table = self._gate.table
         entry = lambda: [self.parameter_entry(Kind.GRAD_UNREDUCED, index, local=True, micro_step=micro_step)]  # noqa: E731
         slots = table.add((index, micro_step), entry, [self.monitored.owners[index]])
@@ -358,6 +366,8 @@ class Gradients(Quantity):
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
+        if self._frozen.stepped:  # an evaluation of a pipeline also divides the gradients that it finds
+            self._frozen.protect(table)
         is_reduced = self.monitored.framework.reduces_in_backward()
         if is_reduced:
             self._mixed = True

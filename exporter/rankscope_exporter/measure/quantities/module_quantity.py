@@ -20,7 +20,13 @@ from torch.utils.hooks import unserializable_hook
 from rankscope_exporter.adapters import torch_private
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.monitored_model import MonitoredModel
-from rankscope_exporter.adapters.parameter_hooks import CallbackHandle, ParameterHook, Removable, TensorHook
+from rankscope_exporter.adapters.parameter_hooks import (
+    CallbackHandle,
+    ParameterHook,
+    Removable,
+    TensorHook,
+    has_foreign_hooks,
+)
 from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor, named_modules, target_notices
 from rankscope_exporter.adapters.tracing import on_compilation
 from rankscope_exporter.measure.kernels.isolation import some_of
@@ -113,6 +119,7 @@ class MicroGradientHooks:
         self._where, self._hook_of = where, hook_of
         self.hooked: set[int] = set()
         """Positions of the parameters that have a hook."""
+        self._reduced_by_loop = monitored.copies > 1 and not monitored.framework.traits.reduces
 
     def register(self) -> None:
         """Register hooks on the parameters that require gradients and have no hook yet.
@@ -124,6 +131,11 @@ class MicroGradientHooks:
                 self.hooked.add(index)
                 hook = Hook(self._hooking, self._where, self._hook_of(index, parameter), gate=self._gate)
                 self._gate.hook(hook, functools.partial(self._registered, index, hook))
+
+    def may_be_reduced(self, index: int) -> bool:
+        """Return whether hooks of other code may have reduced the gradient that a hook of this object has received."""
+        parameter = self._monitored.parameter(index) if self._reduced_by_loop else None
+        return parameter is not None and has_foreign_hooks(parameter, (torch_private.GRADIENT,))
 
     def _registered(self, index: int, hook: Hook) -> Removable | None:
         framework = self._monitored.framework

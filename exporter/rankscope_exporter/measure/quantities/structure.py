@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Final
 
 import torch
 
+from rankscope_exporter.adapters.base import Framework
 from rankscope_exporter.adapters.hook_context import Hook, HookContext
 from rankscope_exporter.adapters.parameter_names import NamedModule, local_tensor
-from rankscope_exporter.adapters.placement import Layout, layout_of
 from rankscope_exporter.adapters.process_group import rank_here
 from rankscope_exporter.adapters.pytree import Found, Slot, children, received, returned
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name
@@ -208,10 +208,11 @@ class Structure(ModuleQuantity):
 
     def on_step_begin(self, table: Table) -> None:
         self._handles.remove()
+        framework = self.monitored.framework
         records = self._records = {}
         for named in self._modules:
             if (module := named.module) is not None:
-                placement, vpp_stage = _placement(module, self.placement), self.monitored.framework.vpp_stage(module)
+                placement, vpp_stage = _placement(module, framework), framework.vpp_stage(module)
                 records[named.name] = ModuleRecord(named.name, type(module).__name__, placement, vpp_stage=vpp_stage)
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")  # a script may have set bfloat16 as default type
         table.defer("modules", nothing, lambda _nothing: self._rows(list(records.values())))
@@ -288,10 +289,7 @@ def call_stack(frame: FrameType | None) -> tuple[str, ...]:
     return tuple(f"{item.f_code.co_filename}:{item.f_lineno} {item.f_code.co_qualname}" for item in frames)
 
 
-def _placement(module: torch.nn.Module, otherwise: str) -> str | None:
-    """Return the placements of the parameters that the module itself holds, as text; None if it holds none.
-
-    For parameters that are plain tensors, the placement is the argument `otherwise`.
-    """
-    placements = {layout_of(parameter, Layout(otherwise)).placement for parameter in module.parameters(recurse=False)}
+def _placement(module: torch.nn.Module, framework: Framework) -> str | None:
+    """Return the placements of the parameters that the module itself holds, as text; None if it holds none."""
+    placements = {framework.layout(parameter).placement for parameter in module.parameters(recurse=False)}
     return ", ".join(sorted(placements)) or None

@@ -241,7 +241,9 @@ class OptimizerState(StateQuantity):
         entry = self.parameter_entry(KIND_OF_STATE.get(key, key), index)
         shape = tuple(local_tensor(value).shape)
         if shape != entry.shape:  # one number for the parameter, equal for all its parts
-            entry = replace(entry, placement=self.placement, shard_group=None, shape=shape)
+            whole = "replica" if self.monitored.framework.traits.replicated else "full"
+            placement = entry.placement if entry.shard_group is None else whole
+            entry = replace(entry, placement=placement, shard_group=None, shape=shape)
         return replace(entry, dtype=dtype_name(value.dtype))
 
 
