@@ -57,7 +57,7 @@ class AnomalyRule:
         raise NotImplementedError
 
     def needed_values(self) -> int | None:
-        """Return the number of finite values before the rule can fire on a series; None if it needs no baseline."""
+        """Return the number of values in the baseline before the rule can fire; None if it needs no baseline."""
         return None
 
     def check_threshold(self, threshold: Any) -> None:

@@ -83,9 +83,10 @@ class AnomalyNan(AnomalyRule):
 class AnomalyTurbulence(AnomalyRule):
     """Fires if |x| > baseline · (1 + threshold). With `direction="both"`, also if |x| < baseline / (1 + threshold).
 
-    The baseline starts at |x₀| and becomes 0.99 · baseline + 0.01 · |x| after each comparison. Non-finite values never
-    change it. The rule evaluates only `ops`, by default norm and mean. The first `after_values` finite values of a
-    series only form the baseline. If several rules evaluate a series, the smallest `after_values` counts for all.
+    The baseline starts at |x₀| and becomes 0.99 · baseline + 0.01 · |x| after each comparison. Values that are 0 or not
+    finite do not enter it: a gradient is 0 at the steps that do not reach its tensor, such as an expert that is rarely
+    chosen. The rule evaluates only `ops`, by default norm and mean. The first `after_values` other values of a series
+    only form the baseline. If several rules evaluate a series, the smallest `after_values` counts for all.
     `scalars` has the names of scalars that it evaluates as well, such as "loss" and "grad_norm". A value of at most
     `floor` never is too high: the gradient of a bias before a batch normalisation is 0 except for rounding.
     """

@@ -219,7 +219,7 @@ def next_baseline(baseline: float, value: float) -> float:
 
 
 def needed_values(rules: Sequence[AnomalyRule], kind: str | None, op: str) -> int:
-    """Return the number of finite values of a series of `kind` and `op` before its baseline exists for the rules."""
+    """Return the number of values of a series of `kind` and `op` that form the baseline before a rule fires."""
     return min((n for rule in rules if rule.judges(kind, op) and (n := rule.needed_values()) is not None), default=0)
 
 
@@ -264,8 +264,9 @@ class SeriesEvaluator:
         value = raw if self._op == "value" else to_float32(raw)  # statistics of tensors are float32, scalars are not
         is_early = self._missing_values > 0
         before = math.nan if is_early else self._baseline
-        self._baseline = next_baseline(self._baseline, value)
-        self._missing_values -= math.isfinite(value)
+        if value:  # 0: the gradient did not reach the tensor
+            self._baseline = next_baseline(self._baseline, value)
+            self._missing_values -= math.isfinite(value)
         # The first value is compared with itself. AnomalyTurbulence therefore never fires for it.
         self.compared = self._baseline if math.isnan(before) and not is_early else before
         found = None

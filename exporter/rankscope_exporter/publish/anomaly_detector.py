@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope_contract.model.events import Event, causal_key, causal_micro_step, causal_stage
-from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, JUDGED_OPS, VALUE_OPS, Kind
+from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, GRADIENT_KINDS, JUDGED_OPS, VALUE_OPS, Kind
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, Firing, SeriesEvaluator, needed_values
@@ -153,8 +153,7 @@ class AnomalyDetector:
         """
         with np.errstate(all="ignore"):  # products with Inf and NaN are intended
             before, against = self._advance(finished)
-            self._find_intended(finished)
-            verdicts = self._verdicts(finished, against)
+            verdicts = self._verdicts(finished, against, self._find_intended(finished))
             shown = np.where(finished.present, against, np.float32(math.nan))
             if not verdicts:
                 return StepVerdict(shown)
@@ -192,37 +191,43 @@ class AnomalyDetector:
         kept, taken = EMA_KEEP * before.astype(np.float64), EMA_TAKE * magnitude.astype(np.float64)
         moved = (kept + taken).astype(np.float32)
         first = np.isnan(before)
-        seen = np.isfinite(values) & finished.present
+        seen = np.isfinite(values) & (values != 0) & finished.present
         self._baselines = np.where(seen, np.where(first, magnitude, moved), before)
         against = np.where(first, self._baselines, before)
         early = self._missing_values > 0
         self._missing_values -= seen
         return np.where(early, np.float32(math.nan), before), np.where(early, np.float32(math.nan), against)
 
-    def _find_intended(self, finished: Finished) -> None:
-        """Find the infinities that a parameter or an activation has from its first value on, as in an attention mask.
+    def _find_intended(self, finished: Finished) -> Integers:
+        """Return the number of infinities of each entry that are no anomaly at this step, and store the next numbers.
 
-        A parameter keeps their number. An activation may have any number of them later.
+        They are those that a parameter or an activation has from its first value on, as in an attention mask. A
+        parameter keeps their number, and an activation may have any number of them later. Only the script changes a
+        parameter without a gradient: the infinities of its last value are no anomaly.
         """
-        first = finished.present & (self._intended == _UNSEEN)
-        if self._tell is None or not first.any():
-            return
         nans, infs = (finished.counts[COUNT_OPS.index(op)] for op in _COUNTS_JUDGED)
+        if self._tell is None or not (finished.present & (infs != self._intended)).any():
+            return self._intended
+        first = finished.present & (self._intended == _UNSEEN)
         of_kind = np.array([_INTENDED.get(kind, 0) for kind in self._kinds], np.int64)[self._kind_of_entry]
         found = np.where((nans == 0) & (infs > 0), np.where(of_kind == _NUMBER_AT_FIRST, infs, of_kind), 0)
-        self._intended = np.where(first, found, self._intended)
+        intended = np.where(first, found, self._intended)
+        trained = self._owner_of_entry[finished.present & np.isin(self._kinds, GRADIENT_KINDS)[self._kind_of_entry]]
+        is_frozen = (of_kind == _NUMBER_AT_FIRST) & ~np.isin(self._owner_of_entry, trained)
+        self._intended = np.where(finished.present & is_frozen, found, intended)
         names = dict.fromkeys(self.entries[entry].tensor for entry in np.flatnonzero(first & (found > 0)).tolist())
         if names and not self._has_told and self._judged["infs"]:
             self._has_told = True
             self._tell(
                 f"infinities that tensors have from their first value on are no anomaly: {', '.join([*names][:3])}"
             )
+        return intended
 
     def _judging(self, op: str) -> list[tuple[int, Bools]]:
         of_kinds = [np.array([rule.judges(kind, op) for kind in self._kinds], np.bool_) for rule in self._rules]
         return [(order, judged[self._kind_of_entry]) for order, judged in enumerate(of_kinds) if judged.any()]
 
-    def _verdicts(self, finished: Finished, against: Float32s) -> dict[tuple[str, int], Bools]:
+    def _verdicts(self, finished: Finished, against: Float32s, intended: Integers) -> dict[tuple[str, int], Bools]:
         """Return a bool array [entries] for each op and rule: True for the plan entries for which the rule holds.
 
         The keys are pairs of an op and the position of a rule in the list of rules. Rules that hold for no entry are
@@ -235,7 +240,7 @@ class AnomalyDetector:
                 continue
             if op in _COUNTS_JUDGED:
                 value = finished.counts[COUNT_OPS.index(op)]
-                value = np.maximum(value - self._intended.clip(min=0), 0) if op == "infs" else value
+                value = np.maximum(value - intended.clip(min=0), 0) if op == "infs" else value
             else:
                 value = finished.values[VALUE_OPS.index(op)].astype(np.float64)
             baseline = against[JUDGED_OPS.index(op)].astype(np.float64) if op in JUDGED_OPS else _NO_BASELINE

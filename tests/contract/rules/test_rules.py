@@ -18,6 +18,7 @@ VECTORS = json.loads((pathlib.Path(__file__).parent / "data" / "anomaly_vectors.
 
 # Deliberate differences from msprobe, which recorded the vectors: steps at which our rules fire.
 DIFFERENCES = {
+    "T08": [3, 4, 5],  # a 0 never enters our baseline; in msprobe the first value after zeros is an anomaly
     "T10": [4, 5],  # a NaN never enters our baseline; in msprobe it makes the average NaN, and the rule fires no more
     "P03": [3, 4],  # a rule that does not judge `max` hides no other rule; in msprobe it hid the hit of the next rule
 }
@@ -98,6 +99,8 @@ def test_turbulence_fires_only_outside_of_its_threshold(rule, value, baseline, f
         (DEFAULT_RULES, "grad_reduced", "norm", [1.0] * 200 + [26.0], []),
         (DEFAULT_RULES, "grad_reduced", "norm", [1.5e-7] * 150 + [1.1e-5], []),  # zero except for rounding
         (DEFAULT_RULES, "grad_reduced", "norm", [1.5e-3] * 150 + [0.11], [150]),
+        (DEFAULT_RULES, "grad_reduced", "norm", [*[0.0] * 199, 1.0] * 150, []),  # seldom reached
+        (DEFAULT_RULES, "grad_reduced", "norm", [*[0.0] * 199, 1.0] * 100 + [-0.0, 50.0], [20001]),
         ([AnomalyTurbulence(threshold=5.0)], "act_out", "norm", [1.0, 9.0], [1]),
         ([ABOVE_HALF], "act_out", "norm", [math.nan, math.inf, 3.0, 3.0, 9.0], [4]),
         # Scalars are float64: 1e39 is a number, although a float32 statistic of that size would be Inf.

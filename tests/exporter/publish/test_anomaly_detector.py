@@ -123,10 +123,10 @@ def test_baselines_equal_the_reference_evaluator(story):
             value = values[VALUE_OPS.index(op)]
             expected = math.nan
             if present:
-                own[op, entry] = after = next_baseline(before, to_float32(value))
+                own[op, entry] = after = next_baseline(before, to_float32(value)) if value else before
                 if seen[op, entry] >= needed_values(rules, kinds[entry], op):
                     expected = after if math.isnan(before) else before
-                seen[op, entry] += math.isfinite(value)
+                seen[op, entry] += math.isfinite(value) and value != 0
 
             assert bits(expected) == bits(float(shown[JUDGED_OPS.index(op), entry]))
 
@@ -160,6 +160,17 @@ def test_infinities_from_the_first_value_on_are_intended_and_named_once():
 
     assert [[], [("grad_reduced", "infs", 1), ("param_after", "infs", 7)], [("act_out", "nans", 1)]] == firing
     assert 1 == len(told)
+
+
+def test_more_infinities_are_an_anomaly_once_in_a_parameter_without_a_gradient():
+    kinds = ["param_after", "param_after", "grad_reduced", "act_out"]
+    detector = AnomalyDetector([AnomalyNan()], tell=[].append)
+    detector.follow(plan(kinds), owners=[0, 1, 1, -1])
+    seen = [(0, 2), (1, 2), (3, 3), (3, 3), (0, 2), (2, 2)]  # infinities of the frozen and of the trained parameter
+    steps = [[norm_of(1.0, infs=infs) for infs in (*both, 0, 0)] for both in seen]
+    fired = [[firing.entry for firing in detector.observe(finished(step)).firings] for step in steps]
+
+    assert [[], [0], [0, 1], [1], [], [0]] == fired
 
 
 def test_limit_keeps_the_first_cause_of_micro_batches():
