@@ -35,7 +35,7 @@ from rankscope_exporter.records.record import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.common.log_names import names_of
-from rankscope_storage.base.datasets import DATASETS
+from rankscope_storage.base.datasets import COMMON_FIELDS, DATASETS
 from rankscope_view.data.history import SPEEDS
 
 DOCS = Path(__file__).parent
@@ -77,9 +77,9 @@ def metric_table(page: str) -> str:
 
 def dataset_tables() -> str:
     """Return one table of columns for each dataset, and first the columns that every dataset has."""
-    parts = [f"### Columns of every dataset\n\n{_field_table(schema.COMMON_FIELDS)}"]
+    parts = [f"### Columns of every dataset\n\n{_field_table(COMMON_FIELDS)}"]
     for name, columns in DATASETS.items():
-        own = [column for column in columns if column not in schema.COMMON_FIELDS]
+        own = [column for column in columns if column not in COMMON_FIELDS]
         parts.append(f"### `{name}`\n\n{_field_table(own)}")
     return "\n\n".join(parts)
 

@@ -12,8 +12,8 @@ import pytest
 from tests.programs import run_command
 
 from rankscope.commands import main
-from rankscope_contract.model.schema import DATASETS
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.schema import dataset_schema
 
 START = dt.datetime(2026, 3, 1, 12, 0, tzinfo=dt.UTC)

@@ -1,8 +1,7 @@
-"""Fields of every dataset, and of the record that a rank sends; types of fields, and their conversion to Arrow.
+"""Fields of the datasets whose rows ranks send, and of the record that a rank sends; types of fields; plans.
 
 A dataset is one table of the store. A wire record is one `StepRecord`: it contains rows of several datasets, and refers
-to tensors by their position in a plan. The fields of datasets, records and plans are defined here together because they
-describe the same data.
+to tensors by their position in a plan. The storage package builds the datasets of the store from these fields.
 
 The contract imports only the standard library. Therefore callers pass the pyarrow module as an argument.
 """
@@ -18,7 +17,6 @@ from types import ModuleType
 from typing import Any, Final, Literal
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.model.kinds import BASELINE_OPS, OPS
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name, short_name
 
 ScalarName = Literal["bool", "int32", "int64", "float32", "float64", "string", "timestamp"]
@@ -76,23 +74,9 @@ def arrow_schema(pa: ModuleType, fields: tuple[Field, ...], metadata: dict[str, 
     return pa.schema([arrow_field(pa, field) for field in fields], metadata=metadata)
 
 
-_STEP: Final = Field("step", "int64", "Step number of the training; may restart at a lower number in a new attempt.")
-_MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null if the row covers the whole step.")
-_VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one.")
-
-COMMON_FIELDS: Final = (
-    required("run", "string", "Name of the run."),
-    Field("attempt", "int32", "Number of the launch (attempt) within the run: 0, 1, …"),
-    Field("rank", "int32", "Global rank; null if the row concerns the whole run."),
-    Field("incarnation", "string", "Id of the exporter process; null if no rank sent the row."),
-    Field("seq", "int64", "Record number within an incarnation: 0, 1, … A gap is lost data."),
-    Field("ordinal", "int64", "Number by which the rows of a run sort in the order of their arrival."),
-    _STEP,
-    _MICRO_STEP,
-    _VPP_STAGE,
-    Field("ts", "timestamp", "Time of the measurement, UTC, microseconds."),
-    Field("ts_origin", "string", "Clock of `ts`: rank, log, file, ingest, exporter or prometheus."),
-)
+STEP: Final = Field("step", "int64", "Step number of the training; may restart at a lower number in a new attempt.")
+MICRO_STEP: Final = Field("micro_step", "int32", "Micro-batch within the step; null if the row covers the whole step.")
+VPP_STAGE: Final = Field("vpp_stage", "int32", "Virtual pipeline stage (model chunk); null without one.")
 
 TENSOR_FIELDS: Final = (
     required("kind", "string", "Quantity and stage of the step: see Kind."),
@@ -182,82 +166,14 @@ EVENT_FIELDS: Final = (
     Field("details", "string", "Details of the event as JSON; the keys depend on the type."),
 )
 
-RUN_FIELDS: Final = (
-    required("state", "string", "State of the run: see RunState."),
-    Field("started_at", "timestamp"),
-    Field("ended_at", "timestamp"),
-    Field("planned_steps", "int64"),
-    Field("last_step", "int64"),
-    Field("world_size", "int32", unit="ranks"),
-    Field("source_kind", "string", "Origin of the run: live, or the name of the importer."),
-    Field("config", "string", "Configuration of the training as JSON; secrets are masked."),
-    Field("reason", "string", "Reason of the end of the run, as text."),
-)
-
-
-def dataset_fields(*fields: Field) -> tuple[Field, ...]:
-    """Return the fields of a dataset: the fields in COMMON_FIELDS, which all datasets have, then `fields`."""
-    # A field in `fields` replaces the field in COMMON_FIELDS with the same name.
-    own = {field.name for field in fields}
-    return (*(field for field in COMMON_FIELDS if field.name not in own), *fields)
-
-
-DATASETS: Final[dict[str, tuple[Field, ...]]] = {
-    "tensor_stats": dataset_fields(
-        *TENSOR_FIELDS,
-        *(
-            Field(op.name, op.dtype, op.doc, unit="elements" if op.dtype == "int64" else None)
-            for op in sorted(OPS.values(), key=lambda op: op.dtype == "int64")
-        ),
-        *(Field(name, "float32", "Baseline with which the rules compared the statistic.") for name in BASELINE_OPS),
-    ),
-    "features": dataset_fields(*FEATURE_FIELDS),
-    "histograms": dataset_fields(*HISTOGRAM_FIELDS),
-    "hashes": dataset_fields(*HASH_FIELDS),
-    "collectives": dataset_fields(*COLLECTIVE_FIELDS),
-    "modules": dataset_fields(*MODULE_FIELDS),
-    "scalars": dataset_fields(*SCALAR_FIELDS),
-    "events": dataset_fields(*EVENT_FIELDS),
-    "samples": dataset_fields(
-        required("target", "string"),
-        required("metric", "string"),
-        Field("labels", "string", "Labels of the sample as canonical JSON object."),
-        Field(
-            "value", "float64", "Value of the sample; null at a staleness marker, the mark that the series has ended."
-        ),
-    ),
-    "runs": dataset_fields(
-        *RUN_FIELDS,
-        Field("tags", "string", "Tags that users set, as JSON object; null in row versions that do not change them."),
-        Field("note", "string", "Text about the run, written by users; null in row versions that do not change it."),
-    ),
-    "attempts": dataset_fields(
-        *RUN_FIELDS, Field("launch_id", "string", "Id of the launch, which is equal on all its ranks.")
-    ),
-    "tensors": dataset_fields(
-        required("kind", "string"),
-        required("tensor", "string"),
-        Field("index", "int32", "Number of the tuple slot; null for the whole tensor."),
-        Field("shape", ListOf("int64"), "Shape of the tensor on the rank; null if it differs between steps."),
-        Field("dtype", "string"),
-        Field("numel", "int64", unit="elements"),
-        Field("module", "string"),
-        Field("aliases", ListOf("string"), "Other names of tensors with the same storage (tied weights)."),
-    ),
-}
-"""Columns of each dataset, in the order of the columns in the table. The store adds datasets of rollups."""
-
-DIMENSIONS: Final = ("runs", "attempts", "tensors")
-"""Datasets that contain one row per version of an object. Rows are only appended; a view shows the latest version."""
-
 NESTED: Final[dict[str, tuple[Field, ...]]] = {
     "scalars": SCALAR_FIELDS,
-    "features": (*FEATURE_FIELDS, _MICRO_STEP, _VPP_STAGE),
-    "histograms": (*HISTOGRAM_FIELDS, _VPP_STAGE),
+    "features": (*FEATURE_FIELDS, MICRO_STEP, VPP_STAGE),
+    "histograms": (*HISTOGRAM_FIELDS, VPP_STAGE),
     "hashes": HASH_FIELDS,
-    "collectives": (*COLLECTIVE_FIELDS, _STEP),
-    "modules": (*MODULE_FIELDS, _VPP_STAGE),
-    "events": (*EVENT_FIELDS, _MICRO_STEP),
+    "collectives": (*COLLECTIVE_FIELDS, STEP),
+    "modules": (*MODULE_FIELDS, VPP_STAGE),
+    "events": (*EVENT_FIELDS, MICRO_STEP),
 }
 """Datasets whose rows are sent inside a wire record, as a list of structs.
 
@@ -404,15 +320,6 @@ def _plan_entry(entry: dict[str, Any]) -> PlanEntry:
         if known.get(name) is not None:
             known[name] = short_name(known[name])
     return PlanEntry(**known)
-
-
-IMPORTED_FROM: Final = "imported_from"
-"""Label of scalars that were imported from a log into a run whose ranks reported to a service.
-
-The label contains the last two parts of the log's path. Scalars without it are those of the ranks."""
-
-IMPORT_PREFIX: Final = "import-"
-"""Beginning of the incarnation of all rows that were imported from a log. A log is not a process."""
 
 
 def canonical_labels(labels: dict[str, str] | None) -> str | None:

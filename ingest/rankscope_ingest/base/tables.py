@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_contract.model import redaction
-from rankscope_contract.model.schema import DATASETS, arrow_schema, canonical_labels
+from rankscope_contract.model.schema import arrow_schema, canonical_labels
+from rankscope_storage.base.datasets import DATASETS
 
 FROM_RANK: Final = "rank"
 FROM_INGEST: Final = "ingest"

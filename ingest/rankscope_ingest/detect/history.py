@@ -14,7 +14,6 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState
-from rankscope_contract.model.schema import DATASETS, DIMENSIONS
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import exit_report, parse_details
@@ -23,6 +22,7 @@ from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
 from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport, Symptom, failure_key
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 from rankscope_view.data.incidents import is_open
@@ -199,7 +199,8 @@ def _last_ordinal(store: Connection) -> int:
     last = 0
     # Small datasets first: of the others, only row groups above `last` are read, according to their footers. Rollups
     # are days old: their attempts have later rows in other datasets.
-    for dataset in (*DIMENSIONS, *(name for name in DATASETS if name not in DIMENSIONS)):
+    others = [name for name in DATASETS if name not in {*DIMENSIONS, *ROLLUPS.values()}]
+    for dataset in (*DIMENSIONS, *others):
         view = f"{dataset}{HISTORY_SUFFIX}" if dataset in DIMENSIONS else dataset
         query = f"SELECT max(ordinal) AS last FROM {view} WHERE ordinal > {last}"  # noqa: S608 - our own names
         last = store.query(query).to_pylist()[0]["last"] or last

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, causal_key
-from rankscope_contract.model.schema import IMPORT_PREFIX
-from rankscope_storage.base.datasets import DATASETS
+from rankscope_storage.base.datasets import DATASETS, IMPORT_PREFIX
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import IS_IMPORTED, POSITIONS, is_main_source

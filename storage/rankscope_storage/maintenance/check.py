@@ -20,8 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rankscope_contract import SCHEMA_VERSION
-from rankscope_contract.model.schema import DIMENSIONS
-from rankscope_storage.base.datasets import BUCKET_STEPS, DATASETS, ROLLUPS, TENSOR_ROW_KEY
+from rankscope_storage.base.datasets import BUCKET_STEPS, DATASETS, DIMENSIONS, ROLLUPS, TENSOR_ROW_KEY
 from rankscope_storage.base.errors import StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import DATASET_KEY, schema_version

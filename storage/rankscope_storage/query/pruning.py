@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_contract.model.schema import DIMENSIONS
-from rankscope_storage.base.datasets import DATASETS
+from rankscope_storage.base.datasets import DATASETS, DIMENSIONS
 from rankscope_storage.log.snapshot import RowRanges
 
 Node = Mapping[str, Any]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.model.schema import IMPORT_PREFIX, IMPORTED_FROM
+from rankscope_storage.base.datasets import IMPORT_PREFIX, IMPORTED_FROM
 from rankscope_storage.sql.rollups import ROLLED_STEPS
 
 POSITIONS: Final = "scalar_positions"

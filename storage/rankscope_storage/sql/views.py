@@ -13,8 +13,7 @@ import functools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
-from rankscope_contract.model.schema import DIMENSIONS
-from rankscope_storage.base.datasets import DATASETS, ROLLUPS
+from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
 from rankscope_storage.files.sorting import file_fingerprint

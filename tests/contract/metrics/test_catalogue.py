@@ -7,7 +7,7 @@ import pytest
 
 import rankscope_exporter
 from rankscope_contract.metrics.catalogue import CATALOG, SCALARS_WITH_OWN_METRIC, MetricSpec
-from rankscope_contract.model.schema import DATASETS
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_view.data.metrics import SCALAR_TITLES
 
 SPECS = list(CATALOG.values())

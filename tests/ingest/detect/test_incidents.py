@@ -11,7 +11,7 @@ from tests.ingest.builders import rank_of
 
 from rankscope_contract.model.events import RUN_FAILED, SLOW_RANK, RunState, causal_key
 from rankscope_contract.model.kinds import CAUSAL_STAGE
-from rankscope_contract.model.schema import DATASETS, arrow_schema
+from rankscope_contract.model.schema import arrow_schema
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
@@ -19,6 +19,7 @@ from rankscope_ingest.notify.announcer import message
 from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, urgency
 from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_storage.base.datasets import DATASETS
 
 ATTEMPT = ("r", 0)
 DONE = RunState.COMPLETED

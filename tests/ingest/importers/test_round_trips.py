@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
-from rankscope_contract.model.schema import DATASETS, canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers import find_importer, import_records, importers
 from rankscope_storage.api.store import Batch, Store
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.formats import ExportOptions, export_formats

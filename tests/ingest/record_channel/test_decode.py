@@ -17,7 +17,6 @@ from tests.ingest.conftest import encode_records
 from tests.properties import examples
 
 from rankscope_contract.model.schema import (
-    DATASETS,
     NESTED,
     WIRE_COUNT_OPS,
     WIRE_FIELDS,
@@ -34,6 +33,7 @@ from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.record_channel.arrow_guard import inflated_bytes, open_stream
 from rankscope_ingest.record_channel.decode import decode
 from rankscope_ingest.record_channel.validate import PlanCache, RowContext, ValidBody, check, plan_ids
+from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -12,9 +12,8 @@ import pytest
 from tests.storage.rows import ask, data_files, entries, put, table
 
 from rankscope_contract.model.kinds import DEFAULT_OPS
-from rankscope_contract.model.schema import DIMENSIONS
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.datasets import DATASETS, ROLLUPS
+from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.base.errors import ShardLockError, StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect

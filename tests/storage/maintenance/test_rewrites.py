@@ -16,9 +16,8 @@ from tests.storage.crashes.operations import append, content, silent
 from tests.storage.older_encoding import split_integers, wide_differences
 from tests.storage.rows import ask, data_files, entries, files, put, table
 
-from rankscope_contract.model.schema import DIMENSIONS
 from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.base.datasets import BUCKET_SECONDS, DATASETS, ROLLUPS
+from rankscope_storage.base.datasets import BUCKET_SECONDS, DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema

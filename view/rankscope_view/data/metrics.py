@@ -16,7 +16,7 @@ from typing import Final
 from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC, MetricSpec
 from rankscope_contract.model import phases
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
-from rankscope_contract.model.schema import IMPORTED_FROM
+from rankscope_storage.base.datasets import IMPORTED_FROM
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_view.data.curves import Curve, CurveRequest, curve, joined

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.schema import IMPORT_PREFIX, IMPORTED_FROM
+from rankscope_storage.base.datasets import IMPORT_PREFIX, IMPORTED_FROM
 from rankscope_storage.connection import Connection
 from rankscope_storage.query.column_scan import RowGroups
 from rankscope_view.data.history import LOSS, Floats, History, Integers, is_constant, numbered

@@ -14,8 +14,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.schema import IMPORT_PREFIX, IMPORTED_FROM, canonical_labels
+from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.log_identity import any_of
+from rankscope_storage.base.datasets import IMPORT_PREFIX, IMPORTED_FROM
 from rankscope_storage.connection import Connection
 
 _KEPT: Final = ("scalars", "events", "samples")

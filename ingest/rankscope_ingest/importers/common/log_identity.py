@@ -22,10 +22,10 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_name
-from rankscope_contract.model.schema import IMPORT_PREFIX
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.failures import ending_after, failure_event
 from rankscope_ingest.importers.common.lines import open_log, readable
+from rankscope_storage.base.datasets import IMPORT_PREFIX
 from rankscope_storage.connection import Connection
 
 _IDENTITY_BYTES: Final = 4096

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.schema import DIMENSIONS
-from rankscope_storage.base.datasets import DATASETS
+from rankscope_storage.base.datasets import DATASETS, DIMENSIONS
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
