@@ -146,6 +146,9 @@ def _(rule: AnomalyTurbulence) -> RulePromql:
 @rule_promql.register
 def _(rule: AnomalyNan) -> RulePromql:
     tensors = [f"{catalogue.TENSOR_VALUE.name}{_selector(rule, ('nans', *(('infs',) if rule.infs else ())))} > 0"]
+    if rule.infs:  # only the rank knows which infinities a tensor has had from its first value on
+        quiet = f'{catalogue.RULE_FIRING.name}{{rule="{label_value(rule.name)}"}} == 0'
+        tensors[0] += f' unless ({catalogue.TENSOR_VALUE.name}{{op="infs"}} and on {_BY_KIND} {quiet})'
     if rule.threshold is not None:
         values = _selector(rule, VALUE_OPS)
         above = f"> {_beside(catalogue.TENSOR_VALUE, catalogue.RULE_THRESHOLD)} {_threshold(rule)}"

@@ -165,6 +165,14 @@ def nan():
     for op in ("nans", "infs"):
         count = series("rankscope_tensor_value", **OF_W, op=op)
         yield scenario(f"one element in {op}", {count: "0 1 0x20"}, {0: [], 1: [{**OF_W, "op": op}], 9: []})
+    known = {
+        series("rankscope_tensor_value", **OF_W, op="infs"): "6x30",
+        series("rankscope_tensor_value", **{**OF_W, "tensor": "v"}, op="nans"): "0x9 1 0x20",
+        series("rankscope_rule_firing", **RANK, rule="AnomalyNan", kind="grad_unreduced"): "0x20 1 0x9",
+        series("rankscope_rule_firing", **RANK, rule="AnomalyNan", kind="grad_reduced"): "0x30",
+    }
+    later = {9: [], 10: [{**OF_W, "tensor": "v", "op": "nans"}], 20: [], 21: [{**OF_W, "op": "infs"}]}
+    yield scenario("the rank knows infinities from the first value on", known, later)
     norm = series("rankscope_tensor_value", **NORM)
     yield scenario("AnomalyNan does not evaluate the norm", {norm: "NaN Inf 9e30"}, {0: [], 1: [], 2: []})
     scalars = {

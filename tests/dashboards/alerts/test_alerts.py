@@ -145,6 +145,9 @@ MUTANTS = {  # Further mutations of one alert, such as typing errors and wrong s
     },
     "AnomalyNan": {
         "nans|infs": ["nans", "infs", "nans|infs|norm"],
+        " == 0)": [" >= 0)"],
+        'op="infs"': ['op=~".+"'],
+        "and on (run, rank, kind)": ["and on (run, rank)"],
         '"nans|infs"} > 0': ['"nans|infs"} > 1', '"nans|infs"} >= 0'],
         **{f"{one} != {one}": [f"{one} > Inf"] for one in SCALARS},
         **{f"abs({one}) == Inf": [f"{one} == Inf"] for one in SCALARS},
