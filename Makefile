@@ -71,7 +71,7 @@ test-mutants: $(VENV)/.installed-dev ## change the code in 120 drawn places, one
 test-examples: $(VENV)/.installed-dev ## run every example for a few steps
 	RANKSCOPE_EXAMPLES=1 $(BIN)/python -m pytest tests/examples
 
-test-frameworks: $(VENV)/.installed-dev ## Trainer, Accelerate, Lightning; DeepSpeed and Megatron-Core, which need g++, in .venv-frameworks
+test-frameworks: $(VENV)/.installed-dev ## Trainer, Accelerate, Lightning; TRL, Opacus, and with g++ DeepSpeed and Megatron-Core, in .venv-frameworks
 	RANKSCOPE_THOROUGH=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks
 	$(MAKE) VENV=.venv-frameworks test-frameworks-heavy
 
@@ -80,7 +80,7 @@ test-frameworks: $(VENV)/.installed-dev ## Trainer, Accelerate, Lightning; DeepS
 test-frameworks-heavy: $(VENV)/.installed-heavy
 	rm -f $(VENV)/extensions/*/lock
 	PATH="$(CURDIR)/$(BIN):$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV)/extensions" OMP_NUM_THREADS=1 \
-		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy
+		RANKSCOPE_REQUIRE_FRAMEWORKS=1 $(BIN)/python -m pytest tests/frameworks_heavy tests/frameworks/test_trl_and_opacus.py
 
 # The environment has one release of torch and the rank's part of Rankscope. Each takes about 5 GB.
 test-torch: $(VENV)/.installed-dev ## README, DDP and FSDP2 with another torch: make test-torch TORCH=2.15.0
