@@ -132,8 +132,8 @@ class CallbackBase(CopiesDoNothing):
         if error is None and self._report is not False:
             self.boundary.call("report", start_report, monitor, self._report)
 
-    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
-        """Log those entries of `values` that are numbers, for step number `step`."""
+    def log_numbers(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """Log those entries of `values` that are numbers, for step number `step`. Lightning replaces the name `log`."""
         if self.monitor is not None:
             numbers = {name: value for name, value in values.items() if name != "step" and _is_number(value)}
             self.monitor.log(step=step, **numbers)

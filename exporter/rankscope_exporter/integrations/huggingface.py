@@ -56,7 +56,7 @@ class RankscopeCallback(CallbackBase, TrainerCallback):  # type: ignore[misc,unu
         # after it.
         # Trainer counts the tokens of all ranks together if `include_num_input_tokens_seen` is set.
         tokens, self._tokens_seen = state.num_input_tokens_seen - self._tokens_seen, state.num_input_tokens_seen
-        self.log(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
+        self.log_numbers(state.global_step, {"tokens": tokens / args.world_size} if tokens else {})
         self._next_phase(control)
 
     def on_epoch_end(self, _args: Any, _state: Any, control: Any, **_kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class RankscopeCallback(CallbackBase, TrainerCallback):  # type: ignore[misc,unu
     ) -> None:
         # The monitor itself records learning rates, for each parameter group.
         values = {name: value for name, value in (logs or {}).items() if name != "learning_rate"}
-        self.log(state.global_step or None, values)
+        self.log_numbers(state.global_step or None, values)
 
     def on_prediction_step(self, *_args: Any, **_kwargs: Any) -> None:
         # Begin the phase `evaluation` unless it is open. It is already open if Trainer evaluates after a training

@@ -74,11 +74,11 @@ class RankscopeCallback(CallbackBase, Callback):  # type: ignore[misc,unused-ign
         metrics = trainer.callback_metrics
         values = {**_loss(outputs), **{name: metrics[name] for name in metrics.keys() - self._of_evaluation}}
         if not pl_module.automatic_optimization:
-            self.log(None, values)
+            self.log_numbers(None, values)
             monitor.end_step()
         elif trainer.global_step > self._updates:
             self._updates = trainer.global_step
-            self.log(self._updates, values)
+            self.log_numbers(self._updates, values)
 
     def on_validation_start(self, trainer: Any, _pl_module: Any) -> None:
         self.enter_phase("evaluation")
@@ -89,7 +89,7 @@ class RankscopeCallback(CallbackBase, Callback):  # type: ignore[misc,unused-ign
         self.leave_phase()
         metrics = trainer.callback_metrics
         self._of_evaluation |= metrics.keys() - self._before_evaluation
-        self.log(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
+        self.log_numbers(None, {name: metrics[name] for name in metrics.keys() & self._of_evaluation})
 
     def on_save_checkpoint(self, *_args: Any) -> None:
         # Lightning does not report the end of saving: the phase ends with the next batch.
