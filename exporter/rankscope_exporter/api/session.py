@@ -238,7 +238,7 @@ class Session:
             boundary=boundary,
             sources=RankServerSources(
                 take_stacks=lambda: self.diagnosis.take("request").document(self.identity.rank),
-                change_sampling=self._change_sampling,
+                change_sampling=lambda document: self.change_sources.request(document),  # noqa: PLW0108 - built later
                 sampling_state=self.sampling_state,
                 queued=lambda: self.publisher.queued + self.recorder.holds_an_update,
                 stretch=lambda: self.overhead_controller.stretch,
@@ -439,10 +439,6 @@ class Session:
     def sampling_state(self) -> dict[str, Any]:
         """Return the present sampling configuration, its first step, and pending changes, for the HTTP path /config."""
         return {**self.change_queue.state(), **self.overhead_controller.state(), **self.captures.state()}
-
-    def _change_sampling(self, document: Mapping[str, Any]) -> dict[str, Any]:
-        self.change_sources.request(document)
-        return self.sampling_state()
 
     def _sampling_changed(self, source: str, step: int) -> None:
         if source != TIMES:

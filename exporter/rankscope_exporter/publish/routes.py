@@ -57,16 +57,12 @@ class RankServerSources:
 
     It reads and publishes the stacks of all threads, and returns a JSON object with the stacks.
     """
-    change_sampling: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Function for PUT /config.
-
-    It changes the sampling, and returns the current and the pending settings. Raises ConfigError if the request is
-    invalid.
-    """
+    change_sampling: Callable[[Mapping[str, Any]], None] | None = None
+    """Function for PUT /config. It changes the sampling. Raises ConfigError if the request is invalid."""
     sampling_state: Callable[[], Mapping[str, Any]] | None = None
-    """Function for GET /config.
+    """Function that returns the current and the pending sampling settings.
 
-    It returns the current sampling settings, which the answer contains under the key `measuring`.
+    They are the answer to PUT /config. The answer to GET /config contains them under the key `measuring`.
     """
     queued: Callable[[], int] = lambda: 0
     """Function that returns the number of records which the service must count as lost if this process dies now.
@@ -288,11 +284,12 @@ class Routes:
     def _change_config(self, request: Request) -> Answer:
         if self._token is None:
             return Answer.text(HTTPStatus.FORBIDDEN, _CHANGE_REFUSED)
-        change, document = self._rank.sources.change_sampling, _document(request)
-        if change is None or self._rank.is_closed:
+        sources, document = self._rank.sources, _document(request)
+        if sources.change_sampling is None or sources.sampling_state is None or self._rank.is_closed:
             return Answer.text(HTTPStatus.SERVICE_UNAVAILABLE, _ENDING)
         try:
-            return _json(change(document), HTTPStatus.ACCEPTED)
+            sources.change_sampling(document)
+            return _json(sources.sampling_state(), HTTPStatus.ACCEPTED)
         except ConfigError as error:
             raise BadRequestError(str(error)) from error
         except ShareError as error:

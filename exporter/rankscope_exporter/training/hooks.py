@@ -87,7 +87,6 @@ class Hooks(HookContext):
         )
         self._backward = self._listed = NO_PASS
         self.forward_thread = 0  # of the latest forward pass
-        self._chunk = 0  # in which it runs
         self._inner = 0  # forward passes of the root inside of its own forward pass
         self._without_effect: set[int] = set()  # optimizers in a step that is none of the training, by identity
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
@@ -147,7 +146,8 @@ class Hooks(HookContext):
             self._inner += 1
             return
         if self.in_forward:
-            self._forward_failed()  # by an interrupt, after which torch calls no hook
+            self.in_forward = False
+            self._recorder.forward_failed()  # by an interrupt, after which torch calls no hook
         self._inner = 0
         update = self.monitored.update
         update.is_running = update.is_running and running_optimizer_steps() > 0  # else it has raised
@@ -159,15 +159,10 @@ class Hooks(HookContext):
             self.in_forward = True
             self._passes = 0  # a backward pass that raised has not ended
             self._reads_in_hooks = not self.monitored.framework.traits.local_until_backward_ends  # a new DDP has others
-            self._chunk = self.monitored.framework.chunk(module) if self._has_chunks else 0
-            self._recorder.forward_begins(self._chunk)
+            self._recorder.forward_begins(self.monitored.framework.chunk(module) if self._has_chunks else 0)
         else:
             self.in_evaluation = True
             self._recorder.evaluation_begins()
-
-    def _forward_failed(self) -> None:
-        self.in_forward = False
-        self._recorder.forward_failed(self._chunk)
 
     def _forward_is_transformed(self) -> None:
         self._watchdog.active_at = time.monotonic()
@@ -182,7 +177,7 @@ class Hooks(HookContext):
         if was_training:
             self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
-                self._forward_failed()
+                self._recorder.forward_failed()
             elif self._current.is_sampled and not self._has_chunks:
                 self._recorder.forward_ended(output)
         elif was_evaluation:
@@ -228,7 +223,8 @@ class Hooks(HookContext):
     def _pass_begins(self, backward: int) -> None:
         self._backward = backward
         if self.in_forward:
-            self._forward_failed()  # see `_forward_begins`
+            self.in_forward = False
+            self._recorder.forward_failed()  # see `_forward_begins`
         self._passes += 1
         self._watchdog.active_at = time.monotonic()
         try:
@@ -287,9 +283,11 @@ class Hooks(HookContext):
         self._watchdog.active_at = time.monotonic()
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         has_effect = isinstance(rate, int | float) and rate
-        if (self.in_forward and _is_in_forward(self)) or (not has_effect and makes_state(optimizer)):
+        is_inside = (self.in_forward or self.in_evaluation) and _is_in_forward(self)
+        if is_inside or (not has_effect and makes_state(optimizer)):
             self._without_effect.add(id(optimizer))
             return None
+        self._without_effect.discard(id(optimizer))  # its last step has raised
         self._new_optimizers.followed_begins(optimizer)
         if current_pass() != NO_PASS:
             self._updates_in_backward(optimizer)

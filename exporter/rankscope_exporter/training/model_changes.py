@@ -42,13 +42,13 @@ class ModelChanges(StepObserver):
         self._optimized = identities(*monitored.optimizers.present())
         self._at_attach = set(monitored.places())
         self._added: set[str] = set()  # names of parameters that were reported
-        self._has_optimizer = False  # an optimizer was observed
+        self._has_optimizer = bool(monitored.optimizers)  # one was observed
 
     def on_sampling_decided(self, sampled: bool) -> None:  # noqa: FBT001 - an event has positional arguments
         if not sampled:
             return
         self._steps += 1
-        self._has_optimizer |= len(self._monitored.optimizers) > 0
+        self._has_optimizer = self._has_optimizer or len(self._monitored.optimizers) > 0
         if self._steps == _PATIENCE and not self._has_optimizer:
             self._tell(_NO_OPTIMIZER)
         found = self._monitored.missing()

@@ -98,6 +98,7 @@ class Recorder:
         self.micro_step = -1
         """Number of the latest training forward pass within the step, from 0 on. Each model chunk has its own count."""
         self._forwards: dict[int, int] = {}  # the same, for each chunk
+        self._chunk = 0  # of the latest one
         self._results: set[int] = set()  # numbers of forward passes of the step whose results need gradients
         self._visited: set[int] = set()  # those of them that a backward pass has reached
 
@@ -111,7 +112,7 @@ class Recorder:
             self._is_transformed = False
             self._after(self.tracker.move(Signal.FORWARD, self.gradients.are_cleared), "forward")
             self.micro_step = self._forwards.get(chunk, -1) + 1
-            self._forwards[chunk] = self.micro_step
+            self._forwards[chunk], self._chunk = self.micro_step, chunk
             self.current.logged.clear()  # a name that a later micro-batch logs again belongs to the same step
             if self.current.is_sampled:
                 table = self.active_quantities.table
@@ -128,9 +129,10 @@ class Recorder:
                 self._results.add(self.micro_step)
                 node.register_prehook(functools.partial(_visit, self.micro_step, self._visited))
 
-    def forward_failed(self, chunk: int) -> None:
-        """Handle the end of a training forward pass that raised an error. The micro-batch does not count."""
+    def forward_failed(self) -> None:
+        """Handle the end of the latest training forward pass, which raised an error: it is no micro-batch."""
         with self._lock:
+            chunk = self._chunk
             if chunk in self._forwards:  # else the step has ended
                 if self.current.is_sampled:
                     self.active_quantities.forward_failed()

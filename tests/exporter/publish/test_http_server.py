@@ -226,26 +226,27 @@ def test_client_that_reads_slowly_gets_the_whole_answer(new_server, certificates
 RIGHT = {"Authorization": "Bearer secret"}
 
 
-def change(document: dict[str, Any]) -> dict[str, Any]:
-    if "quantities" not in document:
-        raise ConfigError("unknown setting. Did you mean quantities?")
-    return {"to_come": [document]}
-
-
 @pytest.fixture
 def guarded(new_rank):
     """Return a rank with a token and with sampling that can be changed."""
-    sources = RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7})
+    changes: list[Any] = []
+
+    def change(document: Any) -> None:
+        if "quantities" not in document:
+            raise ConfigError("unknown setting. Did you mean quantities?")
+        changes.append(document)
+
+    sources = RankServerSources(change_sampling=change, sampling_state=lambda: {"since_step": 7, "to_come": changes})
     return new_rank(token="secret", sources=sources)
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
 def test_valid_document_changes_the_sampling(guarded, method):
     got = guarded.get("/config", method, b'{"quantities": ["gradients"]}', **RIGHT)
+    state = {"since_step": 7, "to_come": [{"quantities": ["gradients"]}]}
 
-    assert 202 == got.status
-    assert {"to_come": [{"quantities": ["gradients"]}]} == json.loads(got.body)
-    assert {"since_step": 7} == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]
+    assert (202, state) == (got.status, json.loads(got.body))
+    assert state == json.loads(guarded.get("/config", **RIGHT).body)["measuring"]
 
 
 INVALID_CHANGES = {
