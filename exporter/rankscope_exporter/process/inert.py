@@ -1,4 +1,4 @@
-"""Objects that do nothing: copies of monitors, callbacks and sinks, and a stand-in for all classes of the exporter.
+"""Objects that do nothing: copies of monitors, callbacks and sinks, and a substitute for all classes of the exporter.
 
 A model or a trainer often holds its monitor or callback. The model is copied for an average of the weights, pickled for
 a checkpoint or sent to another process. All of this must work as without a monitor: a copy does nothing, and the

@@ -338,7 +338,7 @@ class Hooks(HookContext):
 
 
 def _is_in_forward(hooks: Hooks, *, outside_of: int = 0) -> bool:
-    """Return whether a forward pass of the model is running, beside the innermost calls that the caller is inside of.
+    """Return whether a forward pass of the model is running, without the `outside_of` innermost calls.
 
     The flags may be stale.
     """

@@ -162,7 +162,7 @@ def test_infinities_from_the_first_value_on_are_intended_and_named_once():
     assert 1 == len(told)
 
 
-def test_more_infinities_are_an_anomaly_once_in_a_parameter_without_a_gradient():
+def test_more_infinities_in_a_frozen_parameter_are_an_anomaly_once():
     kinds = ["param_after", "param_after", "grad_reduced", "act_out"]
     detector = AnomalyDetector([AnomalyNan()], tell=[].append)
     detector.follow(plan(kinds), owners=[0, 1, 1, -1])

@@ -749,7 +749,7 @@ def test_steps_continue_with_a_process_group_and_ddp_that_are_made_again(group):
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_evaluation_of_a_pipeline_changes_no_row_of_a_finished_update(group, enabled):
-    """They are divided again: before the update, those that the optimizer gets."""
+    """Torch divides the gradients again: before the update, those that the optimizer gets."""
     loop = Loop("activations")
     optimizer, net, stage = loop.adam(), loop.net, PipelineStage(loop.net, 0, 1, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)

@@ -31,7 +31,7 @@ from rankscope_view.data.deviation import deviation_text
 from rankscope_view.data.documents import json_object
 
 _IS_OPEN_AFTER: Final = {"opened": True, "muted": True, "resolved": False, CLOSED: False}
-"""Whether an incident is open after a state that changes it. Other states, such as `notified`, do not change it.
+"""True if an incident is open after a state that changes it. Other states, such as `notified`, do not change it.
 
 A muted incident is open, and no message was sent. The cause of a resolved one was seen to be gone.
 """
