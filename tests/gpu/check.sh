@@ -42,6 +42,7 @@ echo "benchmark: $(($(date +%s) - began)) s since the start"
 # Tests of the CPU again, with tensors on the GPU. One test needs a process group of the CPU. Another one forks, and a
 # forked process cannot use a GPU.
 RANKSCOPE_TEST_DEVICE=cuda suite loops "${LOOPS_SECONDS:-50}" -n 4 -k "not fsdp2 and not forked_child" tests/exporter/training/test_whole_loops.py \
+	tests/exporter/training/test_updates.py \
 	tests/exporter/training/test_misfortunes.py tests/exporter/measure/quantities/test_micro_batches.py \
 	tests/exporter/measure/quantities/test_activations.py tests/exporter/measure/quantities/test_parameter_quantities.py
 exit $failed
