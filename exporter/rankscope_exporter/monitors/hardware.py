@@ -65,13 +65,6 @@ def utilization(nvml: Any, handle: Any) -> Iterator[Scalar]:
     yield Scalar("gpu_memory_utilization", rates.memory / 100, "ratio")
 
 
-def memory(nvml: Any, handle: Any) -> Iterator[Scalar]:
-    """Yield the used and the total memory of the GPU in bytes, over all processes."""
-    info = nvml.nvmlDeviceGetMemoryInfo(handle)
-    yield Scalar("gpu_memory_used_bytes", float(info.used), "bytes")
-    yield Scalar("gpu_memory_total_bytes", float(info.total), "bytes")
-
-
 def throttling(nvml: Any, handle: Any) -> Iterator[Scalar]:
     """Yield 1 for each reason that currently reduces the GPU clocks, and 0 for each other reason."""
     mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
@@ -146,7 +139,8 @@ _NVLINK: Final = {"sent": "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", "received": "
 
 READINGS: Final[Mapping[str, Reading]] = {
     "gpu_utilization": utilization,
-    "gpu_memory": memory,
+    **_one("gpu_memory_used_bytes", "bytes", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+    **_one("gpu_memory_total_bytes", "bytes", lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
     **_one("gpu_power_watts", "watts", lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
     **_one("gpu_power_limit_watts", "watts", lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
     **_one("gpu_energy_joules_total", "joules", lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3),

@@ -29,7 +29,7 @@ from rankscope_exporter.adapters.placement import loaded
 from rankscope_exporter.adapters.process_group import place_in
 from rankscope_exporter.process.errors import ConfigError
 from rankscope_exporter.process.validation import at_least, number, validate
-from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord, Transfer
+from rankscope_exporter.records.record import Cause, Pending, Scalar, StepObserver, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,11 +310,7 @@ class Throughput(StepObserver):
 
     def _scalars(self, logged: Sequence[Pending], timed: Sequence[Pending]) -> list[Scalar]:
         """Return TFLOP/s and MFU of a step. Waits for copies of logged tensors to the host."""
-        seconds: float | Transfer = 0.0
-        for item in timed:
-            if item.name == "step_seconds":
-                seconds = item.value
-                break
+        seconds = next((item.value for item in timed if item.name == "step_seconds"), 0.0)
         if not isinstance(seconds, float) or seconds <= 0 or (found := self._flops(logged)) is None:
             return []
         flops, method = found

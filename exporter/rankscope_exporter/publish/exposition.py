@@ -158,7 +158,7 @@ class LatestValues:
         """The function `clock` returns a monotonic time in seconds."""
         self._clock = clock
         self._rules = tuple(rules)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._now = Snapshot()
         self._announced: set[str] = set()
         self.announce((NO_KIND,))
@@ -166,7 +166,15 @@ class LatestValues:
     def announce(self, kinds: Iterable[str]) -> None:
         """Add anomaly counters with value 0 of each kind and its rules, before the first record with these kinds."""
         with self._lock:
-            self._announce(kinds)
+            for kind in kinds:
+                if kind in self._announced:
+                    continue
+                self._announced.add(kind)
+                ops = _TENSOR_OPS if kind else ("value",)
+                for rule in self._rules:
+                    if any(rule.judges(kind or None, op) for op in ops):
+                        self._now.anomalies.setdefault((rule.name, kind), 0)
+                        self._now.firing.setdefault((rule.name, kind), False)
 
     def update(self, record: StepRecord) -> None:
         """Update the latest values from `record`.
@@ -188,7 +196,7 @@ class LatestValues:
             if record.statistics is not None:
                 kinds = record.statistics.plan.kinds
                 judged.update(kinds)
-                self._announce(kinds)
+                self.announce(kinds)
                 now.statistics.update(dict.fromkeys(kinds, (record.step, record.statistics)))
                 now.tensors_version += 1
             for scalar in record.scalars:
@@ -205,17 +213,6 @@ class LatestValues:
         with self._lock:
             copies = {item.name: copy.copy(getattr(self._now, item.name)) for item in fields(Snapshot)}
             return Snapshot(**copies | {"taken_at": self._clock()})
-
-    def _announce(self, kinds: Iterable[str]) -> None:
-        for kind in kinds:
-            if kind in self._announced:
-                continue
-            self._announced.add(kind)
-            ops = _TENSOR_OPS if kind else ("value",)
-            for rule in self._rules:
-                if any(rule.judges(kind or None, op) for op in ops):
-                    self._now.anomalies.setdefault((rule.name, kind), 0)
-                    self._now.firing.setdefault((rule.name, kind), False)
 
     def _store_scalar(self, scalar: Scalar) -> None:
         key, now = (scalar.name, tuple(sorted(scalar.labels.items()))), self._now

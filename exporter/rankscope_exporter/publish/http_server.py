@@ -32,18 +32,10 @@ from rankscope_exporter.publish.serving_config import Address, ServeConfig, serv
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 32
 _REQUEST_BODY_READ: Final = 65_536  # bytes of a body that are read; with unread bytes, close() would reset the answer
 _DRAIN_SECONDS: Final = 0.5
 _DRAIN_READS: Final = 16
 TEXT: Final = "text/plain; charset=utf-8"
-HEAD_SECONDS: Final = 10.0
-"""Time limit in seconds from the first byte of a request to the end of its head."""
-CLIENT_SECONDS: Final = 30.0
-"""Time limit in seconds for a client to send its next request, or the next part of a body.
-
-The same limit applies to an answer. It counts from the last bytes that the system accepted for the client.
-"""
 _PART_BYTES: Final = 65_536
 """Size in bytes of the parts of an answer to which the time limit applies.
 
@@ -102,6 +94,14 @@ class HttpServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True  # a port in TIME_WAIT counts as free; a port with a listening socket is still refused
     request_queue_size = 32
+    max_connections: int = 32
+    head_seconds: float = 10.0
+    """Time limit in seconds from the first byte of a request to the end of its head."""
+    client_seconds: float = 30.0
+    """Time limit in seconds for a client to send its next request, or the next part of a body.
+
+    The same limit applies to an answer. It counts from the last bytes that the system accepted for the client.
+    """
 
     def __init__(
         self,
@@ -111,18 +111,12 @@ class HttpServer(socketserver.ThreadingTCPServer):
         on_fault: Callable[[str, BaseException], None],
         meter: CpuMeter,
         tls: MakeContext | None = None,
-        max_connections: int = MAX_CONNECTIONS,
-        head_seconds: float = HEAD_SECONDS,
-        client_seconds: float = CLIENT_SECONDS,
     ) -> None:
         self.application = application
         self.meter = meter
-        self.head_seconds = head_seconds
-        self.client_seconds = client_seconds
         self._on_fault = on_fault
         self._tls = tls
         self._warned: set[str] = set()
-        self._max_connections = max_connections
         self._lock = threading.Lock()
         self._deadlines: dict[socket.socket, float] = {}  # monotonic time at which a connection is closed
         self._thread: threading.Thread | None = None
@@ -219,7 +213,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - the base class' signature
         """Return whether the connection is accepted; answer 429 if the maximum number of connections is open."""
         with self._lock:
-            if len(self._deadlines) < self._max_connections:
+            if len(self._deadlines) < self.max_connections:
                 self._deadlines[request] = time.monotonic() + self.client_seconds
                 return True
         request.settimeout(0)  # the accepting thread must not wait for a client

@@ -451,12 +451,8 @@ def _event_of(rule: AnomalyRule, pp_stage: int | None, **fields: Any) -> Event:
 
 
 def _scalars_of(numbers: Sequence[Pending], where: str, call: Callable[..., Any]) -> list[Scalar]:
-    scalars = []
-    for pending in numbers:
-        scalar = call(where, pending.scalar)
-        if scalar is not None:
-            scalars.append(scalar)
-    return scalars
+    found = (call(where, pending.scalar) for pending in numbers)
+    return [scalar for scalar in found if scalar is not None]
 
 
 def _rows_of(deferred: Deferred, has_chunks: bool) -> Sequence[Row]:  # noqa: FBT001 - called by the boundary

@@ -248,11 +248,11 @@ def new_server() -> Iterator[Callable[..., Any]]:
     """Return a function that starts an HTTP server; its list `faults` contains the reported faults."""
     servers = []
 
-    def make(application: Any = echo, **options: Any) -> Any:
+    def make(application: Any = echo, tls: Any = None, **limits: Any) -> Any:
         faults: list[BaseException] = []
         report = {"on_fault": lambda _, error: faults.append(error), "meter": CpuMeter()}
-        server: Any = HttpServer(Address("127.0.0.1", 0), application, **report, **options)
-        server.faults = faults
+        server: Any = HttpServer(Address("127.0.0.1", 0), application, tls=tls, **report)
+        vars(server).update(limits, faults=faults)
         server.start()
         servers.append(server)
         return server
