@@ -220,7 +220,7 @@ class RankServer:
         self.state = STATE_DRAINING
         deadline = time.monotonic() + timeout_seconds
         if self._registration is not None:
-            self._registration.wait_attempted(timeout_seconds)
+            self._registration.attempted.wait(timeout_seconds)
         if self._registration is None or self.lease is None:
             return self.ring.uncommitted
         self._registration.drain()

@@ -214,7 +214,8 @@ class RegistrationLoop:
         self._interval = 0.0  # seconds between two heartbeats, as the service requested
         self._sent_at = self._polled_at = -math.inf
         self._logged: set[str] = set()
-        self._attempted = threading.Event()
+        self.attempted = threading.Event()
+        """Set when the first registration has succeeded or failed: a short run could end before it."""
         self._thread = OwnThread(target=self._run, name="rankscope-registration", on_fault=self.on_fault)
 
     def start(self) -> None:
@@ -240,10 +241,6 @@ class RegistrationLoop:
             self._draining = self._is_due_now = self._poke_wanted = True
             self._wake.notify()
 
-    def wait_attempted(self, timeout_seconds: float) -> None:
-        """Wait until the first registration has succeeded or failed: a short run could end before it."""
-        self._attempted.wait(timeout_seconds)
-
     def send_now(self) -> None:
         """Send the next heartbeat immediately, because its content has changed."""
         with self._wake:
@@ -267,7 +264,7 @@ class RegistrationLoop:
                 poke, self._poke_wanted, self._is_due_now = self._poke_wanted, False, False
             if register:
                 wait = self._register()
-                self._attempted.set()
+                self.attempted.set()
                 failures = 0 if wait is not None else failures + 1
                 due = time.monotonic() + (retry_seconds(failures) if wait is None else wait)
             if poke and self._registered:

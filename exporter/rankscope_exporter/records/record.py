@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, ParamSpec, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 
 import numpy.typing as npt
 import pyarrow as pa
@@ -258,8 +258,6 @@ class StepRecord:
         self.rows, self.expected = {}, ()
 
 
-P = ParamSpec("P")
-
 Cause = Literal["forward", "backward", "update", "script", "end"]
 """Reason why a step ended.
 
@@ -339,37 +337,25 @@ class StepObserver:
         """Called on the publisher thread when a record with anomalies, in causal order, has been published."""
 
 
-class StepEvents:
-    """Calls the observers of step events.
-
-    Each event of `StepObserver` is an attribute to call: `events.on_step_begin(7)`.
+class StepEvents(StepObserver):
+    """Calls the observers of step events: `events.on_before_step(7)` calls this method of all observers.
 
     The observers are called in the given order. Observers that do not override an event are left out. An error of an
     observer is counted and logged; the other observers are called nevertheless.
     """
 
     def __init__(self, boundary: ErrorBoundary, observers: Sequence[StepObserver] = ()) -> None:
-        def event(method: Callable[Concatenate[StepObserver, P], None]) -> Callable[P, None]:
-            name = method.__name__
+        def event(name: str, method: object) -> Callable[..., None]:
             calls = [getattr(item, name) for item in observers if getattr(type(item), name) is not method]
 
-            def emit(*args: P.args, **kwargs: P.kwargs) -> None:
+            def emit(*args: Any) -> None:
                 for call in calls:
                     try:
-                        call(*args, **kwargs)
+                        call(*args)
                     except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                         boundary.report(call.__qualname__, error)
 
             return emit
 
-        self.on_before_step = event(StepObserver.on_before_step)
-        self.on_sampling_decided = event(StepObserver.on_sampling_decided)
-        self.on_forward_begin = event(StepObserver.on_forward_begin)
-        self.on_evaluation_begin = event(StepObserver.on_evaluation_begin)
-        self.on_backward_begin = event(StepObserver.on_backward_begin)
-        self.on_update_applied = event(StepObserver.on_update_applied)
-        self.on_step_end = event(StepObserver.on_step_end)
-        self.on_step_timed = event(StepObserver.on_step_timed)
-        self.on_training_end = event(StepObserver.on_training_end)
-        self.on_publish = event(StepObserver.on_publish)
-        self.on_anomalies = event(StepObserver.on_anomalies)
+        events = {name: method for name, method in vars(StepObserver).items() if name.startswith("on_")}
+        vars(self).update({name: event(name, method) for name, method in events.items()})
