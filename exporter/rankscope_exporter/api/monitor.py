@@ -350,8 +350,10 @@ class Monitor(MonitorState):
         Values are numbers, one-element tensors (read later, without waiting for the device), None (absent), or mappings
         of these: `loss={"lm": …, "aux": …}`, `learning_rate={"0": …}`. NaN and Inf are kept. `tokens` and `samples` are
         the numbers of tokens and samples of this step on this rank. The monitor derives their totals, and their rates
-        unless the values are tensors. `step` sets the number of the current step; in a call before a forward pass, it
-        sets the number of the step that begins with this pass. The following steps count on from this number.
+        unless the values are tensors. After an update, numbers belong to the finished step; docs/steps.md has two
+        exceptions, such as a rate that is logged before each forward pass. `step` sets the number of the current step;
+        in a call before a forward pass, it sets the number of the step that begins with this pass. The following steps
+        count on from this number.
         """
         session = self._session
         if session is not None:
