@@ -69,33 +69,10 @@ class RunState(enum.StrEnum):
 
 
 REPLICA_DESYNC: Final = "ReplicaDesync"
-SLOW_RANK: Final = "SlowRank"
 """Name of the rule for replica divergence, which fires if a tensor that must be bit-identical differs between ranks.
 
 Only the service detects replica divergence.
 """
-
-RUN_FAILED: Final = "RunFailed"
-"""Rule name of the incident that reports a failed run. No rule that a rank evaluates has this name."""
-
-RUN_STALLED: Final = "RunStalled"
-"""Rule name of the incident that reports a stalled run."""
-
-RUN_SLOW: Final = "RunSlow"
-"""Rule name of the incident that reports slow steps in a log."""
-
-RUN_FINISHED: Final = "RunFinished"
-"""Rule name of the incident that reports the planned end of a run according to its log."""
-
-RUN_STOPPED: Final = "RunStopped"
-"""Rule name of the incident that reports that a user or the scheduler stopped a run, according to its log."""
-
-LOG_UNREADABLE: Final = "LogUnreadable"
-"""Rule name of the incident that reports that a log cannot be read."""
-
-RULES_OF_RUNS: Final = frozenset({RUN_FAILED, RUN_STALLED, RUN_SLOW, RUN_FINISHED, RUN_STOPPED, LOG_UNREADABLE})
-"""Rule names of the incidents of runs and logs. All other incidents are groups of anomalies."""
-
 
 CLOSED: Final = "closed"
 """State of an incident that a person closed: `details` of the event holds user and note."""

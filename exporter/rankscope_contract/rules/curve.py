@@ -184,10 +184,6 @@ RANK_RULES: Final = (
 )
 """The rules that apply on ranks if the user configures none."""
 
-SLOW_STEPS: Final = "SlowSteps"
-SLOW_FACTOR: Final = 2.0
-"""Ratio of a step time to the median from which a step is slow, of followed and of imported logs."""
-
 EMA_KEEP: Final = 0.99
 EMA_TAKE: Final = 0.01
 """Factors in the recursion of the baseline of |x|: baseline ← 0.99 · baseline + 0.01 · |x|.

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from rankscope_contract.model.identity import check_run_name
-from rankscope_contract.rules.curve import SLOW_FACTOR
+from rankscope_storage.base.rule_names import SLOW_FACTOR
 
 RunName = Annotated[str, AfterValidator(check_run_name)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

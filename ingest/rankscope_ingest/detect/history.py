@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, EventType, RunState
+from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import exit_report, parse_details
@@ -23,6 +23,7 @@ from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
+from rankscope_storage.base.rule_names import RUN_FAILED, RUN_STALLED
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 from rankscope_view.data.incidents import is_open

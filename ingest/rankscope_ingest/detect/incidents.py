@@ -31,7 +31,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
-from rankscope_contract.model.events import REPLICA_DESYNC, RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK, RunState
+from rankscope_contract.model.events import REPLICA_DESYNC, RunState
 from rankscope_ingest.runs.incident import (
     NON_FINITE,
     Incident,
@@ -45,6 +45,7 @@ from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
 from rankscope_ingest.runs.text import last_reports
 from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK
 
 ANNOUNCED_PER_HOUR: Final = 30
 """Maximum number of incident messages per run, severity and hour.

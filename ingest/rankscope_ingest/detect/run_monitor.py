@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.events import REPLICA_DESYNC, SLOW_RANK, EventType, Severity
+from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity
 from rankscope_contract.model.phases import LABEL, STEP_PHASE_SECONDS, Phase
 from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.base.config import ServiceConfig
@@ -53,6 +53,7 @@ from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
+from rankscope_storage.base.rule_names import SLOW_RANK
 from rankscope_view.data.slow_ranks import find_slow_ranks
 
 LEAST_SHARE: Final = 0.3

@@ -14,13 +14,14 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.events import RUN_STALLED, EventType, RunState
+from rankscope_contract.model.events import EventType, RunState
 from rankscope_contract.model.stacks import FlightRecord, StackDump, Standing
 from rankscope_ingest.detect.symptoms import parse_details
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.incident import Incident, run_incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey
 from rankscope_ingest.runs.text import hang_reason, last_reports, wait_places
+from rankscope_storage.base.rule_names import RUN_STALLED
 
 WAIT_SECONDS: Final = 10.0
 """Maximum time in seconds for which the notification about a stall waits for the stacks of the ranks.

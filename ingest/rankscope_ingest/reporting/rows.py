@@ -17,12 +17,13 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from rankscope_contract.model.events import SLOW_RANK, EventType, Severity, clock_jump
+from rankscope_contract.model.events import EventType, Severity, clock_jump
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
 from rankscope_ingest.record_channel.validate import PlanColumns
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Target
 from rankscope_ingest.runs.text import headline
+from rankscope_storage.base.rule_names import SLOW_RANK
 
 LIVE: Final = "live"
 

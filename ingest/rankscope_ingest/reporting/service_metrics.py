@@ -19,10 +19,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
-from rankscope_contract.model.events import RUN_FAILED, RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Health, Target
+from rankscope_storage.base.rule_names import RUN_FAILED
 from rankscope_storage.maintenance.compaction import CompactionReport
 
 REMEMBER_SECONDS: Final = 3600.0

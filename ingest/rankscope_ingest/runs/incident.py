@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from rankscope_contract.model.events import RUN_FAILED, RUN_STALLED, Severity
+from rankscope_contract.model.events import Severity
 from rankscope_ingest.runs.models import Attempt, AttemptKey
+from rankscope_storage.base.rule_names import RUN_FAILED, RUN_STALLED
 
 OPENED: Final = "opened"
 NOTIFIED: Final = "notified"

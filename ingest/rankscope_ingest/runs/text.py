@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope_contract.model.events import (
-    LOG_UNREADABLE,
-    RULES_OF_RUNS,
-    RUN_FAILED,
-    RUN_SLOW,
-    RUN_STALLED,
-    SLOW_RANK,
-    subject_name,
-)
+from rankscope_contract.model.events import subject_name
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.stacks import FlightRecord, Standing
 from rankscope_ingest.runs.collective_calls import sentences, sites_of
@@ -30,6 +22,14 @@ from rankscope_ingest.runs.models import Attempt, Rank
 from rankscope_ingest.runs.rank_groups import grouped, ranks_text
 from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
 from rankscope_storage.base.escaping import path_segment
+from rankscope_storage.base.rule_names import (
+    LOG_UNREADABLE,
+    RULES_OF_RUNS,
+    RUN_FAILED,
+    RUN_SLOW,
+    RUN_STALLED,
+    SLOW_RANK,
+)
 from rankscope_view.data.deviation import deviation_text
 
 MAX_GROUPS: Final = 3

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from rankscope_contract.metrics import catalogue
-from rankscope_contract.model.events import RULES_OF_RUNS, RunState
+from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_contract.wire.tls import Reloading
 from rankscope_ingest.base import memory, tls
@@ -54,6 +54,7 @@ from rankscope_ingest.status_page.collect import Status, StatusCollector
 from rankscope_ingest.watch.session import run_names, watching
 from rankscope_ingest.watch.watcher import Hooks, LogStatus
 from rankscope_storage.api.store import Commit, Writer
+from rankscope_storage.base.rule_names import RULES_OF_RUNS
 from rankscope_view.site import Site
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.rules.curve import SLOW_STEPS
 from rankscope_ingest.base.config import NotifySection, RunsSection
 from rankscope_ingest.detect.incidents import IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
@@ -21,6 +20,7 @@ from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import wrong_values
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.watch.judge import Condition, Verdict
+from rankscope_storage.base.rule_names import SLOW_STEPS
 
 
 class LogAnomalies:

@@ -14,15 +14,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Final
 
-from rankscope_contract.model.events import (
-    LOG_UNREADABLE,
-    RUN_FAILED,
-    RUN_FINISHED,
-    RUN_SLOW,
-    RUN_STALLED,
-    RUN_STOPPED,
-    Severity,
-)
+from rankscope_contract.model.events import Severity
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
 from rankscope_ingest.notify.deliveries import Deliveries
@@ -35,6 +27,14 @@ from rankscope_ingest.watch.judge import Condition, Verdict
 from rankscope_ingest.watch.rows import LogRow, LogRows
 from rankscope_storage.api.store import Batch
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.rule_names import (
+    LOG_UNREADABLE,
+    RUN_FAILED,
+    RUN_FINISHED,
+    RUN_SLOW,
+    RUN_STALLED,
+    RUN_STOPPED,
+)
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ from typing import Final
 
 import tenacity
 
-from rankscope_contract.model.events import LOG_UNREADABLE, RUN_FAILED, RUN_FINISHED, RUN_STOPPED, RunState, Severity
-from rankscope_contract.rules.curve import SLOW_STEPS
+from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers.common.report import unkept_notes
@@ -29,6 +28,7 @@ from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, 
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
 from rankscope_storage.base.errors import ShardLostError, StoreError
+from rankscope_storage.base.rule_names import LOG_UNREADABLE, RUN_FAILED, RUN_FINISHED, RUN_STOPPED, SLOW_STEPS
 
 log = logging.getLogger(__name__)
 

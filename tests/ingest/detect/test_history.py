@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.ingest import builders
 from tests.properties import examples
 
-from rankscope_contract.model.events import REPLICA_DESYNC, RUN_FAILED, RunState
+from rankscope_contract.model.events import REPLICA_DESYNC, RunState
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence import WAIT_SECONDS, DivergenceTracker, diverged_row, divergence_symptom
@@ -33,6 +33,7 @@ from rankscope_ingest.runs.text import SENT_AGAIN, headline
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.datasets import DATASETS, ROLLUPS
+from rankscope_storage.base.rule_names import RUN_FAILED
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Batch

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.ingest import builders
 from tests.ingest.builders import rank_of
 
-from rankscope_contract.model.events import RUN_FAILED, SLOW_RANK, RunState, causal_key
+from rankscope_contract.model.events import RunState, causal_key
 from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_contract.model.schema import arrow_schema
 from rankscope_ingest.base.config import RunsSection
@@ -20,6 +20,7 @@ from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, ur
 from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.base.datasets import DATASETS
+from rankscope_storage.base.rule_names import RUN_FAILED, SLOW_RANK
 
 ATTEMPT = ("r", 0)
 DONE = RunState.COMPLETED

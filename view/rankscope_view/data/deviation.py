@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from rankscope_contract.rules.curve import SLOW_STEPS
+from rankscope_storage.base.rule_names import SLOW_STEPS
 
 _WORDS: Final = {"step_seconds": "step time", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _OF_MEDIAN: Final = frozenset({"LossSpike", "GradNormSpike", SLOW_STEPS})

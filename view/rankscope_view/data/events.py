@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.events import RUN_FINISHED, EventType, ExitReason, subject_name
+from rankscope_contract.model.events import EventType, ExitReason, subject_name
 from rankscope_contract.model.phases import Phase
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
+from rankscope_storage.base.rule_names import RUN_FINISHED
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, on_axis
 from rankscope_view.data.history import History

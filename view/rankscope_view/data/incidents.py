@@ -13,19 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import (
-    CLOSED,
-    EVALUATION_NAME,
-    RULES_OF_RUNS,
-    RUN_FAILED,
-    RUN_FINISHED,
-    RUN_STALLED,
-    SLOW_RANK,
-    Severity,
-    subject_name,
-)
+from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, Severity, subject_name
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, anomalies
+from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, RUN_FINISHED, RUN_STALLED, SLOW_RANK
 from rankscope_storage.connection import Connection
 from rankscope_view.data.deviation import deviation_text
 from rankscope_view.data.documents import json_object

@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import RUN_FAILED, RUN_SLOW, SLOW_RANK, RunState
+from rankscope_contract.model.events import RunState
 from rankscope_storage.base.escaping import sql_string
+from rankscope_storage.base.rule_names import RUN_FAILED, RUN_SLOW, SLOW_RANK
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
 from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source

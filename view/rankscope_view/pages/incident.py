@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Final
 
-from rankscope_contract.model.events import RULES_OF_RUNS, RUN_FAILED, SLOW_RANK
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_storage.base.escaping import sql_string
+from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, SLOW_RANK
 from rankscope_view.data.incidents import STATE_TEXTS, AnomalyGroup, Incident, Story, happening, sentence_of, window
 from rankscope_view.data.runs import RunRow
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure, text, utc

@@ -8,8 +8,8 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_contract.model.events import SLOW_RANK
 from rankscope_contract.model.phases import Phase
+from rankscope_storage.base.rule_names import SLOW_RANK
 from rankscope_view.data.incidents import Incident, sentence_of
 from rankscope_view.data.ranks import RECENT_STEPS, RankOrder, RankRow, RankTable
 from rankscope_view.data.runs import RunRow

@@ -24,6 +24,7 @@ from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule, curve
 from rankscope_contract.rules.curve import FEWEST_ROWS, RISE, RISEN_ROWS, Curve, CurveRule, SeriesEvaluator
 from rankscope_ingest.base.tables import table_schema
+from rankscope_storage.base.rule_names import SLOW_FACTOR, SLOW_STEPS
 
 Numbers = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -33,8 +34,8 @@ IMPORT_RULES: Final = (
     *curve.RANK_RULES,
     CurveRule(name="GradNormSpike", ratio=30.0, deviations=8.0, fewest=50, names=("grad_norm",)),
     CurveRule(
-        name=curve.SLOW_STEPS,
-        ratio=curve.SLOW_FACTOR,
+        name=SLOW_STEPS,
+        ratio=SLOW_FACTOR,
         rows=10,
         fewest=10,
         in_a_row=3,
