@@ -286,10 +286,6 @@ class MonitoredModel:
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return next((item for group in groups for item in group["params"] if id(item) == named.identity), None)
 
-    def in_model(self) -> set[int]:
-        """Return the id() of each tensor that the model currently has under the name of a monitored parameter."""
-        return {id(named.current()) for named in self.parameters}
-
     @property
     def device(self) -> torch.device:
         """Return the device with the most parameters. Return the CPU if all parameters are on the meta device."""

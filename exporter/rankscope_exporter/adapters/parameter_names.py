@@ -8,7 +8,6 @@ Lists the modules of a model by the names that the user knows, with one name per
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import re
 import weakref
@@ -273,13 +272,7 @@ class TensorSpec(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         """Return the shape and dtype of the part of `tensor` that is on this rank."""
         local = local_tensor(tensor)
-        return _spec(local.shape, local.dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec(shape: torch.Size, dtype: torch.dtype) -> TensorSpec:
-    """Return an object that tensors with equal shapes and dtypes usually share."""
-    return TensorSpec(tuple(shape), dtype)
+        return TensorSpec(tuple(local.shape), local.dtype)
 
 
 def is_temporarily_replaced(current: torch.Tensor | None) -> TypeGuard[torch.Tensor]:

@@ -294,7 +294,7 @@ class Recorder:
         if optimizer is None or framework.traits.optimizer_takes_copies or knows_copies:
             return False
         held = identities(optimizer)
-        if monitored.in_model().issuperset(held):
+        if {id(named.current()) for named in monitored.parameters}.issuperset(held):
             return False
         updated = {own for item in monitored.optimizers.present() for own in identities(item)}
         trained = (item for item in monitored.tensors() if item is not None and item.requires_grad)
