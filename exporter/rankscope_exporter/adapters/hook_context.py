@@ -127,11 +127,6 @@ class HookContext:
         """Return `function(*args)` for a call of the script; None if the function raises or if a tracer is active."""
         return Hook(self, where, function, of_script=True)(*args)
 
-    def between(self, function: Callable[[], None]) -> None:
-        """Call `function` while no step begins or ends: for hooks that may run long after the update of a step."""
-        with self.lock:
-            function()
-
     def tell_once(self, sentence: str) -> None:
         """Publish a notice the first time that this method receives it. Also works while code is being compiled."""
         if sentence not in self._published:

@@ -439,7 +439,7 @@ def test_signal_during_monitor_code_is_handled_after_that_code():
             stop()
             time.sleep(0.2)
             report("left")
-        monitor._session.hooks.between(inside)
+        monitor._session.boundary.call("waiting", inside)
         time.sleep(10)
         """)
 

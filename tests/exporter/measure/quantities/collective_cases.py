@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.anomaly import AnomalyNan
 from rankscope_exporter import Monitor, MonitorConfig
-from rankscope_exporter.measure.quantities.collectives import interception
+from rankscope_exporter.measure.quantities.collectives import quantity
 
 Script = Callable[[int], None]
 
@@ -218,7 +218,7 @@ def sequences(rank: int) -> Any:
         """Wait for the call as if another stream were current, because a CPU has no streams."""
         work = dist.all_reduce(given(rank), async_op=True)
         assert work is not None
-        with unittest.mock.patch.object(interception, "stream_of", return_value=7):
+        with unittest.mock.patch.object(quantity, "stream_of", return_value=7):
             work.wait()
 
     def failing(_step: int) -> None:

@@ -423,13 +423,3 @@ class PendingWork:
                 self._lost.append(awaited.outputs[0].name)
 
         self._awaited[key] = weakref.ref(work, gone), awaited
-
-
-def stream_of(device: torch.device) -> int | None:
-    """Return the id of the current stream of `device` on this thread; None for a device without streams."""
-    if device.type in ("cpu", "meta"):
-        return None
-    try:
-        return int(torch.accelerator.current_stream(device).stream_id)
-    except RuntimeError:  # a device without streams
-        return None

@@ -30,6 +30,7 @@ from rankscope_exporter.adapters.parameter_hooks import CallbackHandle
 from rankscope_exporter.adapters.parameter_names import Targets, target_notices
 from rankscope_exporter.adapters.process_group import has_groups
 from rankscope_exporter.adapters.pytree import MAX_TENSORS, Slot
+from rankscope_exporter.measure.kernels.compiled import stream_of
 from rankscope_exporter.measure.kernels.isolation import some_of
 from rankscope_exporter.measure.kernels.tensor_access import dtype_name, why_not_measurable
 from rankscope_exporter.measure.quantities.base import Quantity, QuantityOptions, SamplingGate
@@ -187,7 +188,7 @@ class _StepCalls:
     """
 
     thread: int = 0  # of the training; 0 before the first step
-    stream: int | None = None  # current stream of the training thread
+    stream: int = 0  # current stream of the training thread
     counts: dict[str, int] = field(default_factory=dict)
     works: interception.PendingWork = field(default_factory=interception.PendingWork)
 
@@ -241,7 +242,7 @@ class Collectives(Quantity):
 
     def on_step_begin(self, table: Table) -> None:  # noqa: ARG002 - the signature of every event
         self._release()
-        self._step = _StepCalls(threading.get_ident(), interception.stream_of(self._device))
+        self._step = _StepCalls(threading.get_ident(), stream_of(self._device))
 
     def on_optimizer_step_end(self, table: Table) -> None:  # noqa: ARG002 - see above
         self._log.report(self._notice)
@@ -255,11 +256,12 @@ class Collectives(Quantity):
         A call of a collective may come long after the update of a step.
         """
 
-        def inside(*args: Any) -> None:
-            if self._gate.is_open:
-                function(*args)
+        def undisturbed(*args: Any) -> None:
+            with self._hooking.lock:
+                if self._gate.is_open:
+                    function(*args)
 
-        return lambda *args: self._hooking.between(lambda: inside(*args))
+        return undisturbed
 
     def _begins(self, call: interception.CollectiveCall) -> None:
         site = self._sites.of(call.caller)
@@ -312,7 +314,7 @@ class Collectives(Quantity):
     def _measure(self, outputs: Iterable[interception.Output]) -> None:
         for output in outputs:
             # The table belongs to the stream of the training, which must not wait for another stream.
-            if output.tensor.device == self._device and interception.stream_of(self._device) != self._step.stream:
+            if output.tensor.device == self._device and stream_of(self._device) != self._step.stream:
                 self._notes.add("is on another stream than the training and is not measured", output.name)
             else:
                 self._gate.table.measure([output.tensor], output.slot)
