@@ -185,8 +185,6 @@ _LEAST_GROWN: Final = 64
 
 def contiguous_rows(rows: Sequence[int]) -> Rows:
     """Return the row numbers `rows` as a range if they are consecutive, otherwise as a tuple."""
-    if isinstance(rows, range) and rows.step == 1:
-        return rows
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return range(rows[0], rows[0] + len(rows))
     return tuple(rows)

@@ -334,7 +334,12 @@ def _found(
     """
     given = [arguments.get(argument, args, kwargs) for argument in (options.query, options.key)]
     for label, tensor in zip(("query", "key"), given, strict=True):
-        _check_heads(label, tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise Unreadable(f"{label} is not a tensor argument")
+        check_readable(tensor, label)
+        if tensor.dim() != _DIMENSIONS or not tensor.is_floating_point():
+            shape = f"{list(tensor.shape)}, not four dimensions of numbers"
+            raise Unreadable(f"{label} is {shape}: target the core of the attention")
     permutation = tuple(options.order.split(",").index(letter) for letter in _LETTERS)
     query, key = (tensor.detach().permute(permutation) for tensor in given)
     batch, heads, queries, width = query.shape
@@ -354,15 +359,6 @@ def _found(
     if full is None:
         raise Unreadable(f"mask of shape {list(mask.shape)} does not fit the scores of its calls")
     return query, key, full
-
-
-def _check_heads(label: str, tensor: Any) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise Unreadable(f"{label} is not a tensor argument")
-    check_readable(tensor, label)
-    if tensor.dim() != _DIMENSIONS or not tensor.is_floating_point():
-        shape = f"{list(tensor.shape)}, not four dimensions of numbers"
-        raise Unreadable(f"{label} is {shape}: target the core of the attention")
 
 
 def _rows(module: str, micro_step: int, way: Sequence[int], sums: Numbers) -> Iterable[Row]:
