@@ -35,6 +35,7 @@ from rankscope_exporter.records.record import AMOUNTS, LABEL_OF_GROUP
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.common.log_names import names_of
+from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.datasets import COMMON_FIELDS, DATASETS
 from rankscope_view.data.history import SPEEDS
 
@@ -69,7 +70,7 @@ def metric_table(page: str) -> str:
             spec.help,
             f"`{spec.stored_as}`" if spec.stored_as else "live only",
         )
-        for spec in catalogue.CATALOG.values()
+        for spec in service_catalogue.CATALOG.values()
         if spec.page == page
     )
     return table(("metric", "type", "labels", "meaning", "in the store"), rows)

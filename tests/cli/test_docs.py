@@ -10,10 +10,10 @@ import pytest
 
 from rankscope.commands import subcommands
 from rankscope.demo.report import STATEMENTS
-from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.base.service_catalogue import CATALOG
 from rankscope_storage.connection import connect
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import generated_files
+from rankscope_storage.base.service_catalogue import CATALOG
 
 Document = Mapping[str, Any]
 Judge = Callable[[Sequence[tuple[Document, Document]]], list[str | None]]

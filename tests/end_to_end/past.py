@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 from tests.dashboards.conftest import substituted
 
-from rankscope_contract.metrics.catalogue import CATALOG, FEATURE_VALUE, STEP, TENSOR_BASELINE, TENSOR_VALUE
+from rankscope_contract.metrics.catalogue import FEATURE_VALUE, STEP, TENSOR_BASELINE, TENSOR_VALUE
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.model.schema import canonical_labels
@@ -20,6 +20,7 @@ from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import generated_files
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.base.service_catalogue import CATALOG
 
 RUN = "before"
 STEPS, SECONDS_PER_STEP = 40, 15

@@ -30,6 +30,7 @@ from rankscope_dashboards.alerts.counters import increased
 from rankscope_dashboards.alerts.labels import with_all_labels
 from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
+from rankscope_storage.base import service_catalogue
 
 WINDOW: Final = "2m"
 """Time for which the alerts on a rule are active after a firing."""
@@ -236,7 +237,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
         increased(counter, age, _KIND_LABELS, window, matcher=matcher)
         for counter, age in (
             (catalogue.ANOMALY_EVENTS, catalogue.ANOMALY_AGE),
-            (catalogue.ANOMALIES_INGESTED, catalogue.ANOMALIES_INGESTED_AGE),
+            (service_catalogue.ANOMALIES_INGESTED, service_catalogue.ANOMALIES_INGESTED_AGE),
         )
     ]
     return Alert(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_dashboards.deploy.prometheus import seconds
+from rankscope_storage.base import service_catalogue
 
 OUTAGE: Final = "5m"
 """Longest outage of the service during which its last values count. In a longer one, its alerts resolve."""
@@ -19,7 +19,8 @@ def held(metric: MetricSpec, matcher: str = "", *, present: str | None = None) -
     expression while it does; by default, the gauge.
     """
     series = metric.name + matcher
-    return f"({present or series} or last_over_time({series}[{OUTAGE}]) unless on (run) {catalogue.RUN_STATE.name})"
+    state = service_catalogue.RUN_STATE.name
+    return f"({present or series} or last_over_time({series}[{OUTAGE}]) unless on (run) {state})"
 
 
 def present_age(age: MetricSpec, matcher: str = "") -> str:

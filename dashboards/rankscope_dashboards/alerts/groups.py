@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from rankscope_contract.metrics import catalogue, hardware
+from rankscope_contract.metrics import hardware
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
@@ -23,6 +23,7 @@ from rankscope_dashboards.alerts.labels import NOT_KNOWN, unless
 from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_DATA, RANKS_UP, THROTTLED_GPUS
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
+from rankscope_storage.base import service_catalogue
 
 LOSS_WINDOW: Final = "5m"
 """Time for which the alert on lost records is active after a loss."""
@@ -41,7 +42,7 @@ def _run_failed() -> Alert:
     return Alert(
         name="RunFailed",
         # topk: a failure can have had two reasons before the service went away.
-        expression=f"topk by (run) (1, max by (run, rank, reason) {held(catalogue.RUN_FAILURE)}) == 1",
+        expression=f"topk by (run) (1, max by (run, rank, reason) {held(service_catalogue.RUN_FAILURE)}) == 1",
         summary=f"run {{{{ $labels.run }}}} failed{unless('reason', NOT_KNOWN, ': {{ $labels.reason }}')}"
         + unless("rank", NOT_KNOWN, ", rank {{ $labels.rank }}"),
         description="A rank ended with an exception, or stopped responding without an exit event. "
@@ -56,7 +57,7 @@ def _run_stalled() -> Alert:
     # No `for`: the service already waits for `stalled_after_seconds` before it sets the state to stalled.
     return Alert(
         name="RunStalled",
-        expression=f"max by (run) {held(catalogue.RUN_STATE, matcher)} == 1",
+        expression=f"max by (run) {held(service_catalogue.RUN_STATE, matcher)} == 1",
         summary="run {{ $labels.run }} is stalled",
         description="All ranks respond, but no rank has completed a step for longer than stalled_after_seconds. "
         "Likely causes: a collective or a data loader that waits forever. "
@@ -69,7 +70,7 @@ def _run_stalled() -> Alert:
 def _rank_gone() -> Alert:
     return Alert(
         name="RankGone",
-        expression=f"max by (run, rank) {held(catalogue.RANK_VANISHED)} == 1",
+        expression=f"max by (run, rank) {held(service_catalogue.RANK_VANISHED)} == 1",
         summary="rank {{ $labels.rank }} of run {{ $labels.run }} stopped responding and sent no exit event",
         description="The service receives no heartbeat and no response from the rank. Likely causes: process killed, "
         'out of memory, host down, network down. The run has the state "failed" until the rank responds again.',
@@ -82,7 +83,7 @@ def _rank_gone() -> Alert:
 def _ingest_losing() -> Alert:
     return Alert(
         name="IngestLosing",
-        expression=increased(catalogue.LOST_RECORDS, catalogue.LOST_RECORDS_AGE, ("run",), LOSS_WINDOW),
+        expression=increased(service_catalogue.LOST_RECORDS, service_catalogue.LOST_RECORDS_AGE, ("run",), LOSS_WINDOW),
         summary="records of run {{ $labels.run }} are lost",
         description="Records of ranks were overwritten, or lost with their process, before the service read them. The "
         "history in the store has a gap. Training is not affected.",

@@ -17,6 +17,7 @@ from rankscope_dashboards.alerts.labels import NOT_KNOWN, unless, with_all_label
 from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 from rankscope_dashboards.deploy.prometheus import seconds
+from rankscope_storage.base import service_catalogue
 
 UNREPORTED_FOR: Final = "1m"
 """Time that the service has to report an anomaly that Prometheus has found on the page of a rank."""
@@ -44,7 +45,7 @@ def incident_alerts(window: str) -> tuple[Alert, ...]:
 
 
 def _incident(window: str) -> Alert:
-    age = catalogue.INCIDENT_AGE
+    age = service_catalogue.INCIDENT_AGE
     recent = f"group by ({', '.join(age.labels)}) ({held(age, present=present_age(age))} < {seconds(window):g})"
     return Alert(
         name="AnomalyIncident",
@@ -61,7 +62,7 @@ def _incident(window: str) -> Alert:
 
 
 def _without_service(window: str) -> Alert:
-    age, followed = present_age(catalogue.ANOMALY_AGE), catalogue.RUN_STATE.name
+    age, followed = present_age(catalogue.ANOMALY_AGE), service_catalogue.RUN_STATE.name
     # The service reported a firing that is older than its own outage. A second message must not repeat it.
     away = f"time() - max by (run) (max_over_time(timestamp({followed})[{window}:{REPORTED_AFTER}]))"
     reported = f"{age} - {seconds(REPORTED_AFTER):g} > on (run) group_left () ({away})"

@@ -15,6 +15,7 @@ from rankscope_dashboards.alerts.alert import Alert
 from rankscope_dashboards.alerts.counters import increased
 from rankscope_dashboards.alerts.labels import with_all_labels
 from rankscope_dashboards.alerts.panels import REPLICAS
+from rankscope_storage.base import service_catalogue
 
 WINDOW: Final = "2m"
 """Time for which the alert on replica divergence is active after the service found a difference."""
@@ -61,7 +62,7 @@ def _comparison_alert() -> Alert:
 
 
 def _counting_alert() -> Alert:
-    counter, age = catalogue.ANOMALIES_INGESTED, catalogue.ANOMALIES_INGESTED_AGE
+    counter, age = service_catalogue.ANOMALIES_INGESTED, service_catalogue.ANOMALIES_INGESTED_AGE
     found = increased(counter, age, ("run", "rank", "kind"), WINDOW, matcher=f'{{rule="{REPLICA_DESYNC}"}}')
     return Alert(
         name=f"{REPLICA_DESYNC}Events",

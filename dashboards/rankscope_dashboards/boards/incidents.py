@@ -26,6 +26,7 @@ from rankscope_dashboards.boards.elements.panels import (
     value_texts,
 )
 from rankscope_dashboards.boards.elements.selectors import AHEAD, ALL_RANKS, RANKS, SERVICE_RANKS, SERVICE_RUN
+from rankscope_storage.base import service_catalogue
 
 OPEN_SECONDS: Final = 300
 """Time in seconds after its latest firing for which the board shows an incident as open."""
@@ -182,8 +183,8 @@ def _failed() -> PanelBuilder:
         "reason": Column(heading="Reason"),
         "Value": Column(heading="Failed", width=100),
     }
-    failed = f"max by (rank, reason) ({catalogue.RUN_FAILURE.name}{SERVICE_RUN})"
-    vanished = f"max by (rank) ({catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"
+    failed = f"max by (rank, reason) ({service_catalogue.RUN_FAILURE.name}{SERVICE_RUN})"
+    vanished = f"max by (rank) ({service_catalogue.RANK_VANISHED.name}{SERVICE_RANKS} == 1)"
     return table_panel(text, (Query(f"{failed} or on (rank) {vanished}"),), columns)
 
 
@@ -196,14 +197,15 @@ def _events() -> PanelBuilder:
         empty="No data of an event in the time range",
     )
     live, stored = (
-        f"max_over_time({catalogue.EVENT_LAST.name}{selector}[$__range])" for selector in (SERVICE_RUN, ALL_RANKS)
+        f"max_over_time({service_catalogue.EVENT_LAST.name}{selector}[$__range])"
+        for selector in (SERVICE_RUN, ALL_RANKS)
     )
     columns = {"type": Column(heading="Type"), "Value": Column(heading="Latest event", width=180, unit="dateTimeAsIso")}
     return table_panel(text, (Query(f"sort_desc(max by (type) ({live} or {stored})) * 1000"),), columns)
 
 
 def _age(comparison: str) -> str:
-    return f"min by ({_LABELS}) ({catalogue.INCIDENT_AGE.name}{SERVICE_RUN} {comparison})"
+    return f"min by ({_LABELS}) ({service_catalogue.INCIDENT_AGE.name}{SERVICE_RUN} {comparison})"
 
 
 def _latest_firings() -> str:
@@ -214,6 +216,6 @@ def _latest_firings() -> str:
     """
     live, stored = (
         f"max by ({_LABELS}) (max_over_time((timestamp({age}) - {age})[$__range:$__interval])) * 1000"
-        for age in (f"{catalogue.INCIDENT_AGE.name}{selector}" for selector in (SERVICE_RUN, ALL_RANKS))
+        for age in (f"{service_catalogue.INCIDENT_AGE.name}{selector}" for selector in (SERVICE_RUN, ALL_RANKS))
     )
     return f"({live} or {stored})"

@@ -32,6 +32,7 @@ from rankscope_dashboards.boards.elements.selectors import (
     ranks,
     rate,
 )
+from rankscope_storage.base import service_catalogue
 
 ONCE: Final = "attach|warm_up"
 """Regular expression for values of the label `thread` in the metric of the CPU time of Rankscope.
@@ -82,9 +83,9 @@ def _lost() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     parts = (
-        f"sum by (run) {once(catalogue.LOST_RECORDS, at_end(catalogue.LOST_RECORDS, SERVICE_RUN))}",
+        f"sum by (run) {once(service_catalogue.LOST_RECORDS, at_end(service_catalogue.LOST_RECORDS, SERVICE_RUN))}",
         f"sum by (reason) {once(catalogue.DROPPED, at_end(catalogue.DROPPED, ranks(NOT_SERIES)))}",
-        f"max({at_end(catalogue.ROWS_SET_ASIDE)})",
+        f"max({at_end(service_catalogue.ROWS_SET_ASIDE)})",
     )
     return stat_panel(text, Query(f"sum({' or '.join(parts)})", instant=True))
 
@@ -97,7 +98,8 @@ def _targets() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     ranks_by, others_by = (
-        f"sum by (health) {once(metric, metric.name)}" for metric in (catalogue.TARGETS, catalogue.EXPORTERS)
+        f"sum by (health) {once(metric, metric.name)}"
+        for metric in (service_catalogue.TARGETS, service_catalogue.EXPORTERS)
     )
     others = Query(f"{others_by} > 0", "exporters {{health}}", instant=True)
     return stat_panel(text, Query(ranks_by, "{{health}}", instant=True), others, with_names=True, bad_name="failing")
@@ -111,7 +113,7 @@ def _faults() -> PanelBuilder:
         thresholds=ZERO_IS_GOOD,
     )
     faults = f"sum by (run) {once(catalogue.FAULTS, at_end(catalogue.FAULTS, RANKS, AHEAD))}"
-    tasks = once(catalogue.BACKGROUND_ERRORS, at_end(catalogue.BACKGROUND_ERRORS, window=AHEAD))
+    tasks = once(service_catalogue.BACKGROUND_ERRORS, at_end(service_catalogue.BACKGROUND_ERRORS, window=AHEAD))
     return stat_panel(text, Query(f"sum({faults} or {tasks})"))
 
 
@@ -123,7 +125,7 @@ def _records() -> PanelBuilder:
         unit="suffix: records/s",
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(_rate(catalogue.RECORDS_INGESTED), "records"))
+    return time_series_panel(text, Query(_rate(service_catalogue.RECORDS_INGESTED), "records"))
 
 
 def _received_bytes() -> PanelBuilder:
@@ -134,7 +136,7 @@ def _received_bytes() -> PanelBuilder:
         unit="Bps",
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(_rate(catalogue.BYTES_INGESTED), "bytes"))
+    return time_series_panel(text, Query(_rate(service_catalogue.BYTES_INGESTED), "bytes"))
 
 
 def _rows_committed() -> PanelBuilder:
@@ -145,7 +147,7 @@ def _rows_committed() -> PanelBuilder:
         unit="suffix: rows/s",
         empty=NO_SERVICE,
     )
-    query = _rate(catalogue.ROWS_COMMITTED)
+    query = _rate(service_catalogue.ROWS_COMMITTED)
     return stacked(time_series_panel(text, Query(query, "{{dataset}}"), many=True))
 
 
@@ -157,7 +159,7 @@ def _lag() -> PanelBuilder:
         "lose records. A line that ends means that the service is down.",
         empty="No rank of this run is alive",
     )
-    query = f"max by (run) ({catalogue.LAG_RECORDS.name}{SERVICE_RANKS})"
+    query = f"max by (run) ({service_catalogue.LAG_RECORDS.name}{SERVICE_RANKS})"
     return time_series_panel(text, Query(query, "furthest behind"))
 
 
@@ -170,7 +172,7 @@ def _since_commit() -> PanelBuilder:
         empty="The service made no commit in the last hour",
     )
     # Use the last value of the past hour: a service that is down exports nothing, and the line must continue to rise.
-    last = f"last_over_time({catalogue.LAST_COMMIT.name}[1h])"
+    last = f"last_over_time({service_catalogue.LAST_COMMIT.name}[1h])"
     return time_series_panel(text, Query(f"time() - max({last} > 0)", "since last commit"))
 
 
@@ -181,7 +183,7 @@ def _rows_pending() -> PanelBuilder:
         "commits fail or take too long: see the duration of a commit.",
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(f"max({catalogue.ROWS_PENDING.name})", "rows"))
+    return time_series_panel(text, Query(f"max({service_catalogue.ROWS_PENDING.name})", "rows"))
 
 
 def _commit_seconds() -> PanelBuilder:
@@ -192,7 +194,7 @@ def _commit_seconds() -> PanelBuilder:
         unit="s",
         empty=NO_SERVICE,
     )
-    return time_series_panel(text, Query(f"max({catalogue.COMMIT_SECONDS.name})", "latest commit"))
+    return time_series_panel(text, Query(f"max({service_catalogue.COMMIT_SECONDS.name})", "latest commit"))
 
 
 def _compaction() -> PanelBuilder:
@@ -204,8 +206,8 @@ def _compaction() -> PanelBuilder:
         unit="suffix: /s",
         empty=NO_SERVICE,
     )
-    commits = Query(_rate(catalogue.COMMITS), "commits")
-    return time_series_panel(text, Query(_rate(catalogue.COMPACTED_FILES), "files {{change}}"), commits)
+    commits = Query(_rate(service_catalogue.COMMITS), "commits")
+    return time_series_panel(text, Query(_rate(service_catalogue.COMPACTED_FILES), "files {{change}}"), commits)
 
 
 def _scrape_failures() -> PanelBuilder:
@@ -216,7 +218,7 @@ def _scrape_failures() -> PanelBuilder:
         unit="suffix: polls/s",
         empty=NO_SERVICE,
     )
-    rates = _rate(catalogue.SCRAPE_FAILURES)
+    rates = _rate(service_catalogue.SCRAPE_FAILURES)
     return time_series_panel(text, _reasons(rates, f"sum{rates}"))
 
 
@@ -274,9 +276,9 @@ def _exporter_scrapes() -> PanelBuilder:
     )
     return time_series_panel(
         text,
-        Query(_rate(catalogue.EXPORTER_SCRAPES), "scrapes {{outcome}}"),
-        Query(_rate(catalogue.EXPORTER_SAMPLES), "samples {{how}}"),
-        Query(f"{_rate(catalogue.EXPORTER_SAMPLES_DROPPED)} > 0", "dropped {{reason}}"),
+        Query(_rate(service_catalogue.EXPORTER_SCRAPES), "scrapes {{outcome}}"),
+        Query(_rate(service_catalogue.EXPORTER_SAMPLES), "samples {{how}}"),
+        Query(f"{_rate(service_catalogue.EXPORTER_SAMPLES_DROPPED)} > 0", "dropped {{reason}}"),
     )
 
 
@@ -290,9 +292,9 @@ def _remote_write() -> PanelBuilder:
     )
     return time_series_panel(
         text,
-        Query(_rate(catalogue.REMOTE_WRITE_SAMPLES), "samples"),
-        Query(f"{_rate(catalogue.REMOTE_WRITE_REQUESTS)} > 0", "requests {{outcome}}"),
-        Query(f"{_rate(catalogue.REMOTE_WRITE_DROPPED)} > 0", "dropped {{reason}}"),
+        Query(_rate(service_catalogue.REMOTE_WRITE_SAMPLES), "samples"),
+        Query(f"{_rate(service_catalogue.REMOTE_WRITE_REQUESTS)} > 0", "requests {{outcome}}"),
+        Query(f"{_rate(service_catalogue.REMOTE_WRITE_DROPPED)} > 0", "dropped {{reason}}"),
     )
 
 
@@ -304,8 +306,8 @@ def _notifications() -> PanelBuilder:
         unit="suffix: /s",
         empty=NO_SERVICE,
     )
-    attempts = Query(_rate(catalogue.NOTIFICATION_ATTEMPTS), "attempts {{outcome}}")
-    return time_series_panel(text, Query(_rate(catalogue.NOTIFICATIONS), "{{outcome}}"), attempts)
+    attempts = Query(_rate(service_catalogue.NOTIFICATION_ATTEMPTS), "attempts {{outcome}}")
+    return time_series_panel(text, Query(_rate(service_catalogue.NOTIFICATIONS), "{{outcome}}"), attempts)
 
 
 def _reasons(rates: str, total: str) -> Query:

@@ -42,6 +42,7 @@ from rankscope_dashboards.boards.elements.selectors import (
 )
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
 from rankscope_dashboards.boards.elements.variables import RANK, RUN, SMOOTH
+from rankscope_storage.base import service_catalogue
 
 _COMPLETE: Final = f"{RunState.COMPLETED}|{RunState.STOPPED}"
 
@@ -87,7 +88,7 @@ def _progress() -> PanelBuilder:
         "rise steadily up to 100 %. If it stops, the panel State shows whether the run ended.",
         empty="The script set no total_steps",
     )
-    return stat_panel(text, Query(in_life(catalogue.RUN_PROGRESS), instant=True))
+    return stat_panel(text, Query(in_life(service_catalogue.RUN_PROGRESS), instant=True))
 
 
 def _time_left() -> PanelBuilder:
@@ -99,7 +100,7 @@ def _time_left() -> PanelBuilder:
         decimals=0,
         empty="The run has ended, makes no steps, or has no total_steps",
     )
-    return stat_panel(text, Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUN})", instant=True))
+    return stat_panel(text, Query(f"max by (run) ({service_catalogue.RUN_ETA.name}{SERVICE_RUN})", instant=True))
 
 
 def _ranks_up() -> PanelBuilder:
@@ -113,7 +114,7 @@ def _ranks_up() -> PanelBuilder:
     )
     up, expected = (
         Query(f"sum(max by (run) ({metric.name}{SERVICE_RUN}) unless on (run) {_in(_COMPLETE)})", legend, instant=True)
-        for metric, legend in ((catalogue.RANKS_UP, "up"), (catalogue.RANKS_EXPECTED, "expected"))
+        for metric, legend in ((service_catalogue.RANKS_UP, "up"), (service_catalogue.RANKS_EXPECTED, "expected"))
     )
     return stat_panel(text, up, expected, with_names=True)
 
@@ -244,7 +245,7 @@ def _pauses() -> PanelBuilder:
         unit="s",
         empty=NO_SERVICE,
     )
-    silence = f"time() - max by (run) ({catalogue.RUN_LAST_STEP.name}{SERVICE_RUN}) unless on (run) "
+    silence = f"time() - max by (run) ({service_catalogue.RUN_LAST_STEP.name}{SERVICE_RUN}) unless on (run) "
     silence += _in(f"{_COMPLETE}|{RunState.FAILED}")
     phases = increase(catalogue.PHASE_SECONDS, f'{LABEL}=~"{Phase.CHECKPOINT}|{Phase.EVALUATION}"')
     longest = Query(f"max by (run, {LABEL}) {phases}", f"{{{{{LABEL}}}}}")
@@ -316,7 +317,7 @@ def _smoothed(metric: MetricSpec) -> str:
 
 def _in(states: str) -> str:
     matcher = f'state=~"{states}"'
-    return f"({catalogue.RUN_STATE.name}{service(matcher)} == 1)"
+    return f"({service_catalogue.RUN_STATE.name}{service(matcher)} == 1)"
 
 
 def _speed(by: str) -> str:

@@ -32,6 +32,7 @@ from rankscope_dashboards.boards.elements.selectors import (
 )
 from rankscope_dashboards.boards.elements.states import STATE_TEXTS, state_number
 from rankscope_dashboards.boards.elements.variables import RUNS
+from rankscope_storage.base import service_catalogue
 
 MAX_LINES: Final = 20
 """Largest number of runs that a panel compares."""
@@ -65,17 +66,20 @@ def _table() -> PanelBuilder:
         empty="The service exports no run in the time range",
     )
     loss = f"avg by (run) {mean_loss(SEVERAL_RUNS, RANKS_OF_RUNS, '[$__range]')}"
-    latest = f"max by (run) ({at_end(catalogue.RUN_LAST_STEP, SERVICE_RUNS)})"
+    latest = f"max by (run) ({at_end(service_catalogue.RUN_LAST_STEP, SERVICE_RUNS)})"
     queries = [
         Query(state_number(SEVERAL_RUNS, "[$__range]")),
-        Query(f"max by (run) ({catalogue.RUN_ETA.name}{SERVICE_RUNS})"),
-        *(Query(in_life(metric, SEVERAL_RUNS)) for metric in (catalogue.RUN_PROGRESS, catalogue.RUN_STEP)),
+        Query(f"max by (run) ({service_catalogue.RUN_ETA.name}{SERVICE_RUNS})"),
+        *(
+            Query(in_life(metric, SEVERAL_RUNS))
+            for metric in (service_catalogue.RUN_PROGRESS, service_catalogue.RUN_STEP)
+        ),
         Query(loss),
         Query(f"sum by (run) {rate_of_runs(catalogue.TOKENS)}"),
         Query(f"sum by (run) ({firings(of_ranks=RANKS_OF_RUNS, of_service=SERVICE_RUNS)})"),
-        Query(f"max by (run) ({catalogue.RANKS_UP.name}{SERVICE_RUNS})"),
-        Query(f"{in_life(catalogue.RUN_START, SEVERAL_RUNS)} * 1000"),
-        Query(f"({latest} or {in_life(catalogue.RUN_END, SEVERAL_RUNS)}) * 1000"),
+        Query(f"max by (run) ({service_catalogue.RANKS_UP.name}{SERVICE_RUNS})"),
+        Query(f"{in_life(service_catalogue.RUN_START, SEVERAL_RUNS)} * 1000"),
+        Query(f"({latest} or {in_life(service_catalogue.RUN_END, SEVERAL_RUNS)}) * 1000"),
     ]
     columns = {
         "run": Column(heading="Run", links=_LINKS),
@@ -102,7 +106,7 @@ def _history() -> PanelBuilder:
         empty=NO_SERVICE,
     )
     query = Query(f"topk({MAX_LINES}, {state_number(SEVERAL_RUNS, AHEAD)})", "{{run}}")
-    states = (f"{catalogue.RUN_STATE.name}{selector}" for selector in (SERVICE_RUNS, RANKS_OF_RUNS))
+    states = (f"{service_catalogue.RUN_STATE.name}{selector}" for selector in (SERVICE_RUNS, RANKS_OF_RUNS))
     return history_panel(text, query, "run", *states)
 
 
@@ -160,5 +164,5 @@ def _goodput() -> PanelBuilder:
         "time in each. Above 90 % is good for a long run. Updated at each commit.",
         empty=NO_SERVICE,
     )
-    query = f"topk({MAX_LINES}, max by (run) ({catalogue.RUN_GOODPUT.name}{SERVICE_RUNS}))"
+    query = f"topk({MAX_LINES}, max by (run) ({service_catalogue.RUN_GOODPUT.name}{SERVICE_RUNS}))"
     return time_series_panel(text, Query(query, "{{run}}"), many=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.metrics.catalogue import RUN_END, RUN_LAST_STEP, RUN_START
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_dashboards.deploy.prometheus import PrometheusSettings
 from rankscope_dashboards.preview.intervals import step_seconds
@@ -16,6 +15,7 @@ from rankscope_dashboards.preview.panels import Context, Panel, read_panel, seri
 from rankscope_dashboards.preview.prometheus import PreviewError, Prometheus, QueryError, Window
 from rankscope_dashboards.preview.variables import chosen_values
 from rankscope_dashboards.provisioning.tree import BOARDS
+from rankscope_storage.base.service_catalogue import RUN_END, RUN_LAST_STEP, RUN_START
 
 SCRAPE_SECONDS: Final = PrometheusSettings().scrape_seconds
 """Scrape interval in the data source that is provisioned. Grafana uses it as the lowest step of a query."""

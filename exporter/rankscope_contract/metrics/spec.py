@@ -55,8 +55,6 @@ def metric(
 
 gauge = partial(metric, "gauge", "rank")
 counter = partial(metric, "counter", "rank")
-service_gauge = partial(metric, "gauge", "service")
-service_counter = partial(metric, "counter", "service")
 
 
 def _logged(type: MetricType, name: str, help: str, labels: str = "") -> MetricSpec:  # noqa: A002 - Prometheus' words

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping
 
-from rankscope_contract.metrics.catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
 from rankscope_contract.wire.channel import NOTHING, STATE_RUNNING
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
@@ -21,6 +20,7 @@ from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.validate import PlanColumns, ValidBody
 from rankscope_ingest.recovery.orphan_spools import drain_orphan
 from rankscope_ingest.runs.models import Health, Target
+from rankscope_storage.base.service_catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
 
 log = logging.getLogger(__name__)
 

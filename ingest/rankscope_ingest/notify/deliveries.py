@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from rankscope_contract.metrics.catalogue import NOTIFICATION_ATTEMPTS, NOTIFICATIONS, MetricSpec
+from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_storage.base.service_catalogue import NOTIFICATION_ATTEMPTS, NOTIFICATIONS
 
 
 @dataclass(slots=True)

@@ -30,7 +30,6 @@ import numpy as np
 import pyarrow as pa
 from aiohttp import web
 
-from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS, REMOTE_WRITE_SAMPLES
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationError
@@ -44,6 +43,7 @@ from rankscope_ingest.remote_write.senders import Senders, printable
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.service_catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS, REMOTE_WRITE_SAMPLES
 from rankscope_storage.prometheus.series import STALE_BITS
 
 RECEIPTS: Final = "rankscopeWritten"

@@ -17,12 +17,12 @@ from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Health, Target
+from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.rule_names import RUN_FAILED
 from rankscope_storage.maintenance.compaction import CompactionReport
 
@@ -91,13 +91,13 @@ class Ages:
     def show(self, cleared: Callable[[MetricSpec], Gauge]) -> None:
         """Set the gauges of the ages. `cleared` removes all series of the gauge of a metric and returns the gauge."""
         now = self._clock()
-        losses, firings = cleared(catalogue.LOST_RECORDS_AGE), cleared(catalogue.ANOMALIES_INGESTED_AGE)
-        incidents = cleared(catalogue.INCIDENT_AGE)
+        losses, firings = cleared(service_catalogue.LOST_RECORDS_AGE), cleared(service_catalogue.ANOMALIES_INGESTED_AGE)
+        incidents = cleared(service_catalogue.INCIDENT_AGE)
         for run, at in self._lost_at.items():
             losses.labels(run).set(now - at)
         for labels, at in (item for fired in self._fired_at.values() for item in fired.items()):
             firings.labels(*labels).set(now - at)
-        events = cleared(catalogue.EVENT_LAST)
+        events = cleared(service_catalogue.EVENT_LAST)
         for run, times in self._events.items():
             for kind, at in times.items():
                 events.labels(run, kind).set(at)
@@ -125,15 +125,23 @@ FAILURE_REASONS: Final = (
 """All values of the label `reason` of the counter of failed polls."""
 
 _INITIAL_LABELS: Final = {
-    catalogue.COMPACTED_FILES: ("removed", "added"),
-    catalogue.SCRAPE_FAILURES: FAILURE_REASONS,
-    catalogue.NOTIFICATIONS: ("sent", "failed", "muted"),
-    catalogue.NOTIFICATION_ATTEMPTS: ("sent", "failed"),
-    catalogue.EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
-    catalogue.EXPORTER_SAMPLES: ("layout", "exact"),
-    catalogue.EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated", "out_of_bounds"),
-    catalogue.REMOTE_WRITE_REQUESTS: ("ok", "repeated", "busy", "malformed", "too_large", "unsupported", "refused"),
-    catalogue.REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
+    service_catalogue.COMPACTED_FILES: ("removed", "added"),
+    service_catalogue.SCRAPE_FAILURES: FAILURE_REASONS,
+    service_catalogue.NOTIFICATIONS: ("sent", "failed", "muted"),
+    service_catalogue.NOTIFICATION_ATTEMPTS: ("sent", "failed"),
+    service_catalogue.EXPORTER_SCRAPES: ("ok", "failed", "skipped"),
+    service_catalogue.EXPORTER_SAMPLES: ("layout", "exact"),
+    service_catalogue.EXPORTER_SAMPLES_DROPPED: ("doubled", "repeated", "out_of_bounds"),
+    service_catalogue.REMOTE_WRITE_REQUESTS: (
+        "ok",
+        "repeated",
+        "busy",
+        "malformed",
+        "too_large",
+        "unsupported",
+        "refused",
+    ),
+    service_catalogue.REMOTE_WRITE_DROPPED: ("exemplar", "histogram", "metadata", "oversized", "repeated"),
 }
 """Label values with which counters are created at the start of the service, with value 0.
 
@@ -142,19 +150,19 @@ Otherwise Prometheus would miss the first increase of a counter.
 
 
 _RUN_GAUGES: Final[Mapping[MetricSpec, Callable[[RunProgress], float | None]]] = {
-    catalogue.RUN_ATTEMPT: lambda run: run.attempt,
-    catalogue.RUN_START: lambda run: _seconds(run.started_at),
-    catalogue.RUN_END: lambda run: _seconds(run.ended_at),
-    catalogue.RUN_STEP: lambda run: run.step,
-    catalogue.RUN_LAST_STEP: lambda run: _seconds(run.last_step_at),
-    catalogue.RUN_STEPS_PLANNED: lambda run: run.planned_steps,
-    catalogue.RUN_PROGRESS: lambda run: (
+    service_catalogue.RUN_ATTEMPT: lambda run: run.attempt,
+    service_catalogue.RUN_START: lambda run: _seconds(run.started_at),
+    service_catalogue.RUN_END: lambda run: _seconds(run.ended_at),
+    service_catalogue.RUN_STEP: lambda run: run.step,
+    service_catalogue.RUN_LAST_STEP: lambda run: _seconds(run.last_step_at),
+    service_catalogue.RUN_STEPS_PLANNED: lambda run: run.planned_steps,
+    service_catalogue.RUN_PROGRESS: lambda run: (
         None if run.step is None or not run.planned_steps else run.step / run.planned_steps
     ),
-    catalogue.RUN_LOSS: lambda run: run.loss if run.ended_at else None,  # before, ranks are at different steps
-    catalogue.RUN_ETA: lambda run: run.eta_seconds,
-    catalogue.RANKS_EXPECTED: lambda run: run.world_size,
-    catalogue.RANKS_UP: lambda run: run.ranks_alive,
+    service_catalogue.RUN_LOSS: lambda run: run.loss if run.ended_at else None,  # before, ranks are at different steps
+    service_catalogue.RUN_ETA: lambda run: run.eta_seconds,
+    service_catalogue.RANKS_EXPECTED: lambda run: run.world_size,
+    service_catalogue.RANKS_UP: lambda run: run.ranks_alive,
 }
 """Gauges of a run, with the function that returns each value. If a value is unknown (None), the gauge has no sample."""
 
@@ -164,7 +172,7 @@ _REASON: Final = re.compile(r"ranks? (?:[^:]*: (\w{1,100})|.* (stopped respondin
 
 
 def _rank(first: Symptom) -> str:
-    return catalogue.UNKNOWN_RANK if first.rank is None else str(first.rank)
+    return service_catalogue.UNKNOWN_RANK if first.rank is None else str(first.rank)
 
 
 def _seconds(microseconds: int | None) -> float | None:
@@ -182,7 +190,7 @@ class ServiceMetrics:
         self.ages = Ages(clock)
         self._registry = CollectorRegistry()
         self._families: dict[str, Any] = {}
-        for spec in (spec for spec in catalogue.CATALOG.values() if spec.page == "service"):
+        for spec in (spec for spec in service_catalogue.CATALOG.values() if spec.page == "service"):
             kind = Counter if spec.type == "counter" else Gauge
             self._families[spec.name] = kind(spec.name, spec.help, spec.labels, registry=self._registry)
         self._children: defaultdict[str, dict[tuple[str, str], Gauge]] = defaultdict(dict)
@@ -209,20 +217,20 @@ class ServiceMetrics:
 
         `rows` contains the number of rows by dataset.
         """
-        self.count(catalogue.COMMITS, 1)
-        self._series(catalogue.LAST_COMMIT).set(wall / 1e6)
-        self._series(catalogue.COMMIT_SECONDS).set(seconds)
+        self.count(service_catalogue.COMMITS, 1)
+        self._series(service_catalogue.LAST_COMMIT).set(wall / 1e6)
+        self._series(service_catalogue.COMMIT_SECONDS).set(seconds)
         for dataset, count in rows.items():
-            self.count(catalogue.ROWS_COMMITTED, count, dataset)
+            self.count(service_catalogue.ROWS_COMMITTED, count, dataset)
 
     def compacted(self, report: CompactionReport) -> None:
         """Count the files that one compaction removed and added."""
-        self.count(catalogue.COMPACTED_FILES, report.files_removed, "removed")
-        self.count(catalogue.COMPACTED_FILES, report.files_added, "added")
+        self.count(service_catalogue.COMPACTED_FILES, report.files_removed, "removed")
+        self.count(service_catalogue.COMPACTED_FILES, report.files_added, "added")
 
     def lost(self, run: str, records: int) -> None:
         """Add the number `records` to the counter of the lost records of a run."""
-        self.count(catalogue.LOST_RECORDS, records, run)
+        self.count(service_catalogue.LOST_RECORDS, records, run)
         self._lost_runs.add(run)
         self.ages.lost(run)
 
@@ -233,8 +241,8 @@ class ServiceMetrics:
         `UNKNOWN_RANK` if the firing concerns no single rank, because dashboards and alerts require a rank label.
         """
         for (rule, kind), count in firings.items():
-            labels = (run, catalogue.UNKNOWN_RANK if rank is None else str(rank), rule, kind)
-            self.count(catalogue.ANOMALIES_INGESTED, count, *labels)
+            labels = (run, service_catalogue.UNKNOWN_RANK if rank is None else str(rank), rule, kind)
+            self.count(service_catalogue.ANOMALIES_INGESTED, count, *labels)
             self.ages.fired(run, labels)
 
     def show_exporters(self, up: Iterable[bool | None]) -> None:
@@ -244,7 +252,7 @@ class ServiceMetrics:
         """
         tally = Tally(up)
         for health, state in (("up", True), ("down", False), ("pending", None)):
-            self._series(catalogue.EXPORTERS, health).set(tally[state])
+            self._series(service_catalogue.EXPORTERS, health).set(tally[state])
 
     def show(
         self, targets: Iterable[Target], attempts: Sequence[Attempt], progress: Iterable[RunProgress], rows_pending: int
@@ -256,17 +264,19 @@ class ServiceMetrics:
         known = list(targets)
         health = Tally(target.health for target in known)
         for condition in Health:
-            self._series(catalogue.TARGETS, condition).set(health[condition])
-        self._series(catalogue.ROWS_PENDING).set(rows_pending)
+            self._series(service_catalogue.TARGETS, condition).set(health[condition])
+        self._series(service_catalogue.ROWS_PENDING).set(rows_pending)
         followed = [(target.registration, target.lag_records) for target in known if not target.is_gone]
-        self._show_ranks(catalogue.LAG_RECORDS, {(rank.run, str(rank.rank)): lag for rank, lag in followed})
-        states, missing = self._cleared(catalogue.RUN_STATE), self._cleared(catalogue.RANKS_MISSING)
+        self._show_ranks(service_catalogue.LAG_RECORDS, {(rank.run, str(rank.rank)): lag for rank, lag in followed})
+        states, missing = self._cleared(service_catalogue.RUN_STATE), self._cleared(service_catalogue.RANKS_MISSING)
         for attempt in attempts:
             missing.labels(attempt.run).set(attempt.ranks_missing)
             for state in RunState:
                 states.labels(attempt.run, state).set(state is attempt.state)
         ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
-        self._show_ranks(catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks})
+        self._show_ranks(
+            service_catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks}
+        )
         self._keep_counters_of({attempt.run for attempt in attempts})
         self.ages.show(self._cleared)
         families = {spec: self._cleared(spec) for spec in _RUN_GAUGES}
@@ -277,27 +287,27 @@ class ServiceMetrics:
 
     def show_failures(self, incidents: Iterable[Incident]) -> None:
         """Set the gauge of failed runs. `incidents` contains the announced incidents of runs that have failed."""
-        family = self._cleared(catalogue.RUN_FAILURE)
+        family = self._cleared(service_catalogue.RUN_FAILURE)
         for first in (incident.first for incident in incidents if incident.first.rule == RUN_FAILED):
             found = _REASON.match(first.message or "")
-            reason = catalogue.UNKNOWN_RANK if found is None else found[1] or found[2]
+            reason = service_catalogue.UNKNOWN_RANK if found is None else found[1] or found[2]
             family.labels(first.run, _rank(first), reason).set(1)
 
     def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
         """Set the gauge of the goodput for each run in `runs` whose goodput is in `ratios`."""
-        family = self._cleared(catalogue.RUN_GOODPUT)
+        family = self._cleared(service_catalogue.RUN_GOODPUT)
         for run in ratios.keys() & runs:
             family.labels(run).set(ratios[run])
 
     def _keep_counters_of(self, runs: set[str]) -> None:
         """Remove the counters of all runs that are not in `runs`."""
         for run in runs:
-            self._series(catalogue.LOST_RECORDS, run)  # at 0, so that increase() sees the first loss
+            self._series(service_catalogue.LOST_RECORDS, run)  # at 0, so that increase() sees the first loss
         for run in self._lost_runs - runs:
-            self._families[catalogue.LOST_RECORDS.name].remove(run)
+            self._families[service_catalogue.LOST_RECORDS.name].remove(run)
         self._lost_runs = runs
         for labels in self.ages.keep(runs):
-            self._families[catalogue.ANOMALIES_INGESTED.name].remove(*labels)
+            self._families[service_catalogue.ANOMALIES_INGESTED.name].remove(*labels)
 
     def _show_ranks(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
         """Set a gauge for each (run, rank), and remove all other series of the gauge.

@@ -28,7 +28,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.metrics.catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.schema import canonical_labels
@@ -40,6 +39,7 @@ from rankscope_ingest.scrape.exposition_parser import OPENMETRICS
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
 from rankscope_ingest.scrape.page_reader import Page, PageReader, PageRows
 from rankscope_ingest.scrape.sample_table import Scrape, Series
+from rankscope_storage.base.service_catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
 
 FROM_EXPORTER: Final = "exporter"
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_contract.metrics.catalogue import ROWS_SET_ASIDE
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
@@ -20,6 +19,7 @@ from rankscope_ingest.reporting.rows import Stamp
 from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE
 
 log = logging.getLogger(__name__)
 

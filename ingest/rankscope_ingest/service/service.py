@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
-from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_contract.wire.tls import Reloading
@@ -54,6 +53,7 @@ from rankscope_ingest.status_page.collect import Status, StatusCollector
 from rankscope_ingest.watch.session import run_names, watching
 from rankscope_ingest.watch.watcher import Hooks, LogStatus
 from rankscope_storage.api.store import Commit, Writer
+from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.rule_names import RULES_OF_RUNS
 from rankscope_view.site import Site
 
@@ -246,7 +246,9 @@ class Service:
         self._wake_up = WakeUp()
         self._background: set[asyncio.Task[Any]] = set()
         metrics = ServiceMetrics()
-        self._faults = BackgroundFaults(on_fault=lambda task: metrics.count(catalogue.BACKGROUND_ERRORS, 1, task))
+        self._faults = BackgroundFaults(
+            on_fault=lambda task: metrics.count(service_catalogue.BACKGROUND_ERRORS, 1, task)
+        )
         FAULTS.set(self._faults)
         batcher = make_batcher(config)
         self._monitor = RunMonitor(config, history, batcher=batcher, metrics=metrics, poll_now=self._poll_now)

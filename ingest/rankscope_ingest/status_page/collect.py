@@ -18,21 +18,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
 from rankscope_contract import SCHEMA_VERSION, __version__
-from rankscope_contract.metrics.catalogue import (
-    CATALOG,
-    COMMITS,
-    EXPORTER_SAMPLES_DROPPED,
-    LAST_COMMIT,
-    LOST_RECORDS,
-    ROWS_COMMITTED,
-    MetricSpec,
-)
+from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_ingest.base.background import FAULTS, ReadBudget
 from rankscope_ingest.base.config import StoreSection
 from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import Health, Target
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.service_catalogue import (
+    CATALOG,
+    COMMITS,
+    EXPORTER_SAMPLES_DROPPED,
+    LAST_COMMIT,
+    LOST_RECORDS,
+    ROWS_COMMITTED,
+)
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.runs.tags import parse_tags
 

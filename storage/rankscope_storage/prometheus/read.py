@@ -32,10 +32,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.errors import FilesGoneError, LimitError, StoreError
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
@@ -45,19 +45,19 @@ from rankscope_storage.prometheus.rank_series import RankSeries
 from rankscope_storage.prometheus.series import ResultLimit, Series, gathered, labelled, merge_series, split_series
 
 _VALUES: Final = {
-    catalogue.RUN_ATTEMPT: "attempt",
-    catalogue.RUN_START: "epoch(started_at)",
-    catalogue.RUN_END: "epoch(ended_at)",
-    catalogue.RUN_STEP: "last_step",
-    catalogue.RUN_STEPS_PLANNED: "planned_steps",
-    catalogue.RUN_PROGRESS: "last_step / nullif(planned_steps, 0)",
-    catalogue.RANKS_EXPECTED: "world_size",
+    service_catalogue.RUN_ATTEMPT: "attempt",
+    service_catalogue.RUN_START: "epoch(started_at)",
+    service_catalogue.RUN_END: "epoch(ended_at)",
+    service_catalogue.RUN_STEP: "last_step",
+    service_catalogue.RUN_STEPS_PLANNED: "planned_steps",
+    service_catalogue.RUN_PROGRESS: "last_step / nullif(planned_steps, 0)",
+    service_catalogue.RANKS_EXPECTED: "world_size",
 }
 """Gauges of a run, with the SQL expression of the value over a version of an attempt."""
 
 _INCIDENT_LABELS: Final = {
     "run": "run",
-    "rank": f"coalesce(rank::VARCHAR, {sql_string(catalogue.UNKNOWN_RANK)})",
+    "rank": f"coalesce(rank::VARCHAR, {sql_string(service_catalogue.UNKNOWN_RANK)})",
     "rule": "coalesce(rule, 'Anomaly')",
     "severity": "severity",
     **{name: f"coalesce({name}::VARCHAR, '')" for name in ("kind", "tensor", "op", "step")},
@@ -86,25 +86,25 @@ class RunSeries:
         )
         for spec, value in _VALUES.items():
             yield from self._series(spec, ("run",), f"SELECT run, ts, {value} AS value FROM ({versions})")
-        if self.question.is_of(catalogue.RUN_LOSS.name):
+        if self.question.is_of(service_catalogue.RUN_LOSS.name):
             losses = f"{self._rows('scalars')} AND name = 'loss' AND labels IS NULL AND step IS NOT NULL"
             means = f"SELECT run, min(ts) AS ts, avg(value) AS value FROM {losses} GROUP BY run, attempt, step"
-            yield from self._series(catalogue.RUN_LOSS, ("run",), means)
+            yield from self._series(service_catalogue.RUN_LOSS, ("run",), means)
         states = ", ".join(sql_string(state) for state in RunState)
         each = f"SELECT *, unnest([{states}]) AS one FROM ({versions})"
         state = f"SELECT run, one AS state, ts, (state = one)::INT AS value FROM ({each})"
-        yield from self._series(catalogue.RUN_STATE, ("run", "state"), state)
+        yield from self._series(service_catalogue.RUN_STATE, ("run", "state"), state)
         labels = ", ".join(f"{value} AS {sql_identifier(name)}" for name, value in _INCIDENT_LABELS.items())
         is_end = "json_extract_string(details, '$.state') IN ('resolved', 'closed')"
         incidents = f"type = {sql_string(EventType.INCIDENT)} AND NOT {is_end}"
         rows = f"SELECT {labels}, ts, 0 AS value FROM {self._rows('events')} AND {incidents}"
-        yield from self._series(catalogue.INCIDENT_AGE, tuple(_INCIDENT_LABELS), rows)
+        yield from self._series(service_catalogue.INCIDENT_AGE, tuple(_INCIDENT_LABELS), rows)
         minutes = (
             f"SELECT run, type, max(ts) AS ts FROM {self._rows('events')} "
             "GROUP BY run, type, time_bucket(INTERVAL 1 minute, ts)"
         )
         rows = f"SELECT run, type, ts, epoch(ts) AS value FROM ({minutes})"
-        yield from self._series(catalogue.EVENT_LAST, ("run", "type"), rows)
+        yield from self._series(service_catalogue.EVENT_LAST, ("run", "type"), rows)
 
     def _rows(self, dataset: str) -> str:
         """Return the FROM and WHERE clauses for the rows of `dataset` in the runs and the time of the query."""
@@ -116,7 +116,7 @@ class RunSeries:
         if not self.question.is_of(spec.name) or not self.question.fits_all({}, (NAME, "job", *labels)):
             return
         by = ", ".join(map(sql_identifier, labels))
-        ends = self.question.ends(self.connection) if spec is catalogue.RUN_LOSS else {}
+        ends = self.question.ends(self.connection) if spec is service_catalogue.RUN_LOSS else {}
         query = f"SELECT {by}, epoch_ms(ts) AS ms, value::DOUBLE AS value FROM ({rows}) WHERE value IS NOT NULL"
         if self.question.series_alone:
             query += f" QUALIFY row_number() OVER (PARTITION BY {by} ORDER BY ts DESC) = 1"

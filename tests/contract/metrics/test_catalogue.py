@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import rankscope_exporter
-from rankscope_contract.metrics.catalogue import CATALOG, SCALARS_WITH_OWN_METRIC, MetricSpec
+from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC, MetricSpec
 from rankscope_storage.base.datasets import DATASETS
+from rankscope_storage.base.service_catalogue import CATALOG
 from rankscope_view.data.metrics import SCALAR_TITLES
 
 SPECS = list(CATALOG.values())

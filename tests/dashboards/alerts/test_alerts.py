@@ -13,13 +13,13 @@ from tests.dashboards.alerts import scenarios
 from tests.dashboards.conftest import OTHER_JOB, OTHER_REPLICA, scraped_twice
 from tests.properties import few
 
-from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_contract.rules import rule_classes
 from rankscope_contract.rules.anomaly import AnomalyNan
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_dashboards.alerts.anomaly import rule_expression
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.generate import PROVISIONING
+from rankscope_storage.base.service_catalogue import CATALOG
 
 RUNBOOKS = Path(__file__).parents[3] / "docs" / "runbooks.md"
 HEADINGS = re.findall(r"^## (\w+)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)

@@ -12,12 +12,12 @@ import pytest
 import yaml
 from tests.dashboards.conftest import BOARDS, FILES, PANELS, promql_error, substituted
 
-from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards import boards as boards_package
 from rankscope_dashboards.boards import boards
 from rankscope_dashboards.boards.elements.pages import BOARD_PAGES, PANEL_PAGES, all_panels, with_pages
 from rankscope_dashboards.generate import PROVISIONING, stale_files
 from rankscope_storage.api.store import Store
+from rankscope_storage.base.service_catalogue import CATALOG
 from rankscope_view.site import Site
 
 DOCS = Path(__file__).parents[3] / "docs"

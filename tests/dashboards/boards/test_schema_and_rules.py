@@ -10,9 +10,9 @@ import pytest
 import yaml
 from tests.dashboards.conftest import BOARDS
 
-from rankscope_contract.metrics.catalogue import CATALOG
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.generate import LINT_EXCEPTIONS, PROVISIONING
+from rankscope_storage.base.service_catalogue import CATALOG
 
 MODULES = {  # Modules of the package with the types `Options` and `FieldConfig`, by type of panel
     "stat": "stat/panelcfg/x/StatPanelCfg",

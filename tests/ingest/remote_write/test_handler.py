@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from tests.ingest.remote_write.messages import post, write_request, write_request_2
 
-from rankscope_contract.metrics.catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_ingest.base.config import RemoteWriteSection
 from rankscope_ingest.base.errors import BusyError, DecodeError
 from rankscope_ingest.base.protobuf import packed
@@ -23,6 +22,7 @@ from rankscope_ingest.remote_write import handler
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.remote_write.handler import RemoteWrite, Version
 from rankscope_storage.base.errors import BatchError, StoreError
+from rankscope_storage.base.service_catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS
 from rankscope_storage.writer.writer import Commit
 
 NOW = 1_770_000_000_000

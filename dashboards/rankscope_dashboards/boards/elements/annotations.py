@@ -12,6 +12,7 @@ from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_contract.model.phases import LABEL, Phase
 from rankscope_dashboards.boards.elements.panels import DATASOURCE
 from rankscope_dashboards.boards.elements.selectors import AHEAD, OF_JOB, service
+from rankscope_storage.base import service_catalogue
 
 _MERGED: Final = 300
 """Time in seconds within which checkpoints at consecutive times of evaluation are one mark: those of several ranks."""
@@ -55,7 +56,7 @@ RUN_ANNOTATIONS: Final = (
     _annotation(
         "Restarts",
         "purple",
-        f'count_values by (run) ("attempt", {_changes(catalogue.RUN_ATTEMPT)} > 0)',
+        f'count_values by (run) ("attempt", {_changes(service_catalogue.RUN_ATTEMPT)} > 0)',
         "Restart",
         "Attempt {{attempt}} of the run began.",
     ),
@@ -71,7 +72,9 @@ RUN_ANNOTATIONS: Final = (
     _annotation(
         "Incidents",
         "red",
-        _changes(catalogue.INCIDENT_AGE, how="present", aggregation="group by (run, rank, rule, kind, tensor, step)"),
+        _changes(
+            service_catalogue.INCIDENT_AGE, how="present", aggregation="group by (run, rank, rule, kind, tensor, step)"
+        ),
         "Incident: {{rule}}",
         "{{kind}} {{tensor}}, rank {{rank}}, step {{step}}",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rankscope_contract.metrics import catalogue
 from rankscope_dashboards.boards.elements.selectors import RANKS, SERVICE_RANKS, at_end
+from rankscope_storage.base import service_catalogue
 
 
 def firings(window: str = "", *, offset: str = "", of_ranks: str = RANKS, of_service: str = SERVICE_RANKS) -> str:
@@ -16,7 +17,7 @@ def firings(window: str = "", *, offset: str = "", of_ranks: str = RANKS, of_ser
     past = f" offset {offset}" if offset else ""
     own, service = (
         at_end(catalogue.ANOMALY_EVENTS, of_ranks, window),
-        at_end(catalogue.ANOMALIES_INGESTED, of_service, window),
+        at_end(service_catalogue.ANOMALIES_INGESTED, of_service, window),
     )
     return f"max by (run, rank, rule, kind) ({own}{past} or {service}{past})"
 

@@ -12,6 +12,7 @@ from typing import Final
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.metrics.spec import MetricSpec
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB
+from rankscope_storage.base import service_catalogue
 
 RATE_WINDOW: Final = "[$__rate_interval]"
 
@@ -104,7 +105,10 @@ def mean_loss(run: str, ranks: str, window: str = "") -> str:
     the label matcher for the runs, `ranks` the selector of their ranks, and `window` that of `at_end`. Without one, the
     result ends with the run, although the service continues to export its last loss.
     """
-    stored, kept = at_end(catalogue.RUN_LOSS, _selector(OF_JOB, run), window), catalogue.RUN_LOSS.name + _selector(run)
+    stored, kept = (
+        at_end(service_catalogue.RUN_LOSS, _selector(OF_JOB, run), window),
+        service_catalogue.RUN_LOSS.name + _selector(run),
+    )
     each = once(catalogue.LOSS, at_end(catalogue.LOSS, ranks, window))
     live = f"max by (run) ({kept})" + ("" if window else f" and on (run) {catalogue.LOSS.name}{ranks}")
     return f"(max by (run) ({stored}) or {live} or avg by (run, loss) {each})"

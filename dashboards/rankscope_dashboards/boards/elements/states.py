@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import RunState
 from rankscope_dashboards.boards.elements.panels import value_texts
 from rankscope_dashboards.boards.elements.selectors import OF_JOB, at_end
+from rankscope_storage.base import service_catalogue
 
 _COLOURS: Final = {
     RunState.PENDING: "yellow",
@@ -30,7 +30,7 @@ def state_number(run: str, window: str = "") -> str:
     With a `window`, such as `[$__range]`, it is the last state within this time.
     """
     return " or ".join(
-        f"max by (run) ({at_end(catalogue.RUN_STATE, selected, window)} == 1) * {position}"
+        f"max by (run) ({at_end(service_catalogue.RUN_STATE, selected, window)} == 1) * {position}"
         for job in ("", f"{OF_JOB}, ")
         for position, state in enumerate(_COLOURS)
         for selected in (f'{{{job}{run}, state="{state}"}}',)

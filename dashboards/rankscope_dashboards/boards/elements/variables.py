@@ -23,6 +23,7 @@ from rankscope_dashboards.boards.elements.selectors import (
     in_life,
     ranks,
 )
+from rankscope_storage.base import service_catalogue
 
 _ALL: Final = ".+"
 Sort = dashboard.VariableSort
@@ -45,7 +46,10 @@ def _run() -> builders.QueryVariable:
 
     Grafana chooses the first one when it opens a board. Without a service, there are only scraped runs.
     """
-    started, scraped = in_life(catalogue.RUN_START, _ANY_RUN), f"max by (run) ({catalogue.STEP.name}{{{_ANY_RUN}}})"
+    started, scraped = (
+        in_life(service_catalogue.RUN_START, _ANY_RUN),
+        f"max by (run) ({catalogue.STEP.name}{{{_ANY_RUN}}})",
+    )
     ordered = f"{started} + on (run) ({scraped} * 0 + 1e10) or {started} or {scraped}"
     return _query("run", "Run", f"query_result(sort_desc({ordered}))", Sort.DISABLED).regex('/{run="(.*)"}/')
 
