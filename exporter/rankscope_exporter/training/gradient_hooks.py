@@ -113,6 +113,8 @@ class GradientHooks(StepObserver):
 
         Store a trace of this gradient, if the loop updates parameters without an optimizer.
         """
+        if len(self._arrived) <= self._before:  # no gradient was added to a parameter
+            return False
         self._last = self._arrived[-1]
         parameter = self._monitored.parameter(self._last)
         self._trace = _versions(parameter) if parameter is not None and self.are_updated_by_hand else None

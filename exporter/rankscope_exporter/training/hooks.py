@@ -86,8 +86,8 @@ class Hooks(HookContext):
             monitored.optimizers, self._new_optimizer, monitored.places, ignored=lambda: _is_in_forward(self)
         )
         self._backward = self._listed = NO_PASS
-        self.forward_thread = 0  # of the latest forward pass
-        self._inner = 0  # forward passes of the root inside of its own forward pass
+        self.forward_thread = self.evaluation_thread = 0  # of the latest ones
+        self._inner: dict[int, int] = {}  # by thread: forward passes of the root inside of its own forward pass
         self._without_effect: set[int] = set()  # optimizers in a step that is none of the training, by identity
         self._passes = 0  # backward passes that have begun and not ended: reentrant checkpointing nests them
         self._updated_in_pass = False
@@ -142,45 +142,46 @@ class Hooks(HookContext):
             self._forward_is_transformed()
             return
         self._watchdog.active_at = time.monotonic()
-        if (self.in_forward or self.in_evaluation) and _is_in_forward(self, outside_of=1):
-            self._inner += 1
+        thread = threading.get_ident()
+        if (self.in_forward or self.in_evaluation) and _is_in_forward(self, begins=True):
+            self._inner[thread] = self._inner.get(thread, 0) + 1
             return
-        if self.in_forward:
-            self.in_forward = False
-            self._recorder.forward_failed()  # by an interrupt, after which torch calls no hook
-        self._inner = 0
-        update = self.monitored.update
-        update.is_running = update.is_running and running_optimizer_steps() > 0  # else it has raised
-        self.forward_thread = threading.get_ident()
+        self._inner.pop(thread, None)
         self._handled = id(sys.exc_info()[1])
         # The user's own module: Lightning leaves a wrapper in evaluation mode after the first validation.
         is_training = module.training if self._is_unwrapped else self.monitored.framework.is_training()
-        if is_training and torch.is_grad_enabled():
-            self.in_forward = True
-            self._passes = 0  # a backward pass that raised has not ended
-            self._reads_in_hooks = not self.monitored.framework.traits.local_until_backward_ends  # a new DDP has others
-            self._recorder.forward_begins(self.monitored.framework.chunk(module) if self._has_chunks else 0)
-        else:
-            self.in_evaluation = True
+        is_training = is_training and torch.is_grad_enabled()
+        if self.in_forward and (is_training or thread == self.forward_thread):
+            self.in_forward = False
+            self._recorder.forward_failed()  # by an interrupt, after which torch calls no hook
+        if not is_training:
+            self.in_evaluation, self.evaluation_thread = True, thread
             self._recorder.evaluation_begins()
+            return
+        update = self.monitored.update
+        update.is_running = update.is_running and running_optimizer_steps() > 0  # else it has raised
+        self.in_forward, self.forward_thread = True, thread
+        self._passes = 0  # a backward pass that raised has not ended
+        self._reads_in_hooks = not self.monitored.framework.traits.local_until_backward_ends  # a new DDP has others
+        self._recorder.forward_begins(self.monitored.framework.chunk(module) if self._has_chunks else 0)
 
     def _forward_is_transformed(self) -> None:
         self._watchdog.active_at = time.monotonic()
         self._recorder.transformed_forward()
 
     def _forward_ended(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if self._inner:
-            self._inner -= 1
-            return
-        was_training, self.in_forward = self.in_forward, False
-        was_evaluation, self.in_evaluation = self.in_evaluation, False
-        if was_training:
+        thread = threading.get_ident()
+        if self._inner.get(thread):
+            self._inner[thread] -= 1
+        elif self.in_forward and thread == self.forward_thread:
+            self.in_forward = False
             self._note("forward_ended")
             if id(sys.exc_info()[1]) != self._handled:
                 self._recorder.forward_failed()
             elif self._current.is_sampled and not self._has_chunks:
                 self._recorder.forward_ended(output)
-        elif was_evaluation:
+        elif self.in_evaluation and thread == self.evaluation_thread:
+            self.in_evaluation = False
             self._note("evaluation_ended")
 
     # Backward passes.
@@ -337,14 +338,18 @@ class Hooks(HookContext):
             self.tell_once(_COMPILED_UPDATE)
 
 
-def _is_in_forward(hooks: Hooks, *, outside_of: int = 0) -> bool:
-    """Return whether a forward pass of the model is running, without the `outside_of` innermost calls.
+def _is_in_forward(hooks: Hooks, *, begins: bool = False) -> bool:
+    """Return whether a training forward pass of the model runs, or an evaluation of which this call is a part.
 
-    The flags may be stale.
+    `begins` is true if this call is inside of a forward pass that begins now. The flags may be stale.
     """
-    if not (hooks.in_forward or hooks.in_evaluation):
-        return False
-    return running_calls(hooks.monitored.framework.chunks, hooks.forward_thread) > outside_of
+    thread, modules = threading.get_ident(), hooks.monitored.framework.chunks
+    training, evaluation = hooks.forward_thread, hooks.evaluation_thread
+    if hooks.in_forward and running_calls(modules, training) > (begins and thread == training):
+        return True
+    # A thread of autograd, which Python does not know, may run the backward pass of an evaluation.
+    is_own = thread == evaluation or all(item.ident != thread for item in threading.enumerate())
+    return hooks.in_evaluation and is_own and running_calls(modules, evaluation) > (begins and thread == evaluation)
 
 
 def _has_lost_hooks(framework: Framework) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -101,6 +102,7 @@ class Recorder:
         self._chunk = 0  # of the latest one
         self._results: set[int] = set()  # numbers of forward passes of the step whose results need gradients
         self._visited: set[int] = set()  # those of them that a backward pass has reached
+        self._visited_before = 0  # number of those when the latest backward pass began
 
     # Calls of the hooks, in the order of a step.
 
@@ -168,6 +170,9 @@ class Recorder:
                 self._notice_updates()
             before = self.current.pending
             self._after(self.tracker.move(Signal.BACKWARD, self.gradients.are_cleared), "backward")
+            if len(self._visited) == self._visited_before:  # the loss was computed from other tensors of the passes
+                self._visited |= self._results
+            self._visited_before = len(self._visited)
             if self._unseen.are_expected:
                 self._await_update()
             self.current.backward_begins()
@@ -293,12 +298,14 @@ class Recorder:
         knows_copies = type(framework).updated_tensors is not Framework.updated_tensors
         if optimizer is None or framework.traits.optimizer_takes_copies or knows_copies:
             return False
-        held = identities(optimizer)
-        if {id(named.current()) for named in monitored.parameters}.issuperset(held):
-            return False
-        updated = {own for item in monitored.optimizers.present() for own in identities(item)}
-        trained = (item for item in monitored.tensors() if item is not None and item.requires_grad)
-        return any(id(item) not in updated for item in trained) and not monitored.places().keys() >= {*held}
+        known = {id(named.current()) for named in monitored.parameters}
+        own = [item for group in optimizer.param_groups for item in group["params"]]
+        others = Counter(tuple(item.shape) for item in own if id(item) not in known | monitored.places().keys())
+        updated = {key for item in monitored.optimizers.present() for key in identities(item)}
+        trained = [item for item in monitored.tensors() if item is not None and item.requires_grad]
+        left = Counter(tuple(item.shape) for item in trained if id(item) not in updated)
+        are_all = known.isdisjoint(map(id, own))  # copies of all parameters may have other shapes, as one flat tensor
+        return bool(others and left) and (are_all or others <= left)
 
     def update_compiles(self) -> None:
         """Handle the compilation of an optimizer step, which runs afterwards and calls no hooks."""
@@ -408,6 +415,7 @@ class Recorder:
         self.micro_step = -1
         self._forwards.clear()
         self._results, self._visited = set(), set()  # the graphs of earlier passes have the old ones
+        self._visited_before = 0
         self._began = now
         self.note("step_begins")
         self.events.on_sampling_decided(sampled)
@@ -443,7 +451,6 @@ class Recorder:
         if pending.sampled:
             pending.arrived = list(self.monitored.update.arrived)
             try:
-                # If no result was reached, the loss was computed from other tensors of the passes.
                 left_out = self._results - self._visited if self._visited else set()
                 self.active_quantities.end(pending, left_out)
             except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,7 +220,8 @@ class StepTracker:
         return self.stage is StepStage.OPEN and self._has_failed and not self._has_closure
 
 
-_key = operator.attrgetter("name", "labels")  # of a logged number
+def _key(value: Pending) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return value.name, tuple(value.labels.items())
 
 
 class CurrentStep:
@@ -254,8 +254,8 @@ class CurrentStep:
         self._has_gone_back = False
         self._next_values: list[Pending] = []  # added while no step is open or after an update
         self._next_events: list[Event] = []
-        self._early: list[Any] = []  # names and labels that were first logged before the first step
-        self.logged: list[Any] = []
+        self._early: set[Any] = set()  # names and labels that were first logged before the first step
+        self.logged: set[Any] = set()
         """Names and labels of the numbers that were logged since the last forward pass of the open or last step."""
 
     def open(self, step: int, *, sampled: bool) -> None:
@@ -279,11 +279,11 @@ class CurrentStep:
             values = self._without_next(values, is_first=is_first)
         if self.pending is not None:
             self.pending.pending += values
-            self.logged += map(_key, values)
+            self.logged.update(map(_key, values))
             if step is not None:
                 self.pending.step = step
         elif step is None or step == self.last_step:
-            self.logged += map(_key, values)
+            self.logged.update(map(_key, values))
             if values:
                 self.hand_over(StepRecord.now(self.last_step, pending=list(values)))
             return False
@@ -297,15 +297,15 @@ class CurrentStep:
 
     def _without_next(self, values: Sequence[Pending], *, is_first: bool) -> list[Pending]:
         """Keep the values that belong to the next step, and return the others."""
-        waiting, others = [*map(_key, self._next_values)], []
+        waiting, others = set(map(_key, self._next_values)) if self.pending is None else set(), []
         for item in values:
             key = _key(item)
-            if is_first and key not in self._early:
-                self._early.append(key)
+            if is_first:
+                self._early.add(key)
             if key not in self._early and key not in self.logged:
                 others.append(item)
                 continue
-            if self.pending is None and key in waiting:  # no step begins
+            if key in waiting:  # no step begins
                 self.publish_next()
                 waiting.clear()
             self._next_values.append(item)

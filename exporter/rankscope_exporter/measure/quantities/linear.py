@@ -93,7 +93,7 @@ class Linear(ModuleQuantity):
         self._measure(self._whole, table)
 
     def _read_gathered(self, named: NamedModule, *_: Any) -> None:
-        if not self._hooking.micro_step:
+        if self.is_first_in_step:
             self._measure([named], self._gate.table)
 
     def _measure(self, modules: Iterable[NamedModule], table: Table) -> None:

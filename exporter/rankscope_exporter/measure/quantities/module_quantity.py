@@ -167,6 +167,7 @@ class ModuleQuantity(Quantity):
         self._notes = CoverageNotes()
         self._hooked: dict[str, tuple[NamedModule, Hook]] = {}
         self._called: set[str] = set()
+        self.is_first_in_step = False  # the call that is read now is the first one of its module in the step
         self._compiled: set[str] = set()  # modules whose hooks Dynamo compiled, where the hooks have no effect
         self._seen: set[tuple[str, int]] = set()  # module and micro-batch
         self._has_noted_uncalled = False
@@ -246,6 +247,7 @@ class ModuleQuantity(Quantity):
             self.missing("is called more than once in a micro-batch, of which only the first call is measured", named)
             return False
         self._seen.add(key)
+        self.is_first_in_step = named.name not in self._called
         self._called.add(named.name)
         return True
 

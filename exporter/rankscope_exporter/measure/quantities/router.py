@@ -102,7 +102,7 @@ class Router(ModuleQuantity):
             self.missing("has no router_load, because the number of experts per token is unknown: set top_k", named)
         sums, micro_step = routing_sums(logits, top_k), self._hooking.micro_step
         self._gate.table.defer("features", sums, functools.partial(_rows, named.name, micro_step))
-        if not micro_step:
+        if self.is_first_in_step:
             self._compare(named, _weight(module, logits.shape[-1]), logits.shape[-1])
 
     def _logits(self, output: Any) -> torch.Tensor:
