@@ -227,11 +227,8 @@ def certificates(tmp_path_factory: Any) -> Certificates:
     for ca in ("ca", "other_ca"):
         made.make_ca(ca)
     for name, signer, names, days in (
-        ("server", "ca", here, 2),
-        ("client", "ca", here, 2),
-        ("expired", "ca", here, -1),
-        ("elsewhere", "ca", "DNS:elsewhere.test", 2),
-        ("stranger", "other_ca", here, 2),
+        *(("server", "ca", here, 2), ("client", "ca", here, 2), ("expired", "ca", here, -1)),
+        *(("elsewhere", "ca", "DNS:elsewhere.test", 2), ("stranger", "other_ca", here, 2)),
     ):
         made.sign(name, signer, names, days)
     return made

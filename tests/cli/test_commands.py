@@ -38,12 +38,9 @@ def assert_golden(name, text):
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("runs", ["runs"]),
-        ("summary", ["summary", "my-run"]),
-        ("summary_of_failed_run", ["summary", "../other run"]),
-        ("anomalies", ["anomalies", "--top", "8"]),
-        ("anomalies_none", ["anomalies", "my-run", "--steps", "1:9"]),
-        ("sql_table", ["sql", LOSS_AROUND_THE_NAN]),
+        *(("runs", ["runs"]), ("summary", ["summary", "my-run"])),
+        *(("summary_of_failed_run", ["summary", "../other run"]), ("anomalies", ["anomalies", "--top", "8"])),
+        *(("anomalies_none", ["anomalies", "my-run", "--steps", "1:9"]), ("sql_table", ["sql", LOSS_AROUND_THE_NAN])),
         ("sql_json", ["sql", "--format", "json", LOSS_AROUND_THE_NAN]),
         ("sql_csv", ["sql", "--format", "csv", "select distinct tensor, zeros from tensor_stats order by zeros"]),
     ],
@@ -99,10 +96,8 @@ ON_A_URL = [f"{name} --store s3://a/b" for name in ("runs", "import log.jsonl", 
     [
         (["summary", "my-rum"], 2, "run 'my-rum' not found. Did you mean 'my-run'?"),
         (["summary", "zzz"], 2, "Runs in the store: ../other run, my-run."),
-        (["anomalies", "--steps", "9:1"], 2, "write first:last"),
-        (["sql", "select * from scalar"], 1, "scalars"),
-        (["sql", "selec 1"], 1, "selec"),
-        (["sql", "select 1", "-f", "x.sql"], 2, "not both"),
+        *((["anomalies", "--steps", "9:1"], 2, "write first:last"), (["sql", "select * from scalar"], 1, "scalars")),
+        *((["sql", "selec 1"], 1, "selec"), (["sql", "select 1", "-f", "x.sql"], 2, "not both")),
         (["sql", "-f", "missing.sql"], 2, "missing.sql"),
         (["runs", "--store", "/nowhere"], 2, "/nowhere is not a Rankscope store"),
         (["sql", "select 1", "--store", "/etc/passwd"], 1, "/etc/passwd"),
@@ -187,11 +182,9 @@ FULL = "rankscope: cannot write standard output: No space left on device\n"
 @pytest.mark.parametrize(
     ("command", "code", "out", "err"),
     [
-        ("--help | true", 0, "", ""),
-        ("runs --help | true", 0, "", ""),
+        *(("--help | true", 0, "", ""), ("runs --help | true", 0, "", "")),
         ("sql --store STORE --format csv 'from range(300000)' | head -n 2", 0, "range\n0\n", ""),
-        ("runs --store STORE >&- 2>&- <&-", 0, "", ""),
-        ("runs --store STORE >&-", 0, "", ""),
+        *(("runs --store STORE >&- 2>&- <&-", 0, "", ""), ("runs --store STORE >&-", 0, "", "")),
         ("sql 'SELECT 1' --store STORE >/dev/full", 1, "", FULL),
     ],
 )

@@ -59,10 +59,8 @@ def diff(in_process, two_runs):
 @pytest.mark.parametrize(
     ("name", "code", "arguments"),
     [
-        ("diff", 1, [*RUNS, "--tolerance", "1e-9"]),
-        ("diff_exact", 1, [*RUNS, "--top", "2"]),
-        ("diff_none", 0, [*RUNS, "--rank", "0"]),
-        ("diff_of_ranks", 1, ["bad-run", "--ranks", "0", "1"]),
+        *(("diff", 1, [*RUNS, "--tolerance", "1e-9"]), ("diff_exact", 1, [*RUNS, "--top", "2"])),
+        *(("diff_none", 0, [*RUNS, "--rank", "0"]), ("diff_of_ranks", 1, ["bad-run", "--ranks", "0", "1"])),
     ],
 )
 def test_golden_output(diff, name, code, arguments):

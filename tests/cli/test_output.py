@@ -108,10 +108,7 @@ def test_times_out_of_range_are_shown_with_all_other_values():
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (None, "null"),
-        (True, "true"),
-        (1234567, "1234567"),
-        (1.23456789, "1.23457"),
+        *((None, "null"), (True, "true"), (1234567, "1234567"), (1.23456789, "1.23457")),
         (dt.datetime(2026, 3, 1, 12, 0, 0, 5, tzinfo=dt.UTC), "2026-03-01 12:00:00.000005"),
         ({"a": math.nan}, '{"a": "NaN"}'),
     ],
@@ -135,10 +132,8 @@ def test_an_anomaly_of_no_single_rank_has_no_number(form, start):
     ("value", "text"),
     [
         (pa.MonthDayNano([14, 3, 14_706_500_000_000]), "1 year 2 months 3 days 04:05:06.5"),
-        (pa.MonthDayNano([0, 1, 0]), "1 day"),
-        (pa.MonthDayNano([0, 0, -1_500_000_000]), "-00:00:01.5"),
-        (dt.timedelta(seconds=90), "00:01:30"),
-        (pa.MonthDayNano([0, 0, 0]), "00:00:00"),
+        *((pa.MonthDayNano([0, 1, 0]), "1 day"), (pa.MonthDayNano([0, 0, -1_500_000_000]), "-00:00:01.5")),
+        *((dt.timedelta(seconds=90), "00:01:30"), (pa.MonthDayNano([0, 0, 0]), "00:00:00")),
     ],
 )
 def test_an_interval_is_written_as_duckdb_writes_it(value, text):

@@ -23,14 +23,7 @@ from rankscope_exporter.adapters.parameter_names import Targets
 from rankscope_exporter.adapters.pytree import OBJECTS
 from rankscope_exporter.config.loader import without_comments
 from rankscope_exporter.training.sampling_config import sampling_config_from
-from rankscope_msprobe.configuration import (
-    CC_KEYS,
-    FORMATS,
-    KEYS,
-    L2_HOOKS,
-    module_pattern,
-    parameter_pattern,
-)
+from rankscope_msprobe.configuration import CC_KEYS, FORMATS, KEYS, L2_HOOKS, module_pattern, parameter_pattern
 from rankscope_msprobe.trainer_mon import AS_IN_THE_CODE, TrainerMon
 
 FROM_THE_MANUAL = """{
@@ -209,16 +202,11 @@ PARAMETERS = (*OF_LAYERS, "encoder.layers.1.mlp.weight", "head.weight")
 @pytest.mark.parametrize(
     ("target", "squashed", "found"),
     [
-        ("layers.1", False, {"layers.1"}),
-        ("12:module.module.layers.1", False, {"layers.1"}),
-        ("_fsdp_wrapped_module.layers.1._orig_mod", False, {"layers.1"}),
-        ("module.head", False, {"module.head"}),
-        ("module", False, {""}),
-        ("", False, {""}),
-        ("layers.1.mlp", False, {"layers.1.mlp"}),
+        *(("layers.1", False, {"layers.1"}), ("12:module.module.layers.1", False, {"layers.1"})),
+        *(("_fsdp_wrapped_module.layers.1._orig_mod", False, {"layers.1"}), ("module.head", False, {"module.head"})),
+        *(("module", False, {""}), ("", False, {""}), ("layers.1.mlp", False, {"layers.1.mlp"})),
         ("layers.1.mlp", True, {"layers.1.mlp", "encoder.layers.1.mlp", "decoder.layers.1.mlp"}),
-        ("mlp", True, set()),
-        ("layersX1", False, set()),
+        *(("mlp", True, set()), ("layersX1", False, set())),
     ],
 )
 def test_module_target_matches_the_name_without_wrappers(target, squashed, found):
@@ -231,12 +219,9 @@ def test_module_target_matches_the_name_without_wrappers(target, squashed, found
     ("target", "squashed", "found"),
     [
         ("layers.1", False, {"layers.1.weight", "layers.1.mlp.weight"}),
-        ("layers.1.weight", False, {"layers.1.weight"}),
-        ("0:module.layers.1.mlp", False, {"layers.1.mlp.weight"}),
+        *(("layers.1.weight", False, {"layers.1.weight"}), ("0:module.layers.1.mlp", False, {"layers.1.mlp.weight"})),
         ("layers.1.mlp", True, {"layers.1.mlp.weight", "encoder.layers.1.mlp.weight"}),
-        ("", False, set(PARAMETERS)),
-        ("module", False, set(PARAMETERS)),
-        ("layers", False, set(OF_LAYERS)),
+        *(("", False, set(PARAMETERS)), ("module", False, set(PARAMETERS)), ("layers", False, set(OF_LAYERS))),
         ("layer", False, set()),
     ],
 )

@@ -33,12 +33,9 @@ XY, WG = {"xy_distribution": True}, {"wg_distribution": True}
 @pytest.mark.parametrize(
     ("document", "kinds"),
     [
-        (WG, GRADIENTS),
-        ({"param_distribution": True}, {"param_before", "param_after"}),
-        ({"mv_distribution": True}, {"exp_avg", "exp_avg_sq"}),
-        (XY, ACTIVATIONS),
-        ({**WG, "xy_distribution": False}, GRADIENTS),
-        ({**XY, "forward_only": True}, {"act_in", "act_out"}),
+        *((WG, GRADIENTS), ({"param_distribution": True}, {"param_before", "param_after"})),
+        *(({"mv_distribution": True}, {"exp_avg", "exp_avg_sq"}), (XY, ACTIVATIONS)),
+        *(({**WG, "xy_distribution": False}, GRADIENTS), ({**XY, "forward_only": True}, {"act_in", "act_out"})),
         ({**XY, "backward_only": True}, {"act_grad_in", "act_grad_out"}),
         ({**XY, "targets": {"layers.1": {}}}, ACTIVATIONS),
     ],
@@ -139,10 +136,8 @@ def test_targets_select_tensors_in_a_modules_objects(trained):
     ("count", "document", "steps"),
     [
         (2, {"dynamic_on": False, "module_ranks": [0]}, [1, 2]),  # without DYNAMIC_MONITOR
-        (4, {**XY, "start_step": 2}, [3, 4]),
-        (6, {"start_step": 1, "step_interval": 3}, [2, 5]),
-        (5, {"start_step": 1, "collect_times": 2}, [2, 3]),
-        (2, {"stack_info": True, "collect_times": 0}, []),
+        *((4, {**XY, "start_step": 2}, [3, 4]), (6, {"start_step": 1, "step_interval": 3}, [2, 5])),
+        *((5, {"start_step": 1, "collect_times": 2}, [2, 3]), (2, {"stack_info": True, "collect_times": 0}, [])),
         (2, {"collect_times": 100_000_000}, [1, 2]),
     ],
 )

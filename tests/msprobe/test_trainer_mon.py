@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.msprobe.monitored_runs import (
-    LONG_SECONDS,
-    QUIET,
-    Run,
-    adam,
-    batch,
-    left,
-    model,
-    train,
-    write,
-)
+from tests.msprobe.monitored_runs import LONG_SECONDS, QUIET, Run, adam, batch, left, model, train, write
 from tests.programs import run_command, run_program
 from torch import nn
 

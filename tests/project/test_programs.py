@@ -40,11 +40,8 @@ def test_exit_waits_for_threads_runs_atexit_and_closes_files(tmp_path, whole_exi
 @pytest.mark.parametrize(
     ("code", "status", "message"),
     [
-        ("", 0, ""),
-        ("import sys; sys.exit()", 0, ""),
-        ("import sys; sys.exit(True)", 1, ""),
-        ("import sys; sys.exit(257)", 1, ""),
-        ("import sys; sys.exit('no store')", 1, "no store\n"),
+        *(("", 0, ""), ("import sys; sys.exit()", 0, ""), ("import sys; sys.exit(True)", 1, "")),
+        *(("import sys; sys.exit(257)", 1, ""), ("import sys; sys.exit('no store')", 1, "no store\n")),
         ("raise ValueError('no store')", 1, "ValueError: no store\n"),
         ("import os; os.kill(os.getpid(), 15)", -signal.SIGTERM, ""),
         ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),

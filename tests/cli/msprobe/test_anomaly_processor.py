@@ -67,17 +67,9 @@ def test_order_of_ranks_stages_and_calls_is_that_of_msprobe(tmp_path):
 @pytest.mark.parametrize(
     ("step_list", "steps"),
     [
-        ("[]", {0, 1, 2, 3, 4, 5}),
-        ((), {0, 1, 2, 3, 4, 5}),
-        ("[1, 3]", {1, 3}),
-        ("2", {2}),
-        ("1,3", {1, 3}),
-        ("2:4", {2, 3, 4}),
-        ("2-4", {2, 3, 4}),
-        ("[0, 2:3, 5]", {0, 2, 3, 5}),
-        ([1, 3], {1, 3}),
-        (range(2, 4), {2, 3}),
-        ([9], set()),
+        *(("[]", {0, 1, 2, 3, 4, 5}), ((), {0, 1, 2, 3, 4, 5}), ("[1, 3]", {1, 3}), ("2", {2}), ("1,3", {1, 3})),
+        *(("2:4", {2, 3, 4}), ("2-4", {2, 3, 4}), ("[0, 2:3, 5]", {0, 2, 3, 5}), ([1, 3], {1, 3})),
+        *((range(2, 4), {2, 3}), ([9], set())),
     ],
 )
 def test_steps_are_a_list_or_ranges(step_list, steps, tmp_path):
@@ -110,10 +102,8 @@ def test_damaged_files_lose_only_the_damaged_entries(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"topk": 0}, "topk must be a positive integer"),
-        ({"step_list": "[3"}, "neither a step nor a range"),
-        ({"step_list": "5:2"}, "neither a step nor a range"),
-        ({"step_list": ["1"]}, "must contain integers"),
+        *(({"topk": 0}, "topk must be a positive integer"), ({"step_list": "[3"}, "neither a step nor a range")),
+        *(({"step_list": "5:2"}, "neither a step nor a range"), ({"step_list": ["1"]}, "must contain integers")),
         ({"data_path": SINGLE}, r"anomaly\.json: use .*anomaly_detected"),
         ({"data_path": SINGLE / "missing"}, r"such as rank0/anomaly\.json"),
     ],

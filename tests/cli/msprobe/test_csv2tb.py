@@ -73,9 +73,7 @@ def test_every_value_of_msprobe_is_a_point(output, process_num, tmp_path):
         ("Dec03_21-34-40", "Dec03_21-34-42", {0, 1}),
         ("Dec03_21-34-41", "Dec03_21-34-42", {1}),
         (None, "Dec03_21-34-40", {0, 3}),  # without a year, January is before December
-        ("Dec03_21-34-42", None, {1, 2}),
-        ("Dec31_23-00-00", "Jan01_01-00-00", {2, 3}),
-        (None, None, {0, 1, 2, 3}),
+        *(("Dec03_21-34-42", None, {1, 2}), ("Dec31_23-00-00", "Jan01_01-00-00", {2, 3}), (None, None, {0, 1, 2, 3})),
     ],
 )
 def test_range_of_times_is_closed_and_may_span_a_new_year(start, end, ranks, tmp_path):

@@ -58,12 +58,9 @@ def test_notify_address_becomes_a_receiver_with_the_fields_of_its_kind(address, 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("nothing://secret@x", "any apprise URL, .*smtp://"),
-        ("nonsense", "smtp://"),
-        ("smtp://secret@host:25", "to=ADDRESS"),
-        ("smtp://host:25?to=secret", "mail address"),
-        ("smtp://host:25?to=a@b&secret=1x", "unknown key"),
-        ("smtp://host:secretport?to=a@b", "smtp"),
+        *(("nothing://secret@x", "any apprise URL, .*smtp://"), ("nonsense", "smtp://")),
+        *(("smtp://secret@host:25", "to=ADDRESS"), ("smtp://host:25?to=secret", "mail address")),
+        *(("smtp://host:25?to=a@b&secret=1x", "unknown key"), ("smtp://host:secretport?to=a@b", "smtp")),
         ("https://", "webhook"),
     ],
 )

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.model.flights import entry, record
 
-from rankscope_contract.model.collective_format import (
-    MOST_RANKS,
-    message_bytes,
-    ranks_in,
-    spans,
-)
+from rankscope_contract.model.collective_format import MOST_RANKS, message_bytes, ranks_in, spans
 from rankscope_contract.model.stacks import (
     Collective,
     FlightRecord,
@@ -46,10 +41,8 @@ F, L = ["Float"], ["Long"]
         ("all_to_all", ([[2], [1]], ["Float", "Float"]), ([[2], [2]], ["Float", "Float"]), 16),
         ("send", ([[3]], F), ([[3]], F), 12),
         ("all_reduce of several", ([[4], [6]], ["BFloat16", "Long"]), ([[4], [6]], ["BFloat16", "Long"]), 56),
-        ("all_reduce of a scalar", ([[]], L), ([[]], L), 8),
-        ("all_reduce of nothing", ([[0]], F), ([[0]], F), 0),
-        ("barrier", ([], []), ([], []), None),
-        ("an unknown dtype", ([[3]], ["Float3"]), ([[3]], F), None),
+        *(("all_reduce of a scalar", ([[]], L), ([[]], L), 8), ("all_reduce of nothing", ([[0]], F), ([[0]], F), 0)),
+        *(("barrier", ([], []), ([], []), None), ("an unknown dtype", ([[3]], ["Float3"]), ([[3]], F), None)),
     ],
 )
 def test_message_bytes_is_the_larger_of_input_and_output(op, inputs, outputs, count):
@@ -165,11 +158,8 @@ def test_ranks_with_different_installation_folders_are_at_one_place():
 @pytest.mark.parametrize(
     ("frames", "own"),
     [
-        ((REDUCE, STEP), STEP),
-        ((Frame("/root/lib/python3.11/threading.py", 331, "wait"), LOOP), LOOP),
-        ((Frame("<frozen importlib._bootstrap>", 1, "load"), LOOP), LOOP),
-        ((REDUCE,), REDUCE),
-        ((), None),
+        *(((REDUCE, STEP), STEP), ((Frame("/root/lib/python3.11/threading.py", 331, "wait"), LOOP), LOOP)),
+        *(((Frame("<frozen importlib._bootstrap>", 1, "load"), LOOP), LOOP), ((REDUCE,), REDUCE), ((), None)),
     ],
 )
 def test_own_frame_is_the_innermost_frame_outside_of_libraries(frames, own):

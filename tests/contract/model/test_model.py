@@ -46,13 +46,8 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMP
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, (0, 0, 1)),
-        (TORCHRUN, (3, 1, 8)),
-        (SLURM, (5, 2, 16)),
-        (OPEN_MPI, (1, 1, 2)),
-        ({**SLURM, **TORCHRUN}, (3, 1, 8)),
-        ({"RANK": "four"}, (0, 0, 1)),
-        ({"RANK": "7"}, (7, 0, 8)),
+        *(({}, (0, 0, 1)), (TORCHRUN, (3, 1, 8)), (SLURM, (5, 2, 16)), (OPEN_MPI, (1, 1, 2))),
+        *(({**SLURM, **TORCHRUN}, (3, 1, 8)), ({"RANK": "four"}, (0, 0, 1)), ({"RANK": "7"}, (7, 0, 8))),
     ],
 )
 def test_rank_local_rank_and_world_size(environment, expected):
@@ -62,14 +57,12 @@ def test_rank_local_rank_and_world_size(environment, expected):
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, None),
-        (TORCHRUN, None),
-        ({"TORCHELASTIC_RUN_ID": "exp7"}, "exp7"),
-        (SLURM, "4711"),
-        ({**SLURM, "TORCHELASTIC_RUN_ID": "exp7"}, "4711"),
-        ({**SLURM, "RANKSCOPE_RUN": "a=b/../学习"}, "a=b/../学习"),
-        ({"RANKSCOPE_RUN": "", "SLURM_JOB_ID": "1"}, "1"),
-        ({"RANKSCOPE_RUN": "none"}, "none"),
+        *(({}, None), (TORCHRUN, None), ({"TORCHELASTIC_RUN_ID": "exp7"}, "exp7"), (SLURM, "4711")),
+        *(
+            ({**SLURM, "TORCHELASTIC_RUN_ID": "exp7"}, "4711"),
+            ({**SLURM, "RANKSCOPE_RUN": "a=b/../学习"}, "a=b/../学习"),
+        ),
+        *(({"RANKSCOPE_RUN": "", "SLURM_JOB_ID": "1"}, "1"), ({"RANKSCOPE_RUN": "none"}, "none")),
     ],
 )
 def test_run_name_from_the_environment(environment, expected):

@@ -82,14 +82,8 @@ def test_different_names_have_different_file_names_that_are_safe(name, other):
 @pytest.mark.parametrize(
     ("parts", "name"),
     [
-        (("llama-1b", "overview"), "llama-1b-overview"),
-        (("实验一",), "实验一"),
-        (("परीक्षण_α.2",), "परीक्षण_α.2"),
-        (("a/b",), "a_b~"),
-        (("-rf",), "rf~"),
-        (("..",), "unnamed~"),
-        (("a", "b-c"), "a-b-c~"),
-        (("a~",), "a_~"),
+        *((("llama-1b", "overview"), "llama-1b-overview"), (("实验一",), "实验一"), (("परीक्षण_α.2",), "परीक्षण_α.2")),
+        *((("a/b",), "a_b~"), (("-rf",), "rf~"), (("..",), "unnamed~"), (("a", "b-c"), "a-b-c~"), (("a~",), "a_~")),
     ],
 )
 def test_file_name_keeps_letters_and_marks_every_other_change(parts, name):
@@ -211,10 +205,7 @@ def test_only_required_client_certificates_demand_an_identity(tmp_path):
 @pytest.mark.parametrize(
     ("document", "complaint"),
     [
-        (None, "No such file"),
-        ("", "the file is empty"),
-        ("[1, 2]", "not list"),
-        ("a: [", "not YAML"),
+        *((None, "No such file"), ("", "the file is empty"), ("[1, 2]", "not list"), ("a: [", "not YAML")),
         ({"tls_server_config": None}, "the file is empty"),
         ({"tls_server_config": []}, "write cert_file and key_file below it"),
         ({"tls_server_confg": TLS}, "unknown key tls_server_confg: did you mean tls_server_config?"),

@@ -123,8 +123,7 @@ class Content:
 
     def routes(self) -> list[tuple[str, str, Callable[..., Answer]]]:
         return [
-            ("POST", "/api/folders", self._create_folder),
-            ("GET", "/api/folders/([^/]+)", self._get_folder),
+            *(("POST", "/api/folders", self._create_folder), ("GET", "/api/folders/([^/]+)", self._get_folder)),
             ("DELETE", "/api/folders/([^/]+)", self._delete_folder),
             ("POST", "/api/datasources", self._create_source),
             ("GET", "/api/datasources/(uid|name)/([^/]+)", self._get_source),
@@ -132,8 +131,7 @@ class Content:
             ("DELETE", "/api/datasources/uid/([^/]+)", self._delete_source),
             ("POST", "/api/dashboards/db", self._save_board),
             ("GET", "/api/dashboards/uid/([^/]+)", self._get_board),
-            ("DELETE", "/api/dashboards/uid/([^/]+)", self._delete_board),
-            ("GET", "/api/search", self._search),
+            *(("DELETE", "/api/dashboards/uid/([^/]+)", self._delete_board), ("GET", "/api/search", self._search)),
         ]
 
     def add_folder(self, uid: str, title: str, login: str = "Anonymous") -> Folder:

@@ -122,18 +122,12 @@ def test_step_of_a_query_is_a_round_interval_above_the_scrape_interval(seconds, 
 @pytest.mark.parametrize(
     ("value", "unit", "decimals", "text"),
     [
-        (0.1234, "percentunit", 1, "12.3%"),
-        (3 * 2.0**30, "bytes", None, "3 GiB"),
-        (2_500_000.0, "Bps", None, "2.50 MB/s"),
-        (0.0042, "s", None, "4.20 ms"),
-        (90.0, "s", None, "1.50 min"),
-        (93_784.0, "dtdurations", 0, "1 d 02:03:04"),
-        (6e-5, "sci", 2, "6.00e-5"),
+        *((0.1234, "percentunit", 1, "12.3%"), (3 * 2.0**30, "bytes", None, "3 GiB")),
+        *((2_500_000.0, "Bps", None, "2.50 MB/s"), (0.0042, "s", None, "4.20 ms"), (90.0, "s", None, "1.50 min")),
+        *((93_784.0, "dtdurations", 0, "1 d 02:03:04"), (6e-5, "sci", 2, "6.00e-5")),
         (1234.5, "suffix: tok/s", 0, "1,234 tok/s"),
-        (1_700_000_000_000.0, "dateTimeAsIso", None, "2023-11-14 22:13:20"),
-        (61.0, "celsius", None, "61 °C"),
-        (math.nan, "none", None, "NaN"),
-        (0.5, "furlongs", None, "0.500 furlongs"),
+        *((1_700_000_000_000.0, "dateTimeAsIso", None, "2023-11-14 22:13:20"), (61.0, "celsius", None, "61 °C")),
+        *((math.nan, "none", None, "NaN"), (0.5, "furlongs", None, "0.500 furlongs")),
     ],
 )
 def test_values_have_their_units(value, unit, decimals, text):

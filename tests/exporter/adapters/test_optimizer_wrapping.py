@@ -101,12 +101,9 @@ class Slotted:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (lambda _: nn.Linear(2, 2), "Linear"),
-        (lambda optimizer: [optimizer, object()], "object"),
-        (lambda optimizer: {"main": optimizer}, None),
-        (lambda optimizer: iter([optimizer]), None),
-        (Slotted, None),
-        (lambda _: None, None),
+        *((lambda _: nn.Linear(2, 2), "Linear"), (lambda optimizer: [optimizer, object()], "object")),
+        *((lambda optimizer: {"main": optimizer}, None), (lambda optimizer: iter([optimizer]), None)),
+        *((Slotted, None), (lambda _: None, None)),
     ],
 )
 def test_no_object_among_the_optimizers_ends_the_attach(given, named):

@@ -166,13 +166,9 @@ def test_training_with_captures_is_bit_identical():
 
 def test_sample_ids_are_json_values_or_a_tensor():
     cases: list[tuple[Any, Any]] = [
-        ([3, 1], [3, 1]),
-        (("a.jpg", "b.jpg"), ["a.jpg", "b.jpg"]),
-        (torch.tensor([[7, 8]]), [7, 8]),
-        ({"shard": 3, "rows": [1, 2]}, {"shard": 3, "rows": [1, 2]}),
-        ("epoch 1, batch 3", "epoch 1, batch 3"),
-        (range(3), [0, 1, 2]),
-        ({(1, 2): "a"}, "a dict that JSON cannot hold: TypeError"),
+        *(([3, 1], [3, 1]), (("a.jpg", "b.jpg"), ["a.jpg", "b.jpg"]), (torch.tensor([[7, 8]]), [7, 8])),
+        *(({"shard": 3, "rows": [1, 2]}, {"shard": 3, "rows": [1, 2]}), ("epoch 1, batch 3", "epoch 1, batch 3")),
+        *((range(3), [0, 1, 2]), ({(1, 2): "a"}, "a dict that JSON cannot hold: TypeError")),
         ([NAN], "a list that JSON cannot hold: ValueError"),
     ]
     with Training(capture=CAPTURE | {"cooldown_steps": 0, "steps": 1}) as training:

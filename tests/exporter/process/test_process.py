@@ -154,11 +154,9 @@ WITHOUT_REFERENCES = """
 @pytest.mark.parametrize(
     ("begin", "planned", "end", "reason"),
     [
-        ("", None, "", "unknown"),
-        ("", None, "sys.exit(1)", "unknown"),
+        *(("", None, "", "unknown"), ("", None, "sys.exit(1)", "unknown")),
         ("", None, "raise ValueError('broken')", "exception"),
-        ("sys.last_value = NameError('of a notebook cell')\n", None, "", "unknown"),
-        ("", 1, "", "completed"),
+        *(("sys.last_value = NameError('of a notebook cell')\n", None, "", "unknown"), ("", 1, "", "completed")),
     ],
     ids=["end of the script", "exit code", "uncaught exception", "notebook", "all planned steps"],
 )

@@ -48,15 +48,10 @@ def _read_all(client):
 
 
 INVALID = [
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"),
-    (b"\x00" * 200 + b"\r\n", b"400"),
-    (b"\xff\xfe\r\n\r\n", b"400"),
-    (b"GARBAGE\r\n\r\n", b"400"),
-    (b"GET /metrics\r\n\r\n", b"400"),
-    (b"GET /metrics HTTP/x.y\r\n\r\n", b"400"),
-    (b"GET / HTTP/3.0\r\n\r\n", b"505"),
-    (b"BREW /pot HTTP/1.1\r\n\r\n", b"501"),
-    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"),
+    *((b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400"), (b"\x00" * 200 + b"\r\n", b"400")),
+    *((b"\xff\xfe\r\n\r\n", b"400"), (b"GARBAGE\r\n\r\n", b"400"), (b"GET /metrics\r\n\r\n", b"400")),
+    *((b"GET /metrics HTTP/x.y\r\n\r\n", b"400"), (b"GET / HTTP/3.0\r\n\r\n", b"505")),
+    *((b"BREW /pot HTTP/1.1\r\n\r\n", b"501"), (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414")),
     (b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", b"431"),
     (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
     (b"GET http://[ HTTP/1.1\r\nConnection: close\r\n\r\n", b"400"),

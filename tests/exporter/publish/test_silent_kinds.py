@@ -237,19 +237,9 @@ def reported(steps: str, *, is_over: bool = True) -> tuple[list[int | None], lis
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
-        ("uuu", []),
-        ("s", [1]),
-        ("su", [1]),
-        ("suuusuu", [1, 5]),
-        ("usssu", [2, 3, 4]),
-        ("ssusuu", [1, 2, 4]),
-        ("s" * (MOST_PASSES + 1) + "u", list(range(1, MOST_PASSES + 2))),
-        ("susususu", []),
-        ("ssussussu", []),
-        ("uuusususuuuu", []),
-        ("susus", []),
-        ("susususssu", [7, 8, 9]),
-        ("sususuuusuu", [9]),
+        *(("uuu", []), ("s", [1]), ("su", [1]), ("suuusuu", [1, 5]), ("usssu", [2, 3, 4]), ("ssusuu", [1, 2, 4])),
+        *(("s" * (MOST_PASSES + 1) + "u", list(range(1, MOST_PASSES + 2))), ("susususu", []), ("ssussussu", [])),
+        *(("uuusususuuuu", []), ("susus", []), ("susususssu", [7, 8, 9]), ("sususuuusuu", [9])),
     ],
 )
 def test_skipped_steps_are_reported_unless_their_number_is_repeated(steps, expected):
@@ -394,10 +384,8 @@ def test_note_about_records_has_commands_and_the_missing_installation(monkeypatc
 @pytest.mark.parametrize(
     ("ended_by", "last_step", "planned", "reason", "text"),
     [
-        (None, 100, 100, ExitReason.COMPLETED, None),
-        (None, 40, 100, ExitReason.COMPLETED, None),
-        (None, None, None, ExitReason.COMPLETED, None),
-        (SystemExit(0), 100, 100, ExitReason.COMPLETED, None),
+        *((None, 100, 100, ExitReason.COMPLETED, None), (None, 40, 100, ExitReason.COMPLETED, None)),
+        *((None, None, None, ExitReason.COMPLETED, None), (SystemExit(0), 100, 100, ExitReason.COMPLETED, None)),
         (SystemExit(None), 40, None, ExitReason.COMPLETED, None),
         (SystemExit(0), 40, 100, ExitReason.UNKNOWN, "sys.exit(0) at step 40 of 100 planned"),
         (SystemExit(128 + 15), 100, 100, ExitReason.SIGNAL, "SIGTERM, SystemExit: 143"),

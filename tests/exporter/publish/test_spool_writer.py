@@ -312,10 +312,8 @@ def test_spool_has_the_registration_and_is_deleted_when_all_is_committed(spooled
 @pytest.mark.parametrize(
     ("url", "name"),
     [
-        ("http://Node-1:9470", "http://node-1:9470"),
-        ("HTTP://node-1:9470/", "http://node-1:9470"),
-        ("https://node-1", "https://node-1:443"),
-        ("http://node-1/rankscope/", "http://node-1:80/rankscope"),
+        *(("http://Node-1:9470", "http://node-1:9470"), ("HTTP://node-1:9470/", "http://node-1:9470")),
+        *(("https://node-1", "https://node-1:443"), ("http://node-1/rankscope/", "http://node-1:80/rankscope")),
         ("http://user:secret@node-1:9470?token=secret#x", "http://node-1:9470"),
         ("http://[::1]:9470", "http://[::1]:9470"),
     ],

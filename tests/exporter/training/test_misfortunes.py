@@ -381,14 +381,7 @@ class InnerGiven(Run):
 CASES = (
     *(UsersHookRaises, StepRaises, LossRaises, LayerAdded, LayerThawed, LayerReplaced, FrozenAndThawed),
     *(LayersReplaced, QuantizationPrepared, QuantizationOfFrozenLayer, AdaptersAdded, AdapterNextToHead),
-    *(
-        OptimizerReplaced,
-        SchedulerCreatedLater,
-        Lazy,
-        Scripted,
-        ModelCopied,
-        OtherParametersForOnePass,
-    ),
+    *(OptimizerReplaced, SchedulerCreatedLater, Lazy, Scripted, ModelCopied, OtherParametersForOnePass),
     *(TwoOptimizers, OuterGiven, InnerGiven, ModeOfTheModelRaises),
 )
 

@@ -136,10 +136,8 @@ def test_tag_that_is_no_utf_8_loses_no_record(logs, import_log):
 @pytest.mark.parametrize(
     ("name", "content", "confidence"),
     [
-        (NAME, file_of(), 1.0),
-        ("renamed.bin", file_of(scalar("a", 1.0, 1)), 1.0),
-        ("notes.txt", b"tfevents are fine", 0.0),
-        ("events.tfevents.txt", b"some text about tfevents", 0.0),
+        *((NAME, file_of(), 1.0), ("renamed.bin", file_of(scalar("a", 1.0, 1)), 1.0)),
+        *(("notes.txt", b"tfevents are fine", 0.0), ("events.tfevents.txt", b"some text about tfevents", 0.0)),
     ],
 )
 def test_event_files_are_detected_by_their_first_record(logs, name, content, confidence):

@@ -332,10 +332,8 @@ def test_allowed_networks_apply_to_both_address_families(networks, host, is_perm
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"listen": "10.0.0.1:9470"}, "10.0.0.1:9999"),
-        ({"listen": "[::1]:0"}, "[::1]:9999"),
-        ({"listen": "0.0.0.0:0"}, "node-1:9999"),
-        ({"listen": "[::]:0"}, "node-1:9999"),
+        *(({"listen": "10.0.0.1:9470"}, "10.0.0.1:9999"), ({"listen": "[::1]:0"}, "[::1]:9999")),
+        *(({"listen": "0.0.0.0:0"}, "node-1:9999"), ({"listen": "[::]:0"}, "node-1:9999")),
         ({"listen": "[::]:0", "advertise": "ingest.cluster:443"}, "ingest.cluster:443"),
         ({"listen": "[::]:0", "advertise": "[fd00::1]:0"}, "[fd00::1]:9999"),
     ],

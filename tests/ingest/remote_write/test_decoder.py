@@ -182,16 +182,14 @@ GOOD = write_request((UP, [(NOW, 1.0)]))
     [
         (write_request(({"instance": "a"}, [(NOW, 1.0)])), "has no label __name__"),
         (write_request(({**UP, "": "x"}, [(NOW, 1.0)])), "no name"),
-        (write_request((UP, [(-1, 1.0)])), "before 1970"),
-        (write_request((UP, [(1 << 50, 1.0)])), "after 9999"),
+        *((write_request((UP, [(-1, 1.0)])), "before 1970"), (write_request((UP, [(1 << 50, 1.0)])), "after 9999")),
         (write_request((UP, [(NOW - 86_400_000 * 70, 1.0)])), "more than 62 days"),
         (GOOD + b"\x0a\x7f", "not a valid prometheus.WriteRequest"),
         (GOOD + b"\x22\x01x", "field 4 does not exist in remote write 1.0"),
         (GOOD.replace(b"node", b"\xff\xfe\xfd\xfc"), "not a valid prometheus.Label"),
         (b"\x0a\x06" + b"\x0a\x04\x0a\x02up"[:6], "has no label __name__"),
         (b"\x0a\x02\x10\x01", "field 2 of a TimeSeries has the unexpected wire type 0"),
-        (b"\x0b", "not a valid prometheus.WriteRequest"),
-        (GOOD[:-1], "not a valid prometheus.WriteRequest"),
+        *((b"\x0b", "not a valid prometheus.WriteRequest"), (GOOD[:-1], "not a valid prometheus.WriteRequest")),
         (twice(), "twice"),
     ],
 )

@@ -278,12 +278,9 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
     token = "for-ranks-and-readers"
     version_3 = "application/x-protobuf;proto=io.prometheus.write.v3.Request"
     cases = [
-        (body(1.5, job="j"), {}, 204, ""),
-        (body(1.5, job="j"), {}, 204, ""),
-        (body(2.0), {"Authorization": "Bearer other"}, 401, "token"),
-        (b"\xff", {}, 400, "truncated"),
-        (packed(b"x" * 70_000), {}, 400, "limit is 65536"),
-        (b"x" * 70_000, {}, 413, "max_bytes"),
+        *((body(1.5, job="j"), {}, 204, ""), (body(1.5, job="j"), {}, 204, "")),
+        *((body(2.0), {"Authorization": "Bearer other"}, 401, "token"), (b"\xff", {}, 400, "truncated")),
+        *((packed(b"x" * 70_000), {}, 400, "limit is 65536"), (b"x" * 70_000, {}, 413, "max_bytes")),
         *((in_parts(b"x" * 70_000), {}, 413, "max_bytes") for _ in range(5)),  # as many as would fill the memory
         (body(2.0), {"Content-Type": version_3}, 415, "2.0"),
         (body(2.0), {"Content-Type": "text/plain"}, 415, "JSON"),

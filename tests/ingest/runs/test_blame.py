@@ -34,10 +34,8 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
         (dump(Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN), Place.MAY_WAIT),
         (dump(BACKWARD, OWN), Place.MAY_WAIT),
         (dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN), Place.MAY_WAIT),
-        (dump(OWN, calls=".wait"), Place.MAY_WAIT),
-        (dump(OWN, calls="time.sleep"), Place.OUTSIDE),
-        (dump(OWN, calls="posix.read"), Place.OUTSIDE),
-        (dump(OWN, calls=".sleep"), Place.OUTSIDE),
+        *((dump(OWN, calls=".wait"), Place.MAY_WAIT), (dump(OWN, calls="time.sleep"), Place.OUTSIDE)),
+        *((dump(OWN, calls="posix.read"), Place.OUTSIDE), (dump(OWN, calls=".sleep"), Place.OUTSIDE)),
         (dump(OWN, calls=""), Place.OUTSIDE),
         (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), OWN, calls=".acquire"), Place.OUTSIDE),
         (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), LOADER, OWN, calls=".acquire"), Place.OUTSIDE),
@@ -51,9 +49,7 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
         (dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN), Place.UNKNOWN),
         # The rank writes its file of a checkpoint that all ranks write together.
         (dump(Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "write_data"), OWN), Place.UNKNOWN),
-        (dump(OWN), Place.UNKNOWN),
-        (dump(), Place.UNKNOWN),
-        (StackDump(reason="hang", threads=()), Place.UNKNOWN),
+        *((dump(OWN), Place.UNKNOWN), (dump(), Place.UNKNOWN), (StackDump(reason="hang", threads=()), Place.UNKNOWN)),
         (None, Place.UNKNOWN),
     ],
 )
@@ -156,12 +152,9 @@ SITUATIONS = [sleeping, in_an_earlier_call, dead]
     ("situation", "sources", "evidence"),
     [
         (sleeping, ("flight", "stacks"), ("(flight records)", "(stacks)")),
-        (sleeping, ("flight",), ("(flight records)",)),
-        (sleeping, ("stacks",), ("(stacks)",)),
-        (sleeping, (), ()),
+        *((sleeping, ("flight",), ("(flight records)",)), (sleeping, ("stacks",), ("(stacks)",)), (sleeping, (), ())),
         (in_an_earlier_call, ("flight", "stacks"), ("(flight records)",)),
-        (in_an_earlier_call, ("flight",), ("(flight records)",)),
-        (in_an_earlier_call, ("stacks",), ()),
+        *((in_an_earlier_call, ("flight",), ("(flight records)",)), (in_an_earlier_call, ("stacks",), ())),
         (in_an_earlier_call, (), ()),
         *((dead, sources, ()) for sources in (("flight", "stacks"), ("flight",), ("stacks",), ())),
     ],
@@ -258,13 +251,9 @@ def test_rank_with_a_different_operation_than_all_others_is_named():
 @pytest.mark.parametrize(
     ("steps", "rank"),
     [
-        ((41, 60, 60), 0),
-        ((60, 60, 41), 2),
-        ((41, 43, 43), 0),
+        *(((41, 60, 60), 0), ((60, 60, 41), 2), ((41, 43, 43), 0)),
         ((41, 42, 42), None),  # ranks that wait for each other may differ by one step
-        ((41, 41, 60), None),
-        ((41, 50, 60), 0),
-        ((41, 42, 60), None),
+        *(((41, 41, 60), None), ((41, 50, 60), 0), ((41, 42, 60), None)),
     ],
 )
 def test_rank_that_hangs_while_all_others_make_steps_is_named(steps, rank):

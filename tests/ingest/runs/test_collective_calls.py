@@ -8,10 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.contract.model.flights import MIB, entry, record
 
-from rankscope_contract.model.stacks import (
-    FlightRecord,
-    GroupProgress,
-)
+from rankscope_contract.model.stacks import FlightRecord, GroupProgress
 from rankscope_ingest.runs.collective_calls import Call, calls_of_note, sentences
 from rankscope_storage.sql.collective_calls import CallState
 

@@ -90,10 +90,8 @@ def test_stall_reason_contains_the_number_of_missing_ranks() -> None:
 @pytest.mark.parametrize(
     ("script", "ended_after"),
     [
-        ("step 0;wait 50;done 0;wait 5;done 1", 55),
-        ("step 0;wait 50;raise 1;wait 5;term 0", 50),
-        ("step 0;wait 50;refuse 1;wait 20", 50),
-        ("step 0;wait 50;term *;wait 60", 50),
+        *(("step 0;wait 50;done 0;wait 5;done 1", 55), ("step 0;wait 50;raise 1;wait 5;term 0", 50)),
+        *(("step 0;wait 50;refuse 1;wait 20", 50), ("step 0;wait 50;term *;wait 60", 50)),
     ],
 )
 def test_end_of_an_attempt_is_the_end_of_its_rank(script: str, ended_after: int) -> None:

@@ -194,10 +194,8 @@ async def test_forbidden_address_is_not_connected_to(monkeypatch):
 @pytest.mark.parametrize(
     ("cert", "why"),
     [
-        ("server", None),
-        ("stranger", "its certificate is not signed by a trusted CA"),
-        ("elsewhere", "its certificate is for another name"),
-        ("expired", "its certificate has expired"),
+        *(("server", None), ("stranger", "its certificate is not signed by a trusted CA")),
+        *(("elsewhere", "its certificate is for another name"), ("expired", "its certificate has expired")),
     ],
 )
 async def test_tls_certificate_is_verified_against_the_ca(certificates, cert, why):

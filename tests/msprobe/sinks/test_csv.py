@@ -183,11 +183,9 @@ def test_scalars_have_a_family_which_the_importer_reads(tmp_path):
 @pytest.mark.parametrize(
     ("options", "zone"),
     [
-        ({}, dt.timezone(dt.timedelta(hours=8))),
-        ({"time_zone": "UTC"}, dt.UTC),
+        *(({}, dt.timezone(dt.timedelta(hours=8))), ({"time_zone": "UTC"}, dt.UTC)),
         ({"time_zone": "UTC-03:30"}, dt.timezone(-dt.timedelta(hours=3, minutes=30))),
-        ({"time_zone": "Asia/Tokyo"}, dt.timezone(dt.timedelta(hours=9))),
-        ({"time_zone": "local"}, None),
+        *(({"time_zone": "Asia/Tokyo"}, dt.timezone(dt.timedelta(hours=9))), ({"time_zone": "local"}, None)),
     ],
 )
 def test_folder_time_is_in_the_time_zone_of_the_setting(tmp_path, monkeypatch, options, zone):

@@ -328,9 +328,7 @@ LOGGED = {"name": "loss", "value": 1.0}
 ROLLED = {"run": "r", "name": "loss", "attempt": 0, "step": -100, "first_step": -99, "last_step": -60, "rows": 9}
 ROLLED |= {"value_count": 9, "value_avg": 2.0, "value_nans": 0}
 SHAPES = [
-    ([0, 1], [None, 1], "again in another file"),
-    ([None, 0], [None], "once"),
-    ([3], [None], "again in a file"),
+    *(([0, 1], [None, 1], "again in another file"), ([None, 0], [None], "once"), ([3], [None], "again in a file")),
     *itertools.product([[0], [None, 0], [0, 1], [0, 1, 3]], [[None], [0, 1]], ["once", "again in a file"]),
 ]
 

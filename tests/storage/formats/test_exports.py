@@ -30,12 +30,10 @@ AT_NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
     [
         ({"time_start": AT_NOON, "time_end": AT_NOON - dt.timedelta(1)}, "exchange them"),
         ({"time_start": AT_NOON.replace(tzinfo=None)}, "has no time zone"),
-        ({"steps": (2, 1)}, "end before they begin"),
-        ({"time_zone": "Berlin"}, "time_zone 'Berlin' is unknown"),
+        *(({"steps": (2, 1)}, "end before they begin"), ({"time_zone": "Berlin"}, "time_zone 'Berlin' is unknown")),
         ({"step_count_per_record": 0}, "must be 1 to 1,000,000"),
         ({"process_num": 0}, "process_num must be 1 or more"),
-        ({"step_partition": 0}, "step_partition must be 1 or more"),
-        ({"seed_rounding": 18}, "number of decimals"),
+        *(({"step_partition": 0}, "step_partition must be 1 or more"), ({"seed_rounding": 18}, "number of decimals")),
         ({"data_type_list": ("actv", "wg")}, "there is no data type 'wg'; data types are act_grad_in"),
     ],
 )
@@ -53,10 +51,8 @@ def test_data_types_are_families_or_kinds():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("2026-03-01T12:00:00+01:00", dt.datetime(2026, 3, 1, 11, tzinfo=dt.UTC)),
-        ("2026-03-01 12:00", AT_NOON),
-        ("2026-03-01", AT_NOON.replace(hour=0)),
-        ("Mar01_12-00-00", AT_NOON),
+        *(("2026-03-01T12:00:00+01:00", dt.datetime(2026, 3, 1, 11, tzinfo=dt.UTC)), ("2026-03-01 12:00", AT_NOON)),
+        *(("2026-03-01", AT_NOON.replace(hour=0)), ("Mar01_12-00-00", AT_NOON)),
         ("Dec31_23-59-59", dt.datetime(2025, 12, 31, 23, 59, 59, tzinfo=dt.UTC)),  # closer than that of 2026
         ("Feb29_00-00-00", dt.datetime(2028, 2, 29, tzinfo=dt.UTC)),  # a day closer than that of 2024
     ],
@@ -195,9 +191,7 @@ def test_numbers_are_unchanged(shelf, ask):
     query = "SELECT target_name, norm, nans, zeros FROM trend_data JOIN monitoring_targets USING (target_id) ORDER BY 1"
 
     assert [
-        ("big", 2e12, 0.0, None),
-        ("inf", float("inf"), 0.0, None),
-        ("nan", None, 7.0, None),
+        *(("big", 2e12, 0.0, None), ("inf", float("inf"), 0.0, None), ("nan", None, 7.0, None)),
         ("zeros", 1.5, 0.0, 1 / 3),
     ] == ask(query)
 

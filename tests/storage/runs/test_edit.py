@@ -353,15 +353,11 @@ def test_clock_set_back_does_not_restore_older_tags(tagged):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (set_tags({"": "x"}), "not a valid tag key"),
-        (set_tags({"a=b": "x"}), "not a valid tag key"),
-        (set_tags({"k" * 101: "x"}), "1 to 100 printable"),
-        (set_tags({"k": "v" * 1001}), "at most 1000"),
-        (set_tags({"k": "a\nb"}), "printable"),
-        (set_tags({"k": "\udcff"}), "printable"),
+        *((set_tags({"": "x"}), "not a valid tag key"), (set_tags({"a=b": "x"}), "not a valid tag key")),
+        *((set_tags({"k" * 101: "x"}), "1 to 100 printable"), (set_tags({"k": "v" * 1001}), "at most 1000")),
+        *((set_tags({"k": "a\nb"}), "printable"), (set_tags({"k": "\udcff"}), "printable")),
         (set_tags({f"k{n}": "" for n in range(101)}), "at most 100 tags"),
-        (remove_tags(["nothing"]), "no tag nothing: it has no tags"),
-        (set_note("x" * 10_001), "at most 10000"),
+        *((remove_tags(["nothing"]), "no tag nothing: it has no tags"), (set_note("x" * 10_001), "at most 10000")),
         (set_note("a\x1b[2J"), "printable"),
     ],
 )

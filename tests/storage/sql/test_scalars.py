@@ -168,10 +168,7 @@ def test_runs_names_and_labels_have_separate_histories(writer, connection):
     found = ask(connection, "SELECT run, name, labels, value FROM scalar_history WHERE stands ORDER BY value")
 
     assert [
-        ("r", "loss", None, 1.0),
-        ("s", "loss", None, 2.0),
-        ("r", "loss", "{}", 3.0),
-        ("r", "lr", None, 4.0),
+        *(("r", "loss", None, 1.0), ("s", "loss", None, 2.0), ("r", "loss", "{}", 3.0), ("r", "lr", None, 4.0)),
     ] == found
 
 

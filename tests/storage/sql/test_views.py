@@ -158,10 +158,8 @@ def test_tensor_latest_has_the_last_step_of_each_rank_and_kind(writer, connectio
     append(writer, rows)
 
     assert latest(connection) == [
-        ("imported", None, None, "grad_reduced", "w", 3, 6.0),
-        ("r", 1, 0, "exp_avg", "w", 10, 5.0),
-        ("r", 1, 0, "grad_reduced", "w", 11, 3.0),
-        ("r", 1, 1, "grad_reduced", "w", 9, 4.0),
+        *(("imported", None, None, "grad_reduced", "w", 3, 6.0), ("r", 1, 0, "exp_avg", "w", 10, 5.0)),
+        *(("r", 1, 0, "grad_reduced", "w", 11, 3.0), ("r", 1, 1, "grad_reduced", "w", 9, 4.0)),
     ]
 
 

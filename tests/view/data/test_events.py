@@ -228,11 +228,8 @@ def test_firings_of_one_cause_are_one_line(opened):
 
     assert [
         (300, 119, "AnomalyNan: layer.0 and 118 more"),
-        (40, 121 * 119 + 1, "AnomalyNan: z.cause and 14,399 more until step 160"),
-        (200, 2, "not run"),
-        (41, 2 * 119, "not run: 119 steps until step 159"),
-        (50, 1, "note"),
-        (None, 1, "AnomalyNan: a"),
+        *((40, 121 * 119 + 1, "AnomalyNan: z.cause and 14,399 more until step 160"), (200, 2, "not run")),
+        *((41, 2 * 119, "not run: 119 steps until step 159"), (50, 1, "note"), (None, 1, "AnomalyNan: a")),
     ] == [(line.step, line.events, line.text) for line in found]
     assert [40, 41, 200, 300] == [mark.step for mark in marks]
 

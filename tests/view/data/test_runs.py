@@ -159,9 +159,7 @@ def test_losses_and_steps_equal_sql(connection):
         ([], Trend.NO_DATA),
         (np.arange(9.0), Trend.INSUFFICIENT),
         (np.arange(10.0), Trend.INSUFFICIENT),  # no loss before the last ten
-        ([5.0, *[4.0] * 10], Trend.FALLING),
-        ([1.0, *[4.0] * 10], Trend.RISING),
-        ([4.0] * 20, Trend.STEADY),
+        *(([5.0, *[4.0] * 10], Trend.FALLING), ([1.0, *[4.0] * 10], Trend.RISING), ([4.0] * 20, Trend.STEADY)),
         ([4.0, 4.2] * 9 + [4.1, 4.3], Trend.STEADY),  # within the noise
         ([4.0, 4.2] * 5 + [4.2, 4.4] * 5, Trend.RISING),
         (4.0 - np.arange(20) / 100, Trend.FALLING),
@@ -249,12 +247,10 @@ def test_perplexity_is_infinite_above_the_largest_exponent():
 @pytest.mark.parametrize(
     ("losses", "words", "is_action"),
     [
-        ([], "no evaluation loss", False),
-        ([2.0], "one evaluation loss", False),
+        *(([], "no evaluation loss", False), ([2.0], "one evaluation loss", False)),
         ([3.0, 2.0, 1.0], "improved in 2 of the last 2 evaluations; best 1 at step 2. No reason to stop", False),
         ([3.0, 2.0], "Evaluation loss improved in the last evaluation; best 2 at step 1.", False),
-        ([3.0, 1.0, 2.0], "Wait", False),
-        ([3.0, 1.0, 2.0, 2.1, 2.2], "Consider stopping", True),
+        *(([3.0, 1.0, 2.0], "Wait", False), ([3.0, 1.0, 2.0, 2.1, 2.2], "Consider stopping", True)),
     ],
 )
 def test_advice_follows_the_best_evaluation(losses, words, is_action):

@@ -94,12 +94,9 @@ def test_global_batch_may_be_in_the_configuration(store):
 @pytest.mark.parametrize(
     ("run", "peak", "method", "value"),
     [
-        ("with-fields", None, Method.FIELD, 0.8),
-        ("with-flops", 1000.0, Method.FLOPS, 0.3),
-        ("with-batch", None, Method.PACE, 60 * 0.25 / 32),
-        ("with-flops", None, None, None),
-        ("without-data-times", None, None, None),
-        ("without-speed", None, None, None),
+        *(("with-fields", None, Method.FIELD, 0.8), ("with-flops", 1000.0, Method.FLOPS, 0.3)),
+        *(("with-batch", None, Method.PACE, 60 * 0.25 / 32), ("with-flops", None, None, None)),
+        *(("without-data-times", None, None, None), ("without-speed", None, None, None)),
     ],
 )
 def test_utilisation_names_its_method(store, run, peak, method, value):

@@ -139,14 +139,9 @@ def ops_by_kind(found: Published) -> dict[tuple[int, str], set[str]]:
 @pytest.mark.parametrize(
     ("names", "expected", "notices"),
     [
-        (OPS, set(OPS), 0),
-        (DEFAULT_OPS, EVERY_OP, 0),
-        (["min", "nans"], {"min", "nans", "numel"}, 0),
-        ([], {"norm", "numel"}, 1),
-        (["nrom"], {"norm", "numel"}, 1),
-        (["shape", "dtype"], {"norm", "numel"}, 2),
-        (["max", "shape", "dtype"], {"max", "numel"}, 1),
-        (["id"], {"mean", "numel"}, 1),
+        *((OPS, set(OPS), 0), (DEFAULT_OPS, EVERY_OP, 0), (["min", "nans"], {"min", "nans", "numel"}, 0)),
+        *(([], {"norm", "numel"}, 1), (["nrom"], {"norm", "numel"}, 1), (["shape", "dtype"], {"norm", "numel"}, 2)),
+        *((["max", "shape", "dtype"], {"max", "numel"}, 1), (["id"], {"mean", "numel"}, 1)),
     ],
 )
 def test_chosen_ops_always_include_numel(names, expected, notices):

@@ -225,9 +225,7 @@ def sequences(rank: int) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for call, arguments in (
-                (dist.all_reduce, ("no tensor",)),
-                (dist.all_reduce, ()),
-                (dist.broadcast, (given(0),)),
+                *((dist.all_reduce, ("no tensor",)), (dist.all_reduce, ()), (dist.broadcast, (given(0),))),
             ):
                 try:
                     call(*arguments)

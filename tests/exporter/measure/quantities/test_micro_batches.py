@@ -159,11 +159,8 @@ VERSION_1 = {"memory/job/memory.limit_in_bytes": "1000", "memory/job/memory.usag
 @pytest.mark.parametrize(
     ("meminfo", "own_groups", "groups", "free"),
     [
-        (MEMINFO, "", {}, 500 * 1024),
-        (MEMINFO, "0::/job/step\n", NESTED, 200_000),
-        (MEMINFO, "5:cpu:/job\n4:memory:/job\n", VERSION_1, 0),
-        ("", "", {}, 0),
-        ("MemAvailable:\n", "", {}, 0),
+        *((MEMINFO, "", {}, 500 * 1024), (MEMINFO, "0::/job/step\n", NESTED, 200_000)),
+        *((MEMINFO, "5:cpu:/job\n4:memory:/job\n", VERSION_1, 0), ("", "", {}, 0), ("MemAvailable:\n", "", {}, 0)),
         ("MemAvailable: much kB\n", "", {}, 0),
     ],
 )

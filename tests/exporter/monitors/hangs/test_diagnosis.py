@@ -11,14 +11,7 @@ import pytest
 from tests.programs import run_program
 
 from rankscope_contract.model.events import Event
-from rankscope_contract.model.stacks import (
-    MAX_DETAILS_BYTES,
-    Collective,
-    FlightRecord,
-    Frame,
-    StackDump,
-    ThreadStack,
-)
+from rankscope_contract.model.stacks import MAX_DETAILS_BYTES, Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_exporter.monitors.hangs import diagnosis
 from rankscope_exporter.monitors.hangs.diagnosis import (
     Diagnosis,
@@ -143,18 +136,10 @@ NAMES = {"time": time, "sleep": time.sleep, "begin": lambda _: None, "work": Laz
 @pytest.mark.parametrize(
     ("source", "name"),
     [
-        ("sleep(1)", "time.sleep"),
-        ("time.sleep(1)", "time.sleep"),
-        ("time.sleep(*[1])", "time.sleep"),
-        ("local.read(1)", ".read"),
-        ("time.sleep(seconds=1)", "time.sleep"),
-        ("float(x)", "builtins.float"),
-        ("work.wait()", ".wait"),
-        ("begin(x).wait()", ".wait"),
-        ("begin(1)(2)", None),
-        ("table[0](2)", None),
-        ("unknown(1)", None),
-        ("time.unknown(1)", ".unknown"),
+        *(("sleep(1)", "time.sleep"), ("time.sleep(1)", "time.sleep"), ("time.sleep(*[1])", "time.sleep")),
+        *(("local.read(1)", ".read"), ("time.sleep(seconds=1)", "time.sleep"), ("float(x)", "builtins.float")),
+        *(("work.wait()", ".wait"), ("begin(x).wait()", ".wait"), ("begin(1)(2)", None), ("table[0](2)", None)),
+        *(("unknown(1)", None), ("time.unknown(1)", ".unknown")),
     ],
 )
 def test_name_belongs_to_the_last_call_of_the_line(source, name):

@@ -38,9 +38,7 @@ def test_hang_and_its_end_are_reported_once():
 @pytest.mark.parametrize(
     ("limits", "state", "seconds"),
     [
-        (LIMITS, {}, 10),
-        (LIMITS, {"phase": "evaluation"}, 60),
-        (LIMITS, {"step": None}, 60),
+        *((LIMITS, {}, 10), (LIMITS, {"phase": "evaluation"}, 60), (LIMITS, {"step": None}, 60)),
         (HangLimits(training=10, in_phase=1), {"phase": "evaluation"}, 10),  # never below that of the training
         (LIMITS, {"is_done": True}, math.inf),
         (HangLimits(training=0, in_phase=60), {}, math.inf),

@@ -195,10 +195,8 @@ IDS = torch.zeros(3, 7, dtype=torch.long)
     ("args", "kwargs", "samples", "tokens"),
     [
         ([], {"attention_mask": IDS.bool(), "input_ids": IDS}, 3, 21),
-        ([{"labels": IDS[0], "input_ids": IDS}], {}, 3, 21),
-        ([torch.zeros(4, 3, 32, 32)], {}, 4, None),
-        ([SimpleNamespace(x=torch.ones(2))], {}, None, None),
-        ([None], {}, None, None),
+        *(([{"labels": IDS[0], "input_ids": IDS}], {}, 3, 21), ([torch.zeros(4, 3, 32, 32)], {}, 4, None)),
+        *(([SimpleNamespace(x=torch.ones(2))], {}, None, None), ([None], {}, None, None)),
     ],
 )
 def test_count_has_the_samples_and_tokens_of_the_arguments(args, kwargs, samples, tokens):

@@ -172,12 +172,7 @@ IMAGES = torch.zeros(2, 3, 8, 8)
             "combines many tokens to one row",
         ),
         (with_kernels, IDS, {}, "kernels has 3 dimensions"),
-        (
-            lambda: named(table=table(), experts=nn.Sequential(nn.Linear(16, 16))),
-            IDS,
-            {},
-            "only some of the experts",
-        ),
+        (lambda: named(table=table(), experts=nn.Sequential(nn.Linear(16, 16))), IDS, {}, "only some of the experts"),
         (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"flops_per_token": 1e6, "logged": {}}, None),
     ],
 )
@@ -195,10 +190,8 @@ def test_missing_formula_is_reported_once_with_the_reason(run, make, batch, opti
 @pytest.mark.parametrize(
     ("make", "batch", "logged"),
     [
-        (lambda: nn.Conv2d(3, 4, 3), IMAGES, {}),
-        (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"samples": 2}),
-        (convolution_of_tokens, IDS, {"samples": 2}),
-        (convolution_of_tokens, IDS, {"tokens": 20}),
+        *((lambda: nn.Conv2d(3, 4, 3), IMAGES, {}), (lambda: nn.Conv2d(3, 4, 3), IMAGES, {"samples": 2})),
+        *((convolution_of_tokens, IDS, {"samples": 2}), (convolution_of_tokens, IDS, {"tokens": 20})),
     ],
 )
 def test_missing_formula_is_reported_only_if_tokens_are_logged(run, make, batch, logged):
