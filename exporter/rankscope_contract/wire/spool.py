@@ -24,6 +24,7 @@ import json
 import logging
 import os
 import re
+import struct
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -229,18 +230,41 @@ class SpoolRecords:
         return self.last - self.first + 1
 
 
-def message_ends(pa: Any, data: bytes) -> list[int]:
-    """Return the end offset in bytes of each complete message in `data`. The first message is the schema.
+_CONTINUES: Final = 0xFFFFFFFF
+_BODY_LENGTH_SLOT: Final = 4 + 2 * 3  # bodyLength is the fourth field of Message (Arrow format, Message.fbs)
 
-    `pa` is the module pyarrow.
-    """
+
+def message_ends(data: bytes) -> list[int]:
+    """Return the end offset in bytes of each complete message in `data`. The first message is the schema."""
     ends: list[int] = []
-    source = pa.BufferReader(data)
-    with contextlib.suppress(pa.ArrowException, OSError, EOFError):
-        while True:
-            pa.ipc.read_message(source)
-            ends.append(source.tell())
+    position = 0
+    while position + 8 <= len(data):
+        mark, length = struct.unpack_from("<Ii", data, position)
+        if mark != _CONTINUES or length <= 0 or position + 8 + length > len(data):
+            break
+        position += 8 + length + _body_length(data, position + 8, length)
+        if position > len(data):
+            break
+        ends.append(position)
     return ends
+
+
+def _body_length(data: bytes, start: int, length: int) -> int:
+    """Return the `bodyLength` in bytes of the message whose metadata starts at `start`.
+
+    For invalid metadata, return len(data).
+    """
+    try:
+        table = start + int(struct.unpack_from("<I", data, start)[0])
+        vtable = table - int(struct.unpack_from("<i", data, table)[0])
+        if not start <= vtable < start + length:
+            return len(data)
+        size = int(struct.unpack_from("<H", data, vtable)[0])
+        slot = int(struct.unpack_from("<H", data, vtable + _BODY_LENGTH_SLOT)[0]) if size > _BODY_LENGTH_SLOT else 0
+        body = int(struct.unpack_from("<q", data, table + slot)[0]) if slot else 0
+    except struct.error:
+        return len(data)
+    return body if body >= 0 else len(data)
 
 
 NeededPlans = Callable[[bytes], Iterable[str] | None]
@@ -265,7 +289,7 @@ class SpoolReader:
         Raises OSError if a file cannot be read.
         """
         for first, path in reversed(segments(self.folder)):
-            records = len(message_ends(self._pa, self._bytes(path))) - 1
+            records = len(message_ends(self._bytes(path))) - 1
             if records > 0:
                 return first + records - 1
         return NOTHING
@@ -316,7 +340,7 @@ class SpoolReader:
         return True
 
     def _records_from(self, path: Path, data: bytes, first: int, start: int, max_bytes: int) -> SpoolRecords | None:
-        ends = message_ends(self._pa, data)
+        ends = message_ends(data)
         self._report(path, ends[-1] if ends else 0, len(data), "ends within a record: the records before it are read")
         index = start - first  # the message of `start` begins at ends[index]
         records = len(ends) - 1 - index

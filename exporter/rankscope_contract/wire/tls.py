@@ -89,7 +89,7 @@ def read_web_config(path: Path, load_yaml: LoadYaml | None) -> TlsServer:
     if not isinstance(document, Mapping):
         raise WebConfigError(f"web_config {path}: the file must contain keys and values, not {type(document).__name__}")
     try:
-        _check_keys(document, ("tls_server_config",), "")
+        _check_keys({key: value for key, value in document.items() if value}, ("tls_server_config",), "")
         return _tls(document.get("tls_server_config"), path.parent)
     except WebConfigError as error:
         raise WebConfigError(f"web_config {path}: {error}") from error

@@ -483,8 +483,11 @@ class ResourceObserver(StepObserver):
         self.due_at = float("-inf")
 
     def of_process(self) -> list[Scalar]:
-        """Return a scalar with the resident memory of this process in bytes."""
-        resident = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+        """Return a scalar with the resident memory of this process in bytes; none if a container hides it."""
+        try:
+            resident = int(_STATM.read_bytes().split()[1]) * _PAGE_BYTES
+        except OSError:
+            return []
         return [Scalar("resident_memory_bytes", float(resident), "bytes")]
 
     def of_allocator(self) -> list[Scalar]:

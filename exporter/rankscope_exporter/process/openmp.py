@@ -13,6 +13,7 @@ every thread that the process starts later.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -80,11 +81,16 @@ def _libraries() -> tuple[Any, ...]:
     A library handle also finds symbols of linked libraries, so the name of the OpenMP library (libgomp, libomp,
     libiomp5) does not matter.
     """
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    maps = []
+    with contextlib.suppress(OSError):  # a container may hide it
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     of_torch = {line.split(maxsplit=5)[-1] for line in maps if line.endswith("libtorch_cpu.so")}
     found = []
-    for path in (*sorted(of_torch), None):
-        library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    for path in (str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"), *sorted(of_torch), None):
+        try:
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:  # not loaded from there
+            continue
         if hasattr(library, "omp_set_num_threads"):
             library.omp_set_num_threads.argtypes = [ctypes.c_int]
             library.omp_set_num_threads.restype = None

@@ -121,14 +121,14 @@ class OwnThread(threading.Thread):
 
     def run(self) -> None:
         """Limit torch to one CPU thread on this thread, then call the target of the thread."""
-        if "torch" in sys.modules:
-            from rankscope_exporter.process.openmp import limit_this_thread  # noqa: PLC0415 - it imports torch
-
-            limit_this_thread()
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             for _ in range(_MOST_STARTS):
                 try:
+                    if "torch" in sys.modules:
+                        from rankscope_exporter.process.openmp import limit_this_thread  # noqa: PLC0415 - imports torch
+
+                        limit_this_thread()
                     self._work()
                     break
                 except Exception as error:

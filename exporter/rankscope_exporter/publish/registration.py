@@ -289,6 +289,10 @@ class RegistrationLoop:
             what = "refused this rank" if isinstance(error, RefusedError) else "cannot be reached"
             self._log_once(f"the service {what} ({error}); retrying")
             return None
+        except Exception as error:  # noqa: BLE001 - top of the thread: reported, and tried again
+            self._registered = False
+            self.on_fault("registration", error)
+            return None
         self._registered = True
         notice = str(reply.notice or "")
         self._logged &= {notice}

@@ -209,6 +209,9 @@ def _check_length(record: StepRecord, statistics: Statistics) -> None:
         )
 
 
+_PLANS_KEPT: Final = 64
+
+
 class CursorError(ValueError):
     """Error: the cursor of a request is above the sequence number of the newest record."""
 
@@ -250,6 +253,7 @@ class Ring:
         self.committed = NOTHING
         """Sequence number up to which a store has committed the records. Only `commit` changes it."""
         self._bytes = 0
+        self._dropped_plans: dict[str, NamedPlan] = {}  # of dropped records: the service requests a plan after a poll
         self.overrun = 0
         """Number of lost records: overwritten before the commit, and not on disk."""
 
@@ -304,10 +308,10 @@ class Ring:
             return self.uncommitted
 
     def plan(self, plan_hash: str) -> NamedPlan | None:
-        """Return the plan if a record of the ring uses it."""
+        """Return the plan if a record of the ring, or one that it has dropped recently, uses it."""
         with self._changed:
             plans = (item.record.statistics.plan for item in self._records if item.record.statistics is not None)
-            return next((plan for plan in plans if plan.hash == plan_hash), None)
+            return next((plan for plan in plans if plan.hash == plan_hash), self._dropped_plans.get(plan_hash))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -336,4 +340,11 @@ class Ring:
     def _drop_oldest(self) -> None:
         if self.first > self.committed:
             self.overrun += not self._is_kept(self.first)
-        self._bytes -= self._records.popleft().size
+        dropped = self._records.popleft()
+        self._bytes -= dropped.size
+        if dropped.record.statistics is not None:
+            plan = dropped.record.statistics.plan
+            self._dropped_plans.pop(plan.hash, None)
+            self._dropped_plans[plan.hash] = plan  # the newest one is last
+            if len(self._dropped_plans) > _PLANS_KEPT:
+                del self._dropped_plans[next(iter(self._dropped_plans))]

@@ -217,9 +217,7 @@ class Recorder:
                 self.forwards_are_transformed = self._is_transformed and not self._forwards
                 self._is_transformed = False
             is_repeated = id(optimizer) in self._updated_by - self._additional
-            ended = self.tracker.move(
-                Signal.UPDATE, self.gradients.are_cleared, repeated=is_repeated, computes_gradients=computes_gradients
-            )
+            ended = self.tracker.move(Signal.UPDATE, repeated=is_repeated, computes_gradients=computes_gradients)
             self._after(ended, "update")
             self.note("update_begins")
             update = optimizer, self._note_update(optimizer)

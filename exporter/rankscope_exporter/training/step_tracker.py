@@ -211,7 +211,7 @@ class StepTracker:
             self._updating, self._has_failed = False, True
         if self.stage is StepStage.UPDATED:
             return repeated or not is_update
-        if is_update and not computes_gradients:
+        if is_update and not (computes_gradients and self._has_failed):
             return False
         if self.stage is StepStage.GRADIENTS:
             is_same = signal is Signal.BACKWARD and self._has_forward  # several passes after one forward pass
@@ -332,9 +332,8 @@ class CurrentStep:
     def publish_next(self) -> None:
         """Publish the values of the next step, which does not begin: other values follow, or training ends."""
         if self._next_values:
-            if self._next_step is None and self.last_step is not None:
-                self._next_step = self.last_step + 1
-            self.hand_over(StepRecord.now(self._next_step, pending=self._next_values))
+            number = self.last_step if self._next_step is None else self._next_step
+            self.hand_over(StepRecord.now(number, pending=self._next_values))
             self._next_values = []
 
     def note_learning_rates(self, monitored: MonitoredModel) -> None:

@@ -136,7 +136,7 @@ def test_truncated_file_has_all_records_before_the_cut(tmp_path):
     die(made(tmp_path, 4))
     ((_, path),) = segments(tmp_path / "i0")
     whole = path.read_bytes()
-    ends = message_ends(pa, whole)
+    ends = message_ends(whole)
 
     assert 5 == len(ends)
     for cut in {0, 1, 7, *(end + shift for end in ends for shift in (-1, 0, 1, 9)), len(whole) // 2}:
@@ -394,7 +394,7 @@ def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
     die(made(tmp_path, 9, max_bytes=8 * 5_000))
     (first, path), (second, _), *_ = segments(tmp_path / "i0")
     data = bytearray(path.read_bytes())
-    start = message_ends(pa, bytes(data))[1]
+    start = message_ends(bytes(data))[1]
     data[start + 400 : start + 600] = b"\xff" * 200
     path.write_bytes(bytes(data))
 
@@ -405,7 +405,7 @@ def test_damage_loses_only_the_rest_of_its_file(tmp_path, caplog):
 
 def test_after_limits_the_bytes_of_an_answer(tmp_path):
     spool = made(tmp_path, 6)
-    schema, *ends = message_ends(pa, segments(spool.folder)[0][1].read_bytes())
+    schema, *ends = message_ends(segments(spool.folder)[0][1].read_bytes())
     size = (ends[-1] - schema) // 6
     few, one = spool.after(0, 2 * size), spool.after(4, 1)
 

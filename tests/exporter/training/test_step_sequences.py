@@ -84,7 +84,7 @@ class Expected:
         self.now.passes |= dict.fromkeys(self.now.passes.keys() & set(reached), True)
 
     def update(self, *, raises: bool, gradient: float | None, has_closure: bool = False) -> None:
-        self.begin(is_over=self.is_over() if has_closure else self.is_open and self.now.is_updated)
+        self.begin(is_over=self.is_open and (self.now.is_updated or (has_closure and self.now.is_failed)))
         if self.now.gradient is None and gradient is not None:
             self.now.row = gradient
         self.now.is_failed, self.now.is_updated = raises, self.now.is_updated or not raises
@@ -101,7 +101,7 @@ class Expected:
             self.names.add(name)
 
     def flush(self) -> None:
-        number = len(self.steps) + 1 if self.steps else None
+        number = len(self.steps) or None
         self.alone += [(number, *item) for item in self.waiting]
         self.waiting = []
 
