@@ -213,7 +213,7 @@ class AnomalyDetector:
         found = np.where((nans == 0) & (infs > 0), np.where(of_kind == _NUMBER_AT_FIRST, infs, of_kind), 0)
         intended = np.where(first, found, self._intended)
         trained = self._owner_of_entry[finished.present & np.isin(self._kinds, GRADIENT_KINDS)[self._kind_of_entry]]
-        # Without any gradient at this step, trained parameters cannot be told from frozen ones.
+        # Without any gradient at this step, it is not known which parameters are trained.
         is_frozen = (of_kind == _NUMBER_AT_FIRST) & ~np.isin(self._owner_of_entry, trained) & (trained.size > 0)
         self._intended = np.where(finished.present & is_frozen, found, intended)
         names = dict.fromkeys(self.entries[entry].tensor for entry in np.flatnonzero(first & (found > 0)).tolist())

@@ -343,6 +343,8 @@ def _is_in_forward(hooks: Hooks, *, begins: bool = False) -> bool:
 
     `begins` is true if this call is inside of a forward pass that begins now. The flags may be stale.
     """
+    if not (hooks.in_forward or hooks.in_evaluation):
+        return False
     thread, modules = threading.get_ident(), hooks.monitored.framework.chunks
     training, evaluation = hooks.forward_thread, hooks.evaluation_thread
     if hooks.in_forward and running_calls(modules, training) > (begins and thread == training):
