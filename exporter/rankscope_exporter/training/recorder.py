@@ -20,6 +20,7 @@ from rankscope_exporter.adapters.base import Framework, GradientSource
 from rankscope_exporter.adapters.hook_context import IntraOpThreads
 from rankscope_exporter.adapters.monitored_model import MonitoredModel, identities
 from rankscope_exporter.adapters.pytree import returned
+from rankscope_exporter.adapters.torch_private import current_pass
 from rankscope_exporter.adapters.tracing import is_dynamo_compiling
 from rankscope_exporter.measure.kernels.tensor_access import PLAIN_TYPES
 from rankscope_exporter.measure.quantities.base import Quantity
@@ -53,9 +54,9 @@ LOGGING_SECONDS: Final = 10.0
 _name_of: Final = operator.attrgetter("name")
 
 
-def _visit(number: int, visited: set[int], _gradients: object) -> None:
+def _visit(number: int, visits: set[tuple[int, int]], _gradients: object) -> None:
     if not is_dynamo_compiling():
-        visited.add(number)
+        visits.add((number, current_pass()))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -101,8 +102,8 @@ class Recorder:
         self._forwards: dict[int, int] = {}  # the same, for each chunk
         self._chunk = 0  # of the latest one
         self._results: set[int] = set()  # numbers of forward passes of the step whose results need gradients
-        self._visited: set[int] = set()  # those of them that a backward pass has reached
-        self._visited_before = 0  # number of those when the latest backward pass began
+        self._visits: set[tuple[int, int]] = set()  # such a number, and a pass of autograd that has reached its result
+        self._passes: set[int] = set()  # backward passes of the step: those that add gradients to parameters
 
     # Calls of the hooks, in the order of a step.
 
@@ -129,7 +130,7 @@ class Recorder:
             node = tensor.grad_fn if type(tensor) in PLAIN_TYPES else None
             if node is not None:
                 self._results.add(self.micro_step)
-                node.register_prehook(functools.partial(_visit, self.micro_step, self._visited))
+                node.register_prehook(functools.partial(_visit, self.micro_step, self._visits))
 
     def forward_failed(self) -> None:
         """Handle the end of the latest training forward pass, which raised an error: it is no micro-batch."""
@@ -170,9 +171,7 @@ class Recorder:
                 self._notice_updates()
             before = self.current.pending
             self._after(self.tracker.move(Signal.BACKWARD, self.gradients.are_cleared), "backward")
-            if len(self._visited) == self._visited_before:  # the loss was computed from other tensors of the passes
-                self._visited |= self._results
-            self._visited_before = len(self._visited)
+            self._passes.add(current_pass())
             if self._unseen.are_expected:
                 self._await_update()
             self.current.backward_begins()
@@ -412,8 +411,11 @@ class Recorder:
         self._awaiting = None
         self.micro_step = -1
         self._forwards.clear()
-        self._results, self._visited = set(), set()  # the graphs of earlier passes have the old ones
-        self._visited_before = 0
+        self._results, self._visits, self._passes = (
+            set(),
+            set(),
+            set(),
+        )  # the graphs of earlier passes have the old ones
         self._began = now
         self.note("step_begins")
         self.events.on_sampling_decided(sampled)
@@ -449,7 +451,13 @@ class Recorder:
         if pending.sampled:
             pending.arrived = list(self.monitored.update.arrived)
             try:
-                left_out = self._results - self._visited if self._visited else set()
+                reached, passes = set(), set()
+                for number, task in self._visits:
+                    if task in self._passes:
+                        reached.add(number)
+                        passes.add(task)
+                # A pass that has reached no result has a loss of other tensors of the forward passes.
+                left_out = self._results - reached if passes and passes == self._passes else set()
                 self.active_quantities.end(pending, left_out)
             except Exception as error:  # noqa: BLE001 - as the error boundary does, without another call
                 self.boundary.report("copying statistics", error)

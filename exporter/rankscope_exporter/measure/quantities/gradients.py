@@ -366,7 +366,8 @@ class Gradients(Quantity):
             table.measure(own, table.slots[Kind.GRAD_UNREDUCED])
 
     def on_backward_end(self, table: Table) -> None:
-        if self._frozen.stepped:  # an evaluation of a pipeline also divides the gradients that it finds
+        # An evaluation of a pipeline also divides the gradients that it finds.
+        if self._frozen.stepped and not self._is_computed_by_optimizer():
             self._frozen.protect(table)
         is_reduced = self.monitored.framework.reduces_in_backward()
         if is_reduced:
