@@ -411,11 +411,8 @@ class Recorder:
         self._awaiting = None
         self.micro_step = -1
         self._forwards.clear()
-        self._results, self._visits, self._passes = (
-            set(),
-            set(),
-            set(),
-        )  # the graphs of earlier passes have the old ones
+        # The graphs of earlier passes have the old sets.
+        self._results, self._visits, self._passes = set(), set(), set()
         self._began = now
         self.note("step_begins")
         self.events.on_sampling_decided(sampled)
