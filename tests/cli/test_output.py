@@ -182,9 +182,7 @@ def options():
 def test_each_command_with_an_output_is_in_one_of_the_lists():
     outputs = {(command, option) for command, option in options() if option != "--outputs"}
 
-    files = {*FILES, "dashboards preview"}  # the preview needs a Prometheus, which tests/cli/test_preview.py has
-
-    assert {(command, "--output") for command in files} == {each for each in outputs if each[1] == "--output"}
+    assert {(command, "--output") for command in FILES} == {each for each in outputs if each[1] == "--output"}
     assert {" ".join(each) for each in outputs if each[1] != "--output"} == FOLDERS
 
 

@@ -43,9 +43,9 @@ def bundle(entry: str) -> str:
 
 
 @functools.cache
-def style(own: str) -> str:
-    """Return the style sheets of all pages and the sheet `own` of one page as one."""
-    return "\n".join(_text(name) for name in ("uPlot.min.css", "style.css", own) if name in ASSETS)
+def style() -> str:
+    """Return the style sheets of all pages and that of a single file as one."""
+    return "\n".join(_text(name) for name in ("uPlot.min.css", "style.css", "report.css") if name in ASSETS)
 
 
 @functools.cache
@@ -87,8 +87,6 @@ class FilePage:
     kind: str  # name of the page, for scripts and styles
     axis: str  # default axis of the curves
     documents: Mapping[str, str] = field(default_factory=dict)  # JSON for scripts, by the id of its element
-    scripts: Sequence[str] = ()  # in addition to those of all pages
-    sheet: str = "report.css"  # style sheet of the page, in addition to that of all pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +99,8 @@ class File:
 
 def file(page: FilePage) -> File:
     """Return the file of a page, with its styles and scripts."""
-    sheet = style(page.sheet)
-    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app"), *page.scripts]
+    sheet = style()
+    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
     permitted = policy(scripts, sheet)
     logo = base64.b64encode(ASSETS["icon.svg"].read()).decode()
     first, *others = [f"<script>{script}</script>" for script in scripts]

@@ -1,9 +1,8 @@
-"""`rankscope dashboards`: deploy boards and alert rules to a Grafana server, write their files, or draw a board."""
+"""`rankscope dashboards`: deploy boards and alert rules to a Grafana server, or write their files."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.base.errors import USAGE, CommandError, command_errors
-from rankscope.base.options import STANDARD_OUTPUT
 from rankscope.base.provisioning import provision
 
 if TYPE_CHECKING:
     from rankscope_dashboards.grafana.server import Server
 
 dashboards = typer.Typer(
-    help="""Deploy boards and alert rules to a Grafana server, write their files, or draw a board without a server.""",
+    help="""Deploy boards and alert rules to a Grafana server, or write their files.""",
     no_args_is_help=True,
 )
 dashboards.command("provision")(provision)
@@ -127,62 +125,6 @@ def undeploy(
         remaining = deployment.undeploy(_server(url, token_file, org), shipped(), options, print)
     if remaining:
         raise CommandError("some objects remain in Grafana:\n  " + "\n  ".join(remaining))
-
-
-@dashboards.command("preview")
-def preview(
-    board: Annotated[str, typer.Argument(help="Name of the board, such as run_overview.", metavar="BOARD")],
-    output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            help="File to write, with the suffix html or png; - is standard output, as html.",
-            show_default=False,
-        ),
-    ],
-    run: Annotated[
-        list[str] | None, typer.Option("--run", help="Run that the board shows; the board runs takes several.")
-    ] = None,
-    variable: Annotated[
-        list[str] | None,
-        typer.Option("--var", help="Value of a variable of the board, such as rank=0.", metavar="NAME=VALUE"),
-    ] = None,
-    prometheus_url: Annotated[str, typer.Option(help="Address of Prometheus.")] = "http://127.0.0.1:9090",
-    start: Annotated[
-        str | None, typer.Option("--from", help="Start: a time in ISO 8601, or now-6h. Default: that of the run.")
-    ] = None,
-    end: Annotated[
-        str | None, typer.Option("--to", help="End: a time in ISO 8601, now or now-1h. Default: that of the run.")
-    ] = None,
-) -> None:
-    """Draw a board without Grafana, with the results of its queries, as one HTML file or as a PNG.
-
-    The range is that of the run if neither --from nor --to is given, and the last hour without a run. Other variables
-    have the values with which Grafana opens the board. The file is labelled as a preview: it shows the queries, units
-    and colours of the board, drawn by Rankscope. A PNG needs the program chromium.
-
-    [bold]Examples[/bold]
-
-    rankscope dashboards preview run_overview --run my-run -o overview.html
-
-    rankscope dashboards preview tensors --run my-run --var kind=grad_reduced --from now-6h -o tensors.png
-    """
-    from rankscope.output.board_preview import PreviewChoice, chosen_variables, parse_time, write_preview
-    from rankscope_dashboards.provisioning.tree import SHIPPED
-
-    now = time.time()
-    choice = PreviewChoice(
-        tree=SHIPPED,
-        board=board,
-        prometheus_url=prometheus_url,
-        variables=chosen_variables(run or (), variable or ()),
-        start=None if start is None else parse_time("--from", start, now),
-        end=None if end is None else parse_time("--to", end, now),
-    )
-    write_preview(choice, output, now)
-    if output != STANDARD_OUTPUT:
-        print(f"preview of {board}: {output.absolute().as_uri()}")
 
 
 def _server(url: str, token_file: Path, org: int | None) -> Server:
