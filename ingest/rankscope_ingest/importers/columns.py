@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
-from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown, torn_size
+from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import read_log
 from rankscope_ingest.importers.common.values import plain, quantity, whole
@@ -73,29 +73,37 @@ class Columns:
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per row of the table, then an object with facts about the run."""
-        layout: Layout | None = None
-        torn = torn_size(path)
+        yield from read_log(path, faults, _Rows(faults))
 
-        def rows(number: int, line: bytes) -> Sequence[dict[str, Any]]:
-            nonlocal layout
-            text = line.decode(errors="replace")
-            if not _is_content(text):
-                return ()
-            if layout is None:
-                layout = layout_of(text)
-                if layout is None or layout.has_heading:
-                    return ()
-            row = row_of(text, layout) if torn is None or faults.read_bytes < torn else None
-            if row is None:
-                faults.add(
-                    number,
-                    f"the line does not have {len(layout.names)} columns with a step and another number, "
-                    f"or it has no line end: {shown(line)}",
-                )
-                return ()
-            return (row,)
 
-        yield from read_log(path, faults, rows, {})
+class _Rows:
+    """The rows of one table, in order."""
+
+    numbers_rows = False
+
+    def __init__(self, faults: Faults) -> None:
+        self.counts: dict[str, int] = {}
+        self._faults = faults
+        self._layout: Layout | None = None
+
+    def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
+        """Return the row on a line of the table, if there is one."""
+        text = line.decode(errors="replace")
+        if not _is_content(text):
+            return ()
+        if self._layout is None:
+            self._layout = layout_of(text)
+            if self._layout is None or self._layout.has_heading:
+                return ()
+        row = None if self._faults.is_torn else row_of(text, self._layout)
+        if row is None:
+            self._faults.add(
+                number,
+                f"the line does not have {len(self._layout.names)} columns with a step and another number, "
+                f"or it has no line end: {shown(line)}",
+            )
+            return ()
+        return (row,)
 
 
 def layout_of(line: str) -> Layout | None:

@@ -99,41 +99,44 @@ class JsonLines:
         If the first record is a JSON line, only JSON lines are imported as records. In a log of JSON without
         steps, the number of a record is its step.
         """
-        counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
-        first: Kind | None = None
-        earliest: Kind | None = None
-        bars = Bars()
+        yield from read_log(path, faults, _Objects(faults), max_bytes=MAX_LINE_BYTES)
 
-        def documents(line_number: int, text: bytes) -> Sequence[Mapping[str, Any]]:
-            nonlocal first, earliest
-            if b"\r" in text and len(rows := rows_on(text)) > 1:
-                return [document for row in rows for document in documents(line_number, row)]
-            kind, document = parse_line(text)
-            if first is Kind.JSON is kind and document is not None:
-                return (document,)
-            is_bar = kind in {Kind.NONE, Kind.PRINTED} and bars.see(text.decode(errors="replace"))
-            if kind is Kind.BLANK:
-                counts[Kind.BLANK] += 1
-                return ()
-            if document is None or (first is Kind.JSON and kind is not Kind.JSON):
-                counts[Kind.OTHER_JSON if kind is Kind.OTHER_JSON else Kind.NONE] += 1
-                if not is_bar:
-                    faults.add(line_number, f"{_reason(kind, document)}: {shown(text)}")
-                return ()
-            earliest = earliest or kind
-            if first is None and _is_record(document):
-                first = kind
-            return (bars.with_step(document) if kind is Kind.PRINTED else document,)
 
-        # The Trainer prints dictionaries only at some steps, so their number is no step.
-        yield from read_log(
-            path,
-            faults,
-            documents,
-            counts,
-            max_bytes=MAX_LINE_BYTES,
-            numbers_rows=lambda: earliest is not Kind.PRINTED,
-        )
+class _Objects:
+    """The objects on the lines of one log, in order."""
+
+    def __init__(self, faults: Faults) -> None:
+        self.counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
+        self._faults = faults
+        self._first: Kind | None = None
+        self._earliest: Kind | None = None
+        self._bars = Bars()
+
+    @property
+    def numbers_rows(self) -> bool:
+        """True if the number of a record may be its step: the Trainer prints dictionaries only at some steps."""
+        return self._earliest is not Kind.PRINTED
+
+    def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
+        """Return the objects on a line of the log."""
+        if b"\r" in line and len(rows := rows_on(line)) > 1:
+            return [document for row in rows for document in self.documents(number, row)]
+        kind, document = parse_line(line)
+        if self._first is Kind.JSON is kind and document is not None:
+            return (document,)
+        is_bar = kind in {Kind.NONE, Kind.PRINTED} and self._bars.see(line.decode(errors="replace"))
+        if kind is Kind.BLANK:
+            self.counts[Kind.BLANK] += 1
+            return ()
+        if document is None or (self._first is Kind.JSON and kind is not Kind.JSON):
+            self.counts[Kind.OTHER_JSON if kind is Kind.OTHER_JSON else Kind.NONE] += 1
+            if not is_bar:
+                self._faults.add(number, f"{_reason(kind, document)}: {shown(line)}")
+            return ()
+        self._earliest = self._earliest or kind
+        if self._first is None and _is_record(document):
+            self._first = kind
+        return (self._bars.with_step(document) if kind is Kind.PRINTED else document,)
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:

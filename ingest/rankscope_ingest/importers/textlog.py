@@ -30,7 +30,6 @@ from rankscope_ingest.importers.common.lines import (
     is_settled,
     sample_lines,
     shown,
-    torn_size,
     without_colours,
 )
 from rankscope_ingest.importers.common.log_names import canonical
@@ -113,31 +112,7 @@ class TextLog:
         A last line without line end may be incomplete. It counts as a record only if it has the same names as the
         previous record and as many decimals in its last number.
         """
-        counts = {"other_lines": 0}
-        torn = torn_size(path)
-        previous: tuple[tuple[str, ...], int] | None = None
-        log = Lines(faults)
-
-        def documents(number: int, line: bytes) -> Sequence[dict[str, Any]]:
-            nonlocal previous
-            found = []
-            is_torn = torn is not None and faults.read_bytes >= torn
-            parts = bar_lines(line.decode(errors="replace"))
-            for place, part in enumerate(parts, 1):
-                text = without_colours(part)
-                record = log.record(text) or log.checkpoint(text)
-                if record is None:
-                    counts["other_lines"] += 1
-                    continue
-                shape = tuple(record), len(text.rstrip().rpartition(".")[2])
-                if is_torn and place == len(parts) and shape != previous:
-                    faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
-                else:
-                    found.append(record)
-                previous = shape
-            return found
-
-        yield from read_log(path, faults, documents, counts)
+        yield from read_log(path, faults, Lines(faults))
 
 
 class Lines:
@@ -149,7 +124,10 @@ class Lines:
     record before it. Numbers of records that are not stored are counted in `faults`.
     """
 
+    numbers_rows = False
+
     def __init__(self, faults: Faults) -> None:
+        self.counts = {"other_lines": 0}
         self._faults = faults
         self._patterns = [pattern_of(text) for text in faults.options.pattern]
         self._tables = Tables()
@@ -158,6 +136,25 @@ class Lines:
         self._shown_epoch: float | None = None
         self._heading: Line | None = None
         self._has_point = False
+        self._form: tuple[tuple[str, ...], int] | None = None  # of the last record
+
+    def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
+        """Return the records on a line of the file, of which a progress bar may have printed several."""
+        found = []
+        parts = bar_lines(line.decode(errors="replace"))
+        for place, part in enumerate(parts, 1):
+            text = without_colours(part)
+            record = self.record(text) or self.checkpoint(text)
+            if record is None:
+                self.counts["other_lines"] += 1
+                continue
+            form = tuple(record), len(text.rstrip().rpartition(".")[2])
+            if self._faults.is_torn and place == len(parts) and form != self._form:
+                self._faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
+            else:
+                found.append(record)
+            self._form = form
+        return found
 
     def record(self, line: str) -> dict[str, Any] | None:
         """Return the counters and the numbers on `line` by name; None if the line is no record."""

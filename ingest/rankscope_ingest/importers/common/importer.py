@@ -167,10 +167,12 @@ class Faults:
     options: Options = Options()
     """The options of the user."""
     read_bytes: int = 0
-    """The number of bytes of the log that were read so far, for the progress bar.
+    """The number of bytes of the log that were read so far.
 
     The function that reads the file updates this number.
     """
+    is_torn: bool = False
+    """True if the line that was read last has no line end, and may therefore be incomplete."""
 
     def add(self, line: int, text: str) -> None:
         """Record that the line with the number `line`, from 1, could not be read. `text` is the reason."""

@@ -90,6 +90,7 @@ def read_lines(
         for line in _pieces(file, max_bytes + 1, line_end(head)):
             size = len(line)
             faults.read_bytes += size
+            faults.is_torn = not line.endswith((b"\n", b"\r"))
             number += not is_rest
             if not (is_rest or size > max_bytes or b"\0" in line):
                 yield number, line.rstrip(b"\r\n") if number > 1 else line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
 from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
@@ -22,7 +22,6 @@ from rankscope_ingest.importers.common.lines import (
     prefix_fields,
     read_lines,
     sample_lines,
-    torn_size,
     without_colours,
 )
 from rankscope_ingest.importers.common.objects import ObjectReader
@@ -33,29 +32,32 @@ MAX_WAITING: Final = 10_000
 """Maximum number of failures that wait for the decision. Twice this number is the maximum of objects and failures."""
 
 
-def read_log(
-    path: Path,
-    faults: Faults,
-    documents: Callable[[int, bytes], Iterable[Mapping[str, Any]]],
-    counts: Mapping[str, int],
-    *,
-    max_bytes: int = MAX_LINE_BYTES,
-    numbers_rows: Callable[[], bool] = lambda: False,
-) -> Iterator[Imported]:
+class LineParser(Protocol):
+    """Parses the lines of one log in order. Its attributes are all of its state between two lines."""
+
+    counts: dict[str, int]
+    """Numbers of lines by kind, which are stored with the run."""
+
+    @property
+    def numbers_rows(self) -> bool:
+        """True if the number of a record is its step where the records have no counter."""
+
+    def documents(self, number: int, line: bytes) -> Iterable[Mapping[str, Any]]:
+        """Return the objects on a line with its number, from 1. Unreadable lines are added to the faults of the log."""
+
+
+def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Imported]:
     """Yield blocks of the records in a text log, then the facts about the run.
 
-    `documents` is called with the number (from 1) and the bytes of each line; it returns the objects on the line and
-    records unreadable lines in `faults`. `counts` are numbers of lines by kind; they are stored with the run. A line of
-    more than `max_bytes` bytes is skipped. If `numbers_rows` returns true and the records have no counter, the number
-    of a record is its step. The step and the loss are decided over the first records; `faults.choices` contains the
-    decision of an earlier import, if there is one, and later the decision about this log.
+    A line of more than `max_bytes` bytes is skipped. The step and the loss are decided over the first records;
+    `faults.choices` contains the decision of an earlier import, if there is one, and later the decision about this log.
     """
     builder = BlockBuilder()
-    records = _LogRecords(path, builder, faults, numbers_rows)
+    records = _LogRecords(path, builder, faults, parser)
     objects, failures = records.objects, records.failures
     number = 0
     for number, line in read_lines(path, faults, max_bytes=max_bytes):
-        records.line(number, line, documents(number, line))
+        records.line(number, line, parser.documents(number, line))
         if builder.is_full and (block := builder.take()):
             yield block
     records.decide()
@@ -73,7 +75,7 @@ def read_log(
             "records of several writers alternate: each writer is an attempt; the last is shown by default"
         )
     if objects.keys:
-        run = objects.run({"lines": number, **counts})
+        run = objects.run({"lines": number, **parser.counts})
         state, reason = (run.state, run.reason) if run.state or not failures.ending else failures.ending
         yield dataclasses.replace(run, state=state, reason=reason)
 
@@ -85,19 +87,19 @@ class _LogRecords:
     on. A row is an object with a number. Text and events before the first row have no influence on the decision.
     """
 
-    def __init__(self, path: Path, builder: BlockBuilder, faults: Faults, numbers_rows: Callable[[], bool]) -> None:
+    def __init__(self, path: Path, builder: BlockBuilder, faults: Faults, parser: LineParser) -> None:
         self._path = path
         self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
         self.failures = FailureLines()
         self._builder = builder
         self._faults = faults
-        self._numbers_rows = numbers_rows
+        self._parser = parser
         self._waiting: list[tuple[int, Record | FailureLine]] = []
         self._waiting_failures: set[tuple[str, int | None]] = set()  # keys, since the last object
         self._rows = 0  # number of rows that wait
         self._first_byte = 0  # position behind the line of the first row, or of an object before it
         self._is_decided = False
-        self._torn = None if is_settled(path) else torn_size(path)
+        self._is_settled = is_settled(path)
         self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
 
     def line(self, number: int, line: bytes, documents: Iterable[Mapping[str, Any]]) -> None:
@@ -116,9 +118,8 @@ class _LogRecords:
                 self._added(number)
         # The text of a failure may follow a progress bar on its line.
         if (not has_objects or b"it/s" in line or b"s/it" in line) and self.failures.is_possible(line):
-            is_torn = self._torn is not None and self._faults.read_bytes >= self._torn
             found = [(number, failure) for failure in self._failures_on(line)]
-            if is_torn:
+            if self._faults.is_torn and not self._is_settled:
                 self._held = found
             else:
                 self._add_failures(found)
@@ -148,7 +149,7 @@ class _LogRecords:
         if not self._is_decided:
             rows = [record for _, record in self._waiting if isinstance(record, Record)]
             loss, dates = self._faults.options.loss, self._dates()
-            self.objects.choose(rows, numbers_rows=self._numbers_rows(), loss=loss, dates=dates)
+            self.objects.choose(rows, numbers_rows=self._parser.numbers_rows, loss=loss, dates=dates)
             self._faults.choices = self.objects.choices.to_json()
             self._is_decided = True
             self._add_waiting()
