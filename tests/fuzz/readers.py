@@ -40,7 +40,7 @@ from rankscope_ingest.record_channel.validate import PlanCache, RowContext, chec
 from rankscope_ingest.remote_read.handler import read_request
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.scrape.discovery import listed
-from rankscope_ingest.scrape.page_reader import Page, PageReader
+from rankscope_ingest.scrape.page_reader import PageReader
 from rankscope_ingest.scrape.scraper import OwnTimes
 from rankscope_ingest.targets.registry import parse_registration
 from rankscope_storage.base.schema import conform
@@ -99,12 +99,9 @@ class Reader:
 
 def exposition(is_openmetrics: bool) -> Callable[[bytes], object]:
     def read(data: bytes) -> object:
-        pages = PageReader()
-        for number, body in enumerate((PAGES[1], data, data)):  # a page may have the layout of the page before it
-            is_open = is_openmetrics and number > 0
-            (found,) = pages.read([Page(target="t", labels=(("dc", "x"),), body=body, openmetrics=is_open)])
-            if isinstance(found, DecodeError):
-                raise found
+        pages = PageReader((("dc", "x"),))
+        for number, body in enumerate((PAGES[1], data, data)):  # a page may have the template of the page before it
+            found = pages.read(body, openmetrics=is_openmetrics and number > 0)
             OwnTimes().fresh(found, 1_700_000_000_000_000)
         return found
 

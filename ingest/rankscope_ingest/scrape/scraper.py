@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Protocol, Self
@@ -35,9 +35,8 @@ from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
 from rankscope_ingest.scrape.discovery import ScrapeTarget
-from rankscope_ingest.scrape.exposition_parser import OPENMETRICS
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
-from rankscope_ingest.scrape.page_reader import Page, PageReader, PageRows
+from rankscope_ingest.scrape.page_reader import OPENMETRICS, PageReader, PageRows
 from rankscope_ingest.scrape.sample_table import Scrape, Series
 from rankscope_storage.base.service_catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
 
@@ -291,11 +290,11 @@ class Followed:
     last_samples: int | None = None
     own_times: OwnTimes = field(default_factory=OwnTimes)
     active: ActiveSeries = field(default_factory=ActiveSeries)
+    reader: PageReader = field(init=False)
     tables: ScrapeTables = field(init=False)
 
     def __post_init__(self) -> None:
-        """Create the object that combines the samples of each page with those about the scrape, such as `up`."""
-        self.tables = ScrapeTables(self.exporter)
+        self.reader, self.tables = PageReader(self.exporter.labels), ScrapeTables(self.exporter)
 
     def described(self, now: float) -> Mapping[str, object]:
         """Return this exporter and its last scrape as JSON values for the status page.
@@ -328,7 +327,7 @@ class Scraper:
         self._lists: dict[str, tuple[ScrapeTarget, ...]] = {}
         self._followed: dict[str, Followed] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._parser = PageQueue()
+        self._parsing = asyncio.Lock()  # one thread, so that many complete pages leave threads to the store
         self._slots, self._failing_slots = asyncio.Semaphore(MAX_CONCURRENT), asyncio.Semaphore(MAX_CONCURRENT_FAILING)
 
     @property
@@ -338,8 +337,8 @@ class Scraper:
 
     @property
     def tasks(self) -> Iterable[asyncio.Task[None]]:
-        """Return the tasks that scrape exporters and parse pages. The caller must cancel them when the service ends."""
-        return [*self._tasks.values(), *self._parser.tasks]
+        """Return the tasks that scrape exporters. The caller must cancel them when the service ends."""
+        return self._tasks.values()
 
     def show(self, source: str, exporters: Iterable[ScrapeTarget]) -> None:
         """Replace the exporters of `source`, and start or stop the scrapes of those that were added or removed.
@@ -365,7 +364,6 @@ class Scraper:
             self._followed[name] = followed
             scraping = functools.partial(self._scrape_forever, followed)
             self._tasks[name] = start_task(f"scraping the exporter {name}", scraping, is_repeated=True)
-        self._parser.keep(set(wanted))
 
     async def scrape(self, followed: Followed) -> None:
         """Scrape the exporter once, and pass its samples to the sink.
@@ -380,7 +378,7 @@ class Scraper:
         async with self._failing_slots if followed.is_up is False else self._slots:
             ts, started = self._wall(), self._clock()
             try:
-                rows = await self._page(exporter)
+                rows = await self._page(exporter, followed.reader)
             except (FetchError, DecodeError) as error:
                 self._failed(followed, error, ts, self._clock() - started)
                 return
@@ -396,13 +394,19 @@ class Scraper:
             sink.samples(page_rows(exporter, fresh, ts))
             sink.scrape(own_samples(exporter, ts, seconds, rows.rows))
 
-    async def _page(self, exporter: ScrapeTarget) -> PageRows:
+    async def _page(self, exporter: ScrapeTarget, reader: PageReader) -> PageRows:
         document = await self._fetch.get(
             exporter.url, accept=TEXT, timeout_seconds=exporter.timeout_seconds, max_bytes=exporter.max_bytes
         )
         is_openmetrics = document.content_type == OPENMETRICS
-        page = Page(target=exporter.name, labels=exporter.labels, body=document.body, openmetrics=is_openmetrics)
-        return await self._parser.read(page)
+        try:
+            async with self._parsing:
+                return await asyncio.to_thread(reader.read, document.body, openmetrics=is_openmetrics)
+        except DecodeError:
+            raise
+        except Exception as error:  # a defect of the parser: the scrape is stored as failed
+            log.exception("unexpected error in parsing the page of exporter %s", exporter.name)
+            raise DecodeError(f"the page cannot be parsed: unexpected {type(error).__name__}: {error}") from error
 
     def _failed(self, followed: Followed, error: Exception, ts: int, seconds: float) -> None:
         if followed.is_up is not False:
@@ -463,63 +467,3 @@ def _own_names(followed: Followed) -> SeriesNames:
     """Return the series that each scrape of the exporter adds to those of its page, such as `up`."""
     samples = 0 if followed.is_up else None
     return SeriesNames.of(own_samples(followed.exporter, 0, seconds=0.0, samples=samples).series)
-
-
-class PageQueue:
-    """Parses pages in a thread. Pages that arrive while the thread is busy are parsed together afterwards.
-
-    `reader` is the parser; tests can pass another one than the default.
-    """
-
-    def __init__(self, reader: PageReader | None = None) -> None:
-        self._reader = reader or PageReader()
-        self._waiting: list[tuple[Page, asyncio.Future[PageRows | DecodeError]]] = []
-        self._kept: set[str] | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """Return the task that parses pages, or an empty list if no page has been parsed yet."""
-        return [] if self._task is None else [self._task]
-
-    def keep(self, targets: set[str]) -> None:
-        """Request that the cached pages of all targets outside `targets` are deleted before the next page is parsed."""
-        self._kept = targets
-
-    async def read(self, page: Page) -> PageRows:
-        """Return the samples of `page` after it was parsed in the thread. Raises DecodeError if the page is invalid."""
-        future: asyncio.Future[PageRows | DecodeError] = asyncio.get_running_loop().create_future()
-        self._waiting.append((page, future))
-        if self._task is None or self._task.done():
-            self._task = start_task("parsing pages of exporters", self._read_all)
-        result = await future
-        if isinstance(result, DecodeError):
-            raise result
-        return result
-
-    async def _read_all(self) -> None:
-        while self._waiting:
-            waiting, self._waiting = self._waiting, []
-            results: Sequence[PageRows | DecodeError] = [DecodeError("the page cannot be parsed")] * len(waiting)
-            try:
-                results = await asyncio.to_thread(self._read, [page for page, _ in waiting])
-            finally:
-                for (_, future), result in zip(waiting, results, strict=True):
-                    if not future.done():
-                        future.set_result(result)
-
-    def _read(self, pages: list[Page]) -> list[PageRows | DecodeError]:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            self._reader.forget(kept)
-        try:
-            return self._reader.read(pages)
-        except Exception as error:  # a defect of the parser: the other scrapes still need their results
-            if len(pages) > 1:
-                log.exception("unexpected error in parsing %d pages together, parsing each page separately", len(pages))
-                return [result for page in pages for result in self._read([page])]
-            log.exception(
-                "unexpected error in parsing the page of exporter %s; its samples of this scrape are lost",
-                pages[0].target,
-            )
-            return [DecodeError(f"the page cannot be parsed: unexpected {type(error).__name__}: {error}")]

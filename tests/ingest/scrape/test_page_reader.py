@@ -17,8 +17,7 @@ from tests.properties import examples
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.pipeline.flusher import halves
-from rankscope_ingest.scrape.exposition_parser import parse_exactly
-from rankscope_ingest.scrape.page_reader import Page, PageReader
+from rankscope_ingest.scrape.page_reader import PageReader, parse_exactly
 from rankscope_ingest.scrape.sample_table import Grid, Scrape, Series
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.sorting import SORT_KEYS, is_sorted
@@ -66,23 +65,22 @@ DATA = Path(__file__).parents[2] / "data" / "exposition"
 NODE, DCGM = ((DATA / name).read_bytes() for name in ("node.txt", "dcgm.txt"))
 
 
-def page(body, target="a", **more):
-    return Page(target=target, body=body, **more)
-
-
-def warmed(*bodies):
-    """Return a reader that knows the layouts of `bodies`, the pages of the targets "a", "b", …."""
-    reader = PageReader()
-    reader.read([page(body, target) for target, body in zip("abcdefgh", bodies, strict=False)])
+def warmed(body, labels=()):
+    """Return a reader that knows the template of `body`, the previous page of its exporter."""
+    reader = PageReader(labels)
+    reader.read(body)
     return reader
 
 
 def read_one(reader, body, **more):
-    return reader.read([page(body, **more)])[0]
+    try:
+        return reader.read(body, **more)
+    except DecodeError as error:
+        return error
 
 
 @pytest.mark.parametrize("body", [NODE, DCGM], ids=["node exporter", "DCGM"])
-def test_second_page_is_parsed_by_its_layout(body):
+def test_second_page_is_parsed_by_its_template(body):
     """Spaces, escapes, NaN and blank lines are part of the compared bytes."""
     changed = body.replace(b" 4\n", b" 5\n").replace(b"} 1\n", b"} -1.5e-7\n").replace(b" 41\n", b" +Inf\n")
     rows = read_one(warmed(body), changed)
@@ -105,7 +103,7 @@ SURPRISES = {
 
 
 @pytest.mark.parametrize("name", SURPRISES)
-def test_page_that_differs_from_its_layout_is_parsed_exactly(name):
+def test_page_that_differs_from_its_template_is_parsed_exactly(name):
     added, behind = SURPRISES[name]
     body = NODE.replace(b"} 17\n", b"} 17" + behind + b"\n") + added
     rows = read_one(warmed(NODE), body)
@@ -175,9 +173,9 @@ def test_duplicate_series_on_a_page_is_stored_once():
     assert first.doubled == 1
 
 
-def test_labels_of_the_target_take_precedence_and_require_another_layout():
+def test_labels_of_the_target_take_precedence():
     body = b'a{dc="here",instance="me",job="mine"} 1\nb{dc="x",exported_dc="y"} 2\n'
-    rows = read_one(warmed(body), body, labels=(("dc", "east"),))
+    rows = read_one(warmed(body, (("dc", "east"),)), body)
 
     assert [
         '{"dc":"east","exported_dc":"here","exported_instance":"me","job":"mine"}',
@@ -185,24 +183,16 @@ def test_labels_of_the_target_take_precedence_and_require_another_layout():
     ] == rows.labels.to_pylist()
 
 
-def test_bad_page_does_not_affect_others():
-    results = PageReader().read([page(NODE, "a"), page(b"\xff\n", "b"), page(b"no value\n", "c"), page(DCGM, "d")])
+def test_bad_page_does_not_affect_the_next_one():
+    reader = warmed(NODE)
+    results = [read_one(reader, body) for body in (b"\xff\n", b"no value\n", NODE)]
 
-    assert [reference(NODE), None, None, reference(DCGM)] == [rows_of(rows) for rows in results]
-    assert ["the page is not UTF-8 at byte 0", True] == [str(results[1]), "not a valid exposition" in str(results[2])]
-
-
-def test_line_moved_between_joined_pages_is_detected():
-    """The concatenation of two pages must not match layouts that have the same lines in total."""
-    reader = warmed(b"a 1\nb 1\n", b"c 1\n")
-    results = reader.read([page(b"a 1\n", "a"), page(b"b 1\nc 1\n", "b")])
-
-    assert [["a"], ["b", "c"]] == [rows.metrics.to_pylist() for rows in results]
+    assert ["the page is not UTF-8 at byte 0", True] == [str(results[0]), "not a valid exposition" in str(results[1])]
+    assert (False, reference(NODE)) == (results[2].exact, rows_of(results[2]))
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 10, 11, 12, 13, 40])
 def test_change_of_any_byte_of_a_series_is_detected(length):
-    """Fixed parts of up to 12 bytes, longer ones, and their first four bytes are compared by different code."""
     lines = [f"{chr(97 + number) * length} {number}\n".encode() for number in range(3)]
     for number, place in itertools.product(range(3), range(length)):
         changed = bytearray(b"".join(lines))
@@ -257,7 +247,7 @@ def mutated(body, dice):
 
 @pytest.mark.parametrize("seed", range(examples(12, at_least=3)))
 def test_mutated_page_is_parsed_like_prometheus_client(seed):
-    """For any change of bytes, the cached layout gives the result of exact parsing, alone and together with others."""
+    """For any change of bytes, the template gives the result of exact parsing."""
     # In one run of four minutes, 116,000 such pages were tested, of which 45,000 were valid.
     dice = random.Random(seed)
     for _ in range(80):
@@ -268,11 +258,6 @@ def test_mutated_page_is_parsed_like_prometheus_client(seed):
             continue  # an exemplar, which the library takes for a time: see the test of its own
 
         assert expected == rows_of(read_one(warmed(source), body))
-
-        reader, before, after = PageReader(), page(NODE, "before"), page(DCGM, "after")
-        reader.read([before, page(source, "between"), after])
-        first, between, last = reader.read([before, page(body, "between"), after])
-        assert [reference(NODE), expected, reference(DCGM)] == [rows_of(first), rows_of(between), rows_of(last)]
 
 
 # The error for an invalid page.

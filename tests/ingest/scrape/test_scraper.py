@@ -18,8 +18,8 @@ from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError, FetchError
 from rankscope_ingest.scrape.discovery import configured, listed
 from rankscope_ingest.scrape.http import Document
-from rankscope_ingest.scrape.page_reader import Page, PageReader
-from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, OwnTimes, PageQueue, Scraper
+from rankscope_ingest.scrape.page_reader import PageReader
+from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, OwnTimes, Scraper
 
 (ONE,) = configured([ExporterSection(url="http://a:1/metrics", labels={"dc": "east"})])
 TEXT = "text/plain"
@@ -219,19 +219,17 @@ async def test_hanging_exporters_do_not_delay_a_healthy_one(eventually):
     assert MAX_CONCURRENT_FAILING == hanging
 
 
-async def test_unexpected_error_in_one_page_does_not_affect_pages_parsed_with_it(caplog):
-    class FailingReader(PageReader):
-        def read(self, pages):
-            return [1 // 0 if b"bad" in page.body else super(FailingReader, self).read([page])[0] for page in pages]
-
-    queue = PageQueue(FailingReader())
-    pages = [Page(target=name, body=f"{name} 1\n".encode()) for name in ("bad", "good", "better")]
-    results = await asyncio.gather(*map(queue.read, pages), return_exceptions=True)
+async def test_unexpected_error_in_parsing_a_page_is_a_failed_scrape(caplog, monkeypatch):
+    fake = Fake(b"a 1\n", b"a 2\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(PageReader, "read", lambda *_, **__: 1 // 0)
+        failed = await scrape(fake, 1)
+    followed = await scrape(fake, 1)
 
     because = "the page cannot be parsed: unexpected ZeroDivisionError: integer division or modulo by zero"
-    assert because == str(results[0])
-    assert [["good"], ["better"]] == [rows.metrics.to_pylist() for rows in results[1:]]
-    assert "unexpected error in parsing the page of exporter bad" in caplog.text
+    assert (because, None) == (failed.last_error, followed.last_error)
+    assert [0.0, 1.0] == [value for metric, value, _ in samples_of(fake) if metric == "up"]
+    assert "unexpected error in parsing the page of exporter a:1" in caplog.text
 
 
 async def test_first_of_two_exporters_with_one_name_is_scraped(caplog):
@@ -262,7 +260,7 @@ class Scraped:
 
     def page(self, *lines, at=NOW):
         body = "".join(f"{line}\n" for line in lines).encode()
-        (rows,) = self.reader.read([Page(target="x", body=body)])
+        rows = self.reader.read(body)
         self.fresh = self.own_times.fresh(rows, at * 1000)
         times = [None] * self.fresh.rows if self.fresh.ts is None else self.fresh.ts.cast("int64").to_pylist()
         return [

@@ -22,7 +22,7 @@ from rankscope_ingest.recovery.orphan_spools import Spools
 from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_ingest.scrape.discovery import ExporterList
-from rankscope_ingest.scrape.scraper import PageQueue, Scraper
+from rankscope_ingest.scrape.scraper import Scraper
 from rankscope_ingest.watch.session import WatchSession
 
 TASKS = {  # Each background task of the service, and a method of it that raises in the test
@@ -33,7 +33,6 @@ TASKS = {  # Each background task of the service, and a method of it that raises
     "notifying of an incident": (Announcer, "_commit_and_send"),
     "notifying of an incident of a log": (Announcer, "_commit_and_send"),
     "opening a connection": (_Connections, "_start"),
-    "parsing pages of exporters": (PageQueue, "_read"),
     "polling a rank": (TargetLoop, "run"),
     "reading a list of exporters": (ExporterList, "look"),
     "reading the version of the store": (Pages, "_version"),

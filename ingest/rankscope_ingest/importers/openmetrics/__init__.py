@@ -41,11 +41,11 @@ from rankscope_ingest.importers.common.importer import (
 from rankscope_ingest.importers.common.lines import read_lines, shown
 from rankscope_ingest.importers.openmetrics.lines import (
     LineError,
-    Meaning,
-    Role,
-    meaning,
+    SeriesColumns,
+    SeriesRole,
     parse_series,
     parse_value,
+    series_columns,
     split_series,
 )
 
@@ -60,7 +60,7 @@ CHUNK_ROWS: Final = 100_000
 BATCH_ROWS: Final = 100_000
 
 _NUMBERS: Final = frozenset({"rank", "index", "vpp_stage", "micro_step", "call_seq"})
-_SERIES_COLUMNS: Final = tuple(field.name for field in fields(Meaning))
+_SERIES_COLUMNS: Final = tuple(field.name for field in fields(SeriesColumns))
 _SERIES_SCHEMA: Final = pa.schema(
     [("id", pa.uint64()), *((name, pa.int64() if name in _NUMBERS else pa.string()) for name in _SERIES_COLUMNS)]
 )
@@ -75,13 +75,13 @@ _CLOCKS: Final = f"""\
 CREATE TABLE series AS SELECT DISTINCT ON (id) * FROM series_seen;
 CREATE TABLE step_at AS
   SELECT coalesce(rank, -1) AS rank_key, ts, any_value(value)::BIGINT AS step
-  FROM {_TIMED} AND role = '{Role.STEP}' AND abs(value) < 9e15 GROUP BY ALL;
+  FROM {_TIMED} AND role = '{SeriesRole.STEP}' AND abs(value) < 9e15 GROUP BY ALL;
 CREATE TABLE kind_step_at AS
   SELECT coalesce(rank, -1) AS rank_key, kind, ts, any_value(value)::BIGINT AS step
-  FROM {_TIMED} AND role = '{Role.KIND_STEP}' AND abs(value) < 9e15 GROUP BY ALL;
+  FROM {_TIMED} AND role = '{SeriesRole.KIND_STEP}' AND abs(value) < 9e15 GROUP BY ALL;
 CREATE TABLE attempt_at AS
   SELECT coalesce(rank, -1) AS rank_key, ts, any_value(value)::INTEGER AS attempt
-  FROM {_TIMED} AND role = '{Role.ATTEMPT}' AND value BETWEEN 0 AND 2e9 GROUP BY ALL;
+  FROM {_TIMED} AND role = '{SeriesRole.ATTEMPT}' AND value BETWEEN 0 AND 2e9 GROUP BY ALL;
 """
 
 # Only an export of a store has attempts. In other dumps, a decreasing step begins the next attempt.
@@ -171,7 +171,7 @@ def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
             if series not in known:
                 if len(known) >= _KNOWN_SERIES:
                     known.clear()  # ids are derived from the text, so a series that returns gets the same id
-                known[series] = pivot.series(series, meaning(parse_series(series)))
+                known[series] = pivot.series(series, series_columns(*parse_series(series)))
         except LineError as error:
             faults.add(number, f"{error}: {shown(raw)}")
             continue
@@ -233,7 +233,7 @@ class Pivot:
             f"CREATE TABLE series_seen (id UBIGINT, {columns}); "
             "CREATE TABLE samples (id UBIGINT, line BIGINT, ts BIGINT, value DOUBLE)"
         )
-        self._series: list[tuple[int, Meaning]] = []
+        self._series: list[tuple[int, SeriesColumns]] = []
         self._samples: list[tuple[int, int, int | None, float]] = []
 
     @classmethod
@@ -246,14 +246,14 @@ class Pivot:
         ):
             yield cls(connection, folder)
 
-    def series(self, text: str, meaning: Meaning) -> int:
+    def series(self, text: str, columns: SeriesColumns) -> int:
         """Store the role (such as scalar or step) and the column values of a series; return its id.
 
         The id is derived from the text of the series, so it is the same in every file.
         """
         digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
-        self._series.append((number, meaning))
+        self._series.append((number, columns))
         return number
 
     def add(self, series: int, line: int, ts: int | None, value: float) -> None:
@@ -278,7 +278,7 @@ class Pivot:
 
         In such a file, every sample is a separate row; in other files, a sample may repeat the previous one.
         """
-        return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{Role.EXPORT}' LIMIT 1").fetchall())
+        return bool(self._duckdb.sql(f"SELECT 1 FROM series WHERE role = '{SeriesRole.EXPORT}' LIMIT 1").fetchall())
 
     def runs(self) -> list[str]:
         """Return the names of the runs in the labels of Rankscope's metrics."""
@@ -301,7 +301,7 @@ class Pivot:
         values = (
             "SELECT id, line, ts, value, coalesce(rank, -1) AS rank_key, "
             "rank, name, unit, labels, vpp_stage, micro_step "
-            f"FROM samples JOIN series USING (id) WHERE role = '{Role.SCALAR}'"
+            f"FROM samples JOIN series USING (id) WHERE role = '{SeriesRole.SCALAR}'"
         )
         once = "" if self.is_export else _ONCE.format(same="(step, value)", series="id")
         return self._rows(
@@ -315,7 +315,7 @@ class Pivot:
         ops = ", ".join(f"any_value(value) FILTER (op = '{op}') AS \"{op}\"" for op in _OPS)
         values = (
             f"SELECT min(id) AS id, ts, coalesce(rank, -1) AS rank_key, {key}, {ops} "
-            f"FROM samples JOIN series USING (id) WHERE role = '{Role.TENSOR}' GROUP BY ts, {key}"
+            f"FROM samples JOIN series USING (id) WHERE role = '{SeriesRole.TENSOR}' GROUP BY ts, {key}"
         )
         placed, once = self._placed(values), ""
         if not self.is_export:
@@ -339,7 +339,7 @@ class Pivot:
         With `with_rankscope`, Rankscope's own metrics are included; the name of the run is then a label of these
         samples.
         """
-        roles = "true" if with_rankscope else f"role = '{Role.SAMPLE}'"
+        roles = "true" if with_rankscope else f"role = '{SeriesRole.SAMPLE}'"
         return self._rows(
             f"SELECT ts, target, metric, labels, value FROM samples JOIN series USING (id) WHERE {roles} "
             f"ORDER BY {_OLDEST_FIRST}"
@@ -360,8 +360,8 @@ class Pivot:
     def _flush(self) -> None:
         if self._series:
             columns = {"id": [number for number, _ in self._series]}
-            meanings = [asdict(meaning) for _, meaning in self._series]
-            columns |= {name: [meaning[name] for meaning in meanings] for name in _SERIES_COLUMNS}
+            rows = [asdict(columns) for _, columns in self._series]
+            columns |= {name: [row[name] for row in rows] for name in _SERIES_COLUMNS}
             seen = pa.table(columns, schema=_SERIES_SCHEMA)
             self._duckdb.from_arrow(seen).insert_into("series_seen")
             self._series = []

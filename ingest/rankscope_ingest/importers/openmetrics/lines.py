@@ -22,6 +22,7 @@ from rankscope_storage.prometheus.names import NULL, PLACEMENT
 
 MAX_LABELS: Final = 1_000
 
+_SERIES: Final = re.compile(r'[^ \t{]*(\{(?:[^"}]|"(?:[^"\\]|\\.)*+")*+\})?', re.DOTALL)
 _NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:.]*")
 _LABEL: Final = re.compile(
     r'\s*(?:([a-zA-Z_][a-zA-Z0-9_.]*|"(?:[^"\\]|\\.)*")\s*(=))?\s*"((?:[^"\\]|\\.)*)"\s*(,|\})', re.DOTALL
@@ -43,30 +44,22 @@ class LineError(ValueError):
     """Raised when a line is not a sample. The text of the exception is the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """The metric name and the labels of a series."""
-
-    metric: str
-    labels: dict[str, str]
-
-
 def split_series(line: str) -> tuple[str, str]:
     """Return the text of the series in `line`, and the text after it (value and time).
 
     Raises LineError if the line has no value or no closing brace.
     """
-    brace = line.find("{")
-    blank = min((place for place in (line.find(" "), line.find("\t")) if place >= 0), default=-1)
-    if brace < 0 or 0 <= blank < brace:
-        if blank < 0:
-            raise LineError("the line has no value after the metric name")
-        return line[:blank], line[blank:]
-    end = _end_of_labels(line, brace)
-    return line[:end], line[end:]
+    found = _SERIES.match(line)
+    assert found is not None  # it also matches an empty text
+    rest = line[found.end() :]
+    if rest.startswith("{"):
+        raise LineError("the labels have no closing brace")
+    if not rest and found[1] is None:
+        raise LineError("the line has no value after the metric name")
+    return found[0], rest
 
 
-def parse_series(text: str) -> Series:
+def parse_series(text: str) -> tuple[str, dict[str, str]]:
     """Return the metric name and the labels of the series in `text`, the first result of `split_series`.
 
     Raises LineError if `text` is not a series.
@@ -95,7 +88,7 @@ def parse_series(text: str) -> Series:
     metric = metric or labels.pop(_NAME_LABEL, "")
     if not metric or (head.strip() and not _NAME.fullmatch(metric)):
         raise LineError("the series has no valid metric name")
-    return Series(metric, labels)
+    return metric, labels
 
 
 def parse_value(rest: str) -> tuple[float, int | None]:
@@ -152,25 +145,7 @@ def _escaped(code: str) -> bytes:
     return chr(number).encode("utf-8", "replace") if number < 0x110000 else "\N{REPLACEMENT CHARACTER}".encode()
 
 
-def _end_of_labels(line: str, brace: int) -> int:
-    """Return the position after the closing brace of the labels. Braces within quotes are skipped.
-
-    `brace` is the position of the opening brace. Raises LineError if there is no closing brace.
-    """
-    position, quoted = brace + 1, False
-    while position < len(line):
-        character = line[position]
-        if quoted and character == "\\":
-            position += 1
-        elif character == '"':
-            quoted = not quoted
-        elif character == "}" and not quoted:
-            return position + 1
-        position += 1
-    raise LineError("the labels have no closing brace")
-
-
-class Role(enum.StrEnum):
+class SeriesRole(enum.StrEnum):
     """The use of a series.
 
     Its values are stored in a dataset, or they are a fact about other series, such as their step.
@@ -190,13 +165,13 @@ _INT32: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meaning:
+class SeriesColumns:
     """The role of a series, and the values of the columns that are equal in all its rows.
 
     The role selects the dataset of the rows, or states which fact about other series the values are.
     """
 
-    role: Role
+    role: SeriesRole
     run: str | None = None
     rank: int | None = None
     metric: str = ""
@@ -215,61 +190,57 @@ class Meaning:
     shard_group: str | None = None
 
 
-def meaning(series: Series) -> Meaning:
-    """Return the role (dataset, or fact about other series) and the column values of `series`.
+def series_columns(metric: str, labels: dict[str, str]) -> SeriesColumns:
+    """Return the role (dataset, or fact about other series) and the column values of a series.
 
     A series of a Rankscope metric in an unknown form is stored in the dataset `samples`.
     """
-    if series.metric.startswith("rankscope_") and "run" in series.labels:
+    is_own = metric.startswith("rankscope_")
+    if is_own and "run" in labels:
         with contextlib.suppress(ValueError):  # a label that is no number
-            if (found := _own_series(series)) is not None:
+            if (found := _own_series(metric, labels)) is not None:
                 return found
-    return sample(series)
-
-
-def sample(series: Series) -> Meaning:
-    """Return the columns of `series` for the dataset `samples`.
-
-    Any series can be stored there, whatever its name is.
-    """
-    rest = {name: value for name, value in series.labels.items() if name != "instance"}
-    return Meaning(
-        role=Role.SAMPLE,
-        metric=series.metric,
-        target=series.labels.get("instance", ""),
+    rest = {name: value for name, value in labels.items() if name != "instance"}
+    return SeriesColumns(
+        role=SeriesRole.SAMPLE,
+        metric=metric,
+        target=labels.get("instance", ""),
         labels=canonical_labels(rest),
-        run=series.labels.get("run") if series.metric.startswith("rankscope_") else None,
+        run=labels.get("run") if is_own else None,
     )
 
 
-def _own_series(series: Series) -> Meaning | None:
-    labels = series.labels
+def _own_series(metric: str, labels: dict[str, str]) -> SeriesColumns | None:
     common: dict[str, Any] = {"run": labels["run"], "rank": _whole(labels, "rank", lowest=0)}
-    roles = {catalogue.STEP.name: Role.STEP, names.ATTEMPT: Role.ATTEMPT, names.EXPORT_INFO: Role.EXPORT}
-    if series.metric in roles:
-        return Meaning(role=roles[series.metric], **common)
-    if series.metric == catalogue.KIND_STEP.name:
-        return Meaning(role=Role.KIND_STEP, kind=labels.get("kind"), **common)
-    if series.metric in {catalogue.TENSOR_VALUE.name, catalogue.TENSOR_BASELINE.name}:
-        return _tensor(series, common)
-    scalar = names.read_scalar(series.metric, labels)
+    roles = {
+        catalogue.STEP.name: SeriesRole.STEP,
+        names.ATTEMPT: SeriesRole.ATTEMPT,
+        names.EXPORT_INFO: SeriesRole.EXPORT,
+    }
+    if metric in roles:
+        return SeriesColumns(role=roles[metric], **common)
+    if metric == catalogue.KIND_STEP.name:
+        return SeriesColumns(role=SeriesRole.KIND_STEP, kind=labels.get("kind"), **common)
+    if metric in {catalogue.TENSOR_VALUE.name, catalogue.TENSOR_BASELINE.name}:
+        return _tensor(labels, common, is_baseline=metric == catalogue.TENSOR_BASELINE.name)
+    scalar = names.read_scalar(metric, labels)
     if scalar is None:
         return None
     stages: dict[str, Any] = {name: _whole(labels, name) for name in names.STAGE_EXTRAS}
-    return Meaning(role=Role.SCALAR, name=scalar.name, unit=scalar.unit, labels=scalar.labels, **common, **stages)
+    return SeriesColumns(
+        role=SeriesRole.SCALAR, name=scalar.name, unit=scalar.unit, labels=scalar.labels, **common, **stages
+    )
 
 
-def _tensor(series: Series, common: dict[str, Any]) -> Meaning | None:
-    labels = series.labels
-    baseline = series.metric == catalogue.TENSOR_BASELINE.name
-    op = labels.get("op", "") + (names.BASELINE_SUFFIX if baseline else "")
-    known = {op + names.BASELINE_SUFFIX for op in names.BASELINES_SHOWN} if baseline else {*VALUE_OPS, *COUNT_OPS}
+def _tensor(labels: dict[str, str], common: dict[str, Any], *, is_baseline: bool) -> SeriesColumns | None:
+    op = labels.get("op", "") + (names.BASELINE_SUFFIX if is_baseline else "")
+    known = {op + names.BASELINE_SUFFIX for op in names.BASELINES_SHOWN} if is_baseline else {*VALUE_OPS, *COUNT_OPS}
     if op not in known or not {"kind", "tensor"} <= set(labels) or not set(labels) <= _TENSOR_LABELS:
         return None
     placement = labels.get("placement", PLACEMENT)
     numbers: dict[str, Any] = {name: _whole(labels, name) for name in ("index", "vpp_stage", "micro_step")}
-    return Meaning(
-        role=Role.TENSOR,
+    return SeriesColumns(
+        role=SeriesRole.TENSOR,
         kind=labels["kind"],
         tensor=labels["tensor"],
         op=op,
