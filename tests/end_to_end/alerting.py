@@ -153,7 +153,7 @@ def alerting(
         state = StateDir(folder / "live")
         state.create()
         state.write(files(options, state))
-        supervisor = Supervisor(programs(options, state), print_line=print, stop_signals=StopSignals())
+        supervisor = Supervisor(programs(options, state), state, print_line=print, stop_signals=StopSignals())
         stack.callback(supervisor.stop)
         supervisor.start()
         urls = {program.name: program.url for program in programs(options, state)}

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +14,14 @@ from tests.end_to_end import past
 from tests.end_to_end.conftest import write_locked_config
 from tests.end_to_end.lives import until
 from tests.programs import run_command
+
+MARKS = {
+    "prometheus": "/usr/bin/prometheus",
+    "alertmanager": "/usr/bin/prometheus-alertmanager",
+    "service": "serve",
+    "supervisor": "supervisor.supervisord",
+}
+"""A word of the command line of each process."""
 
 
 class Up:
@@ -39,9 +46,8 @@ class Up:
         return dict(re.findall(r"^(\w+) +(https?://\S+) +ready", self.output(), re.MULTILINE))
 
     def children(self):
-        names = {"prometheus": "prometheus", "prometheus-alertmanager": "alertmanager"}
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return {names.get(Path(child.cmdline()[0]).name, "service"): child for child in found}
+        return {next(name for name, mark in MARKS.items() if mark in child.cmdline()): child for child in found}
 
 
 @pytest.fixture
@@ -135,8 +141,8 @@ def test_programs_are_configured_for_each_other_and_restarted(start_up, tmp_path
         before[name].kill()
     up.wait_for(
         lambda: (
-            {"prometheus exited with code -9", "service exited with code -9"}
-            <= set(re.findall(r"^\w+ exited with code -9", up.output(), re.MULTILINE))
+            {"prometheus", "service"}
+            <= set(re.findall(r"^(\w+) exited \(terminated by SIGKILL", up.output(), re.MULTILINE))
         )
     )
     assert up.wait_for(lambda: fetch(f"{urls['prometheus']}/api/v1/targets") and fetch(f"{urls['service']}/healthz"))
@@ -162,7 +168,7 @@ def test_sigkill_leaves_no_process_behind(start_up):
     children = up.children()
     up.process.kill()
 
-    assert 3 == len(children)
+    assert 4 == len(children)
     assert [] == psutil.wait_procs(children.values(), timeout=30)[1]
 
 
@@ -185,7 +191,7 @@ def test_failed_start_prints_the_end_of_the_log(start_up, tmp_path):
     up = start_up("--ports", "free")
 
     assert 1 == up.process.wait(60)
-    assert "service exited with code 1 during the start" in up.output()
+    assert "service exited during the start (exit status 1;" in up.output()
     assert "is a file" in up.output()
     assert "Traceback" not in up.output()
     # The programs were stopped during the start, so `rankscope doctor` must not search for them at their free ports.

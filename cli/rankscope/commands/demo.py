@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +21,13 @@ from rankscope.base.errors import USAGE, CommandError
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.output.progress import View, fetch_runs, view_for
-from rankscope.up.supervisor import child, interrupted_by_termination, stop
+from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
+from rankscope.up.ports import DEFAULT_PORTS, free_port
+from rankscope.up.programs import LOOPBACK, SERVICE, ServiceOptions, UpOptions, files, programs
+from rankscope.up.state_dir import StateDir
+from rankscope.up.supervisor import StopSignals, Supervisor, start, tail
+from rankscope_dashboards.deploy.alertmanager import Receiver, Webhook
+from rankscope_ingest.base.stop_event import handling
 
 RUN: Final = "demo"
 RANKS: Final = 2
@@ -32,6 +40,9 @@ FAULTS: Final = (
 
 QUIET_SECONDS: Final = 3.0
 LATEST_SECONDS: Final = 15.0
+STOP_SECONDS: Final = 15.0
+SCRAPE_SECONDS: Final = 1.0
+GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different times; one message should name all of them
 
 CONFIG: Final = """\
 [service]
@@ -67,7 +78,7 @@ def demo(
     began = time.monotonic()
     _create_folder(folder)
     faults = () if no_faults else FAULTS
-    with interrupted_by_termination(), AlertReceiver() as receiver:
+    with _interrupted_by_termination(), AlertReceiver() as receiver:
         tensors, senders = _collect(console, folder, receiver, faults, _training_command(steps, batch, seed, no_faults))
     from rankscope.demo.report import report
 
@@ -86,38 +97,80 @@ def _collect(
     Returns the number of tensors of the model, and the programs that are expected to send alerts.
     """
     (folder / "service.toml").write_text(CONFIG.format(notify_url=receiver.notify_url), encoding="utf-8")
-    serve: list[str | Path] = [sys.executable, "-m", "rankscope", "serve", folder / "service.toml"]
-    with child(serve, folder / "service.log", {}) as service:
-        url = _wait_for_service(folder / "service.log", service)
-        console.print(f"{'service':<14}{url}  (log: {folder / 'service.log'})")
+    state = StateDir(folder / "live")
+    state.create()
+    options = _options(console, folder, receiver.webhook_url)
+    state.write(files(options, state))
+    supervisor = Supervisor(programs(options, state), state, print_line=print, stop_signals=StopSignals())
+    try:
+        supervisor.start()
+        for program in programs(options, state):
+            console.print(f"{program.name:<14}{program.url}  (log: {state.log(program.name)})", markup=False)
+        url = options.service.url(options.ports[SERVICE])
         console.print(f"{'page':<14}{url}/runs/{RUN}  (live until the demo ends)")
-        with _run_prometheus(console, folder, url, receiver) as senders:
-            environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
-            environment["RANKSCOPE_SPOOL_DIR"] = str((folder / "rankscope-records").absolute())
-            with child(command, folder / "training.log", environment) as training, view_for(console) as view:
-                view.print_line(f"{'training':<14}{RANKS} ranks  (log: {folder / 'training.log'})")
-                _watch(training, url, receiver, view)
-            if training.returncode != 0:
-                raise CommandError(f"training exited with code {training.returncode}: {_tail(folder / 'training.log')}")
-            _wait_for_alerts(receiver, console, faults if Sender.ALERTMANAGER in senders else ())
-        if stop(service) != 0:
-            raise CommandError(f"the service exited with code {service.returncode}: {_tail(folder / 'service.log')}")
-    return _tensors_in(folder / "training.log"), senders
+        _train(command, folder, url, receiver, console)
+        _wait_for_alerts(receiver, console, faults if options.alertmanager else ())
+    finally:
+        supervisor.stop()
+    if (end := supervisor.ends[SERVICE]) != "(exit status 0)":
+        raise CommandError(f"the service exited {end}. {tail(state.log(SERVICE))}")
+    return _tensors_in(folder / "training.log"), tuple(Sender) if options.alertmanager else (Sender.EMBEDDED,)
+
+
+def _options(console: Console, folder: Path, webhook_url: str) -> UpOptions:
+    """Return the options of the programs: the service, and Prometheus with Alertmanager if both are installed."""
+    executables = [executable.find() for executable in (PROMETHEUS, ALERTMANAGER)]
+    if not all(executables):
+        missing = [one.remedy for one, path in zip((PROMETHEUS, ALERTMANAGER), executables, strict=True) if not path]
+        console.print(f"{'alerts':<14}from the service only: {'; '.join(missing)}", markup=False, soft_wrap=True)
+        executables = [None, None]
+    return UpOptions(
+        service=ServiceOptions(config=folder / "service.toml", store=str(folder / "history"), host=LOOPBACK),
+        ports={name: free_port() for name in DEFAULT_PORTS},
+        prometheus=executables[0],
+        alertmanager=executables[1],
+        receivers=[Receiver(name="demo", integrations=(Webhook(url=webhook_url),))],
+        scrape_seconds=SCRAPE_SECONDS,
+        group_wait_seconds=GROUP_WAIT_SECONDS,
+        group_interval_seconds=5.0,
+    )
+
+
+def _train(command: list[str], folder: Path, url: str, receiver: AlertReceiver, console: Console) -> None:
+    """Run the training until it exits, and show its progress. Raises CommandError if it fails."""
+    log = folder / "training.log"
+    environment = {"RANKSCOPE_INGEST_URL": url, "RANKSCOPE_RUN": RUN, "OMP_NUM_THREADS": "1"}
+    environment["RANKSCOPE_SPOOL_DIR"] = str((folder / "rankscope-records").absolute())
+    training = start(command, log, environment)
+    try:
+        with view_for(console) as view:
+            view.print_line(f"{'training':<14}{RANKS} ranks  (log: {log})")
+            _watch(training, url, receiver, view)
+    finally:
+        _stop(training)
+    if training.returncode != 0:
+        raise CommandError(f"training exited with code {training.returncode}. {tail(log)}")
+
+
+def _stop(training: subprocess.Popen[bytes]) -> None:
+    """Stop the training, and the ranks that outlive it."""
+    training.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        training.wait(STOP_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(training.pid, signal.SIGKILL)
+    training.wait()
 
 
 @contextlib.contextmanager
-def _run_prometheus(console: Console, folder: Path, url: str, receiver: AlertReceiver) -> Iterator[Sequence[Sender]]:
-    """Run Prometheus and Alertmanager if both are installed; yield the programs that send alerts."""
-    from rankscope.demo.report import missing_executables, run_prometheus
+def _interrupted_by_termination() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the context on SIGTERM and SIGHUP, so that these signals also stop the programs."""
 
-    if remedies := missing_executables():
-        console.print(f"{'alerts':<14}from the service only: {'; '.join(remedies)}", markup=False, soft_wrap=True)
-        yield (Sender.EMBEDDED,)
-        return
-    with run_prometheus(folder / "live", folder / "history", url, receiver.webhook_url) as addresses:
-        for name, address in addresses.items():
-            console.print(f"{name:<14}{address}", markup=False)
-        yield (Sender.EMBEDDED, Sender.ALERTMANAGER)
+    def interrupt(_signum: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with handling(interrupt, signal.SIGINT):
+        yield
 
 
 def _training_command(steps: int, batch: int, seed: int, no_faults: bool) -> list[str]:
@@ -178,25 +231,8 @@ def _create_folder(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def _wait_for_service(log: Path, service: subprocess.Popen[bytes]) -> str:
-    """Return the URL of the service, which the service writes to its log.
-
-    Raises CommandError if the service exits or does not write the URL within 60 s.
-    """
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and service.poll() is None:
-        if found := re.search(r"listening on (http://\S+)", log.read_text(encoding="utf-8")):
-            return found.group(1)
-        time.sleep(0.1)
-    raise CommandError(f"the service did not start: {_tail(log)}")
-
-
 def _tensors_in(log: Path) -> int:
     found = re.search(r"model: (\d+) tensors", log.read_text(encoding="utf-8"))
     if found is None:
         raise CommandError(f"{log} contains no line with the number of tensors of the model")
     return int(found.group(1))
-
-
-def _tail(log: Path, lines: int = 5) -> str:
-    return "\n  " + "\n  ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

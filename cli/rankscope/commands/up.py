@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rankscope.output.progress import View
     from rankscope.up.plan import StartPlan
     from rankscope.up.programs import Program
+    from rankscope.up.state_dir import StateDir
     from rankscope.up.supervisor import StopSignals, Supervisor
 
 CHECK_SECONDS: Final = 0.2
@@ -106,6 +107,7 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
         plan.folder.write(plan.files)
         supervisor = Supervisor(
             plan.programs,
+            plan.folder,
             print_line=view.print_line,
             stop_signals=stop_signals,
             environment=plan.environment,
@@ -114,7 +116,7 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
         try:
             supervisor.start()
             plan.save_addresses()
-            _print_report(plan, supervisor, view)
+            _print_report(plan, view)
             _watch(plan, supervisor, stop_signals, view, quiet=quiet)
         finally:
             view.print_line("stopping: the service stores the last records; press Ctrl-C again to stop immediately")
@@ -125,8 +127,8 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
         raise CommandError("stopped immediately: live ranks keep the records that were not stored", code=130)
 
 
-def _print_report(plan: StartPlan, supervisor: Supervisor, view: View) -> None:
-    lines = [*plan.warnings, "", *overview(plan.programs, supervisor.states(), plan.left_out), ""]
+def _print_report(plan: StartPlan, view: View) -> None:
+    lines = [*plan.warnings, "", *overview(plan.programs, plan.left_out, plan.folder), ""]
     lines += [*plan.notification_lines, "\nFor the training job:"]
     lines += [f"  {line}" for line in exports(plan.advertised, plan.token_file)]
     for line in (*lines, "\nPress Ctrl-C to stop all programs."):
@@ -134,7 +136,7 @@ def _print_report(plan: StartPlan, supervisor: Supervisor, view: View) -> None:
 
 
 def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, view: View, *, quiet: bool) -> None:
-    """Restart exited programs and show progress.
+    """Print exits of programs and show progress.
 
     Returns after a stop signal, or when an essential program exited too often to be restarted.
     """
@@ -150,9 +152,9 @@ def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, v
         time.sleep(CHECK_SECONDS)
 
 
-def overview(programs: Iterable[Program], states: Mapping[str, str], left_out: Mapping[str, str]) -> list[str]:
+def overview(programs: Iterable[Program], left_out: Mapping[str, str], folder: StateDir) -> list[str]:
     """Return one line per program; for a program that does not run, the line contains the reason."""
-    rows = [(program.name, program.url, states[program.name], short_path(program.log)) for program in programs]
+    rows = [(program.name, program.url, "ready", short_path(folder.log(program.name))) for program in programs]
     return columns(HEAD, [*rows, *((name, "-", why, "-") for name, why in left_out.items())])
 
 

@@ -43,7 +43,6 @@ class Program:
     command: tuple[str, ...]
     url: str
     ready_path: str
-    log: Path
     grace_seconds: float = 15.0  # time between SIGTERM and SIGKILL
     is_essential: bool = False  # `up` exits when this program is given up
 
@@ -118,7 +117,7 @@ def programs(options: UpOptions, folder: StateDir) -> list[Program]:
     While the service stores the last records of the ranks, Prometheus and Alertmanager are therefore still running and
     can send alerts.
     """
-    made = [_service(options, folder)]
+    made = [_service(options)]
     if options.alertmanager is not None:
         made.append(_alertmanager(options.alertmanager, options, folder))
     if options.prometheus is not None:
@@ -126,7 +125,7 @@ def programs(options: UpOptions, folder: StateDir) -> list[Program]:
     return made
 
 
-def _service(options: UpOptions, folder: StateDir) -> Program:
+def _service(options: UpOptions) -> Program:
     service, port = options.service, options.ports[SERVICE]
     listen = f"[{service.host}]:{port}" if ":" in service.host else f"{service.host}:{port}"
     given = [] if service.config is None else [str(service.config)]
@@ -137,7 +136,6 @@ def _service(options: UpOptions, folder: StateDir) -> Program:
         command=(*command, *(() if service.config is not None else ("--store", service.store))),
         url=service.url(port),
         ready_path=HEALTH_PATH,
-        log=folder.log(SERVICE),
         grace_seconds=service.drain_seconds + _DRAIN_GRACE_SECONDS,
         is_essential=True,
     )
@@ -156,7 +154,6 @@ def _prometheus(executable: Path, options: UpOptions, folder: StateDir) -> Progr
         ),
         url=f"http://{address}",
         ready_path=_READY,
-        log=folder.log(PROMETHEUS),
     )
 
 
@@ -173,7 +170,6 @@ def _alertmanager(executable: Path, options: UpOptions, folder: StateDir) -> Pro
         ),
         url=f"http://{address}",
         ready_path=_READY,
-        log=folder.log(ALERTMANAGER),
     )
 
 

@@ -1,110 +1,59 @@
-"""Supervise programs: start them, wait until they are ready, restart them after an exit, and stop them in order.
+"""Run programs under supervisord, which starts, restarts and stops them, and wait until they are ready.
 
-The supervisor runs on the main thread only. `print_line` is called with one line of text per event.
-
-Child processes stop when this process exits. Each child has a separate process group and is stopped by the id of this
-group. The module `die_with_parent` stops the children if this process is killed by SIGKILL.
+supervisord is a child process with its own session, so that Ctrl-C reaches only this process. If this process is killed
+by SIGKILL, the kernel sends SIGTERM to supervisord, which stops the programs. If supervisord is killed, so are they.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from rankscope.base.errors import CommandError
 from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.up.programs import Program
+from rankscope.up.state_dir import StateDir
 from rankscope_ingest.base.stop_event import handling
 
-GRACE_SECONDS: Final = 15.0
-DIE_WITH_PARENT: Final = Path(__file__).with_name("die_with_parent.py")
+MAX_RESTARTS: Final = 5
+"""Restarts in a row of a program that does not run for START_SECONDS, after 1 s, 2 s, and so on."""
 
-
-@contextlib.contextmanager
-def child(
-    command: Sequence[str | Path], log: Path, environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `command` with its output in the file `log`.
-
-    At the end of the context, stop the process and its process group.
-    """
-    log.write_bytes(b"")
-    process = start(command, log, environment)
-    try:
-        yield process
-    finally:
-        stop(process)
-
-
-def start(command: Sequence[str | Path], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `command` in a new process group, append its output to `log`, and return the process.
-
-    Call this function from the main thread, because the kernel stops the process when the thread that started it exits.
-    """
-    wrapped = [sys.executable, "-I", "-S", str(DIE_WITH_PARENT), str(os.getpid()), *map(str, command)]
-    with log.open("ab") as output:
-        return subprocess.Popen(  # noqa: S603 - commands that rankscope builds itself
-            wrapped,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**_own_environment(), **environment},
-            start_new_session=True,  # Ctrl-C must reach only this process, which stops the children in order
-        )
-
-
-def stop(process: subprocess.Popen[bytes], grace_seconds: float = GRACE_SECONDS) -> int:
-    """Send SIGTERM to the process group, and SIGKILL after `grace_seconds`; return the exit code."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            kill(process)
-    return kill(process)  # also stops workers that outlive their parent
-
-
-def kill(process: subprocess.Popen[bytes]) -> int:
-    """Send SIGKILL to the process group; return the exit code."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-@contextlib.contextmanager
-def interrupted_by_termination() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the context on SIGTERM and SIGHUP, so that these signals also stop the children."""
-
-    def interrupt(_signum: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with handling(interrupt, signal.SIGINT):
-        yield
-
-
-def _own_environment() -> dict[str, str]:
-    """Return the environment variables without those that start with RANKSCOPE_.
-
-    The user may have set them for other trainings and stores.
-    """
-    return {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE_")}
-
-
+START_SECONDS: Final = 10
 READY_SECONDS: Final = 60.0
 POLL_SECONDS: Final = 0.1
-FIRST_DELAY_SECONDS: Final = 0.5
-MAX_DELAY_SECONDS: Final = 30.0
-MAX_RESTARTS: Final = 5
-RESTART_WINDOW_SECONDS: Final = 600.0
+
+_NAME: Final = "supervisord"
+_CONFIG: Final = "supervisord.conf"
+_HEAD: Final = """\
+[supervisord]
+nodaemon = true
+logfile = /dev/null
+logfile_maxbytes = 0
+pidfile = %(here)s/supervisord.pid
+"""
+_PROGRAM: Final = """
+[program:{name}]
+command = {command}
+priority = {priority}
+autorestart = true
+startsecs = {start_seconds}
+startretries = {restarts}
+stopwaitsecs = {grace_seconds:.0f}
+redirect_stderr = true
+stdout_logfile = %(here)s/../logs/{name}.log
+stdout_logfile_maxbytes = 0
+"""
+_EVENT: Final = re.compile(r" (exited|stopped|gave up|killing):? '?(\w+)'? (.*)")
 
 
 class StopSignals:
@@ -127,69 +76,34 @@ class StopSignals:
             yield
 
 
-@dataclass(slots=True)
-class Restarts:
-    """Decides whether and when a program is restarted. Exits older than RESTART_WINDOW_SECONDS do not count."""
-
-    _ends: deque[float] = field(default_factory=deque)
-
-    @property
-    def count(self) -> int:
-        """Return the number of exits of the program within RESTART_WINDOW_SECONDS."""
-        return len(self._ends)
-
-    def delay_after_exit(self, now: float) -> float | None:
-        """Record an exit of the program at time `now`; return the delay in seconds before its restart.
-
-        The delay doubles with each exit. Returns None, for no restart, after MAX_RESTARTS exits within
-        RESTART_WINDOW_SECONDS.
-        """
-        while self._ends and now - self._ends[0] >= RESTART_WINDOW_SECONDS:
-            self._ends.popleft()
-        if len(self._ends) >= MAX_RESTARTS:
-            return None
-        self._ends.append(now)
-        return float(min(FIRST_DELAY_SECONDS * 2 ** (len(self._ends) - 1), MAX_DELAY_SECONDS))
-
-
-@dataclass(slots=True)
-class _Running:
-    program: Program
-    process: subprocess.Popen[bytes]
-    restarts: Restarts = field(default_factory=Restarts)
-    start_at: float | None = None  # time of the next restart; None while the program runs
-    is_given_up: bool = False
-
-
 class Supervisor:
-    """Starts, restarts and stops all programs of one `rankscope up`."""
+    """The programs of one `rankscope up`.
+
+    `folder` has the configuration and the log of supervisord. `print_line` is called with one line of text per event.
+    `ends` has the latest exit of each program that has exited, and `given_up` the names of those that are no longer
+    restarted. All methods must be called from one thread, because the kernel ends supervisord when this thread ends.
+    """
 
     def __init__(
         self,
         programs: Sequence[Program],
+        folder: StateDir,
         *,
         print_line: Callable[[str], None],
         stop_signals: StopSignals,
         environment: Mapping[str, str] | None = None,
         client_tls: ClientTls | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pieces = programs
+        self._programs = {program.name: program for program in programs}
+        self._folder = folder
         self._print_line = print_line
-        self._requests = stop_signals
+        self._signals = stop_signals
         self._environment = environment or {}
-        self._trust = client_tls
-        self._clock = clock
-        self._running: list[_Running] = []
-
-    @property
-    def given_up(self) -> list[str]:
-        """Return the names of the programs that exited too often and are no longer restarted."""
-        return [running.program.name for running in self._running if running.is_given_up]
-
-    def states(self) -> dict[str, str]:
-        """Return the state of each program by name: ready, restarting, or given up after too many exits."""
-        return {running.program.name: _state(running) for running in self._running}
+        self._client_tls = client_tls
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[str] | None = None
+        self.ends: dict[str, str] = {}
+        self.given_up: list[str] = []
 
     def start(self) -> None:
         """Start all programs and wait until they are ready.
@@ -197,86 +111,129 @@ class Supervisor:
         Raises CommandError if a program exits or is not ready after READY_SECONDS; the message has the last lines of
         its log.
         """
-        for program in self._pieces:
-            self._running.append(_Running(program, start(program.command, program.log, self._environment)))
-        deadline = self._clock() + READY_SECONDS
-        for running in self._running:
-            self._wait_ready(running, deadline)
+        self._folder.write({_CONFIG: supervisord_config(list(self._programs.values()))})
+        command = [sys.executable, "-P", "-m", "supervisor.supervisord", "-c", str(self._folder.config(_CONFIG))]
+        log = self._folder.log(_NAME)
+        self._process = start(command, log, self._environment)
+        self._log = log.open(encoding="utf-8", errors="replace")
+        deadline = time.monotonic() + READY_SECONDS
+        for program in self._programs.values():
+            self._wait_ready(program, deadline)
 
     def look(self) -> bool:
-        """Restart exited programs whose restart delay is over.
+        """Print the exits of programs since the last call.
 
-        Returns False when an essential program exited too often to be restarted.
+        Returns False when an essential program exited too often to be restarted, and when supervisord has exited.
         """
-        for running in self._running:
-            if running.start_at is None and not running.is_given_up and running.process.poll() is not None:
-                self._handle_exit(running)
-            elif running.start_at is not None and self._clock() >= running.start_at:
-                running.start_at = None
-                running.process = start(running.program.command, running.program.log, self._environment)
-        return not any(running.is_given_up and running.program.is_essential for running in self._running)
+        for kind, name, reason in self._events():
+            if kind == "exited":
+                self._print_line(f"{name} exited {reason}; restarting. {tail(self._folder.log(name))}")
+            elif kind == "gave up":
+                self._print_line(f"{name}: giving up after {MAX_RESTARTS} restarts")
+        is_over = any(self._programs[name].is_essential for name in self.given_up)
+        return not is_over and self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Stop the programs in the order in which they were started, each after the previous one has exited.
+        """Stop the programs in their order, each after the previous one has exited.
 
         A second stop signal kills all of them.
         """
-        for running in self._running:
-            running.start_at = None
-            if running.process.poll() is None:
-                running.process.terminate()
-                self._wait_for_exit(running)
+        if self._process is None or self._log is None:
+            return
+        self._process.terminate()
+        while self._process.poll() is None and self._signals.count < 2:
+            time.sleep(POLL_SECONDS / 2)
+        self._process.kill()  # the kernel then kills the programs
+        self._process.wait()
+        for kind, name, _ in self._events():
+            if kind == "killing":
+                self._print_line(f"{name} did not stop in time and was killed")
+        self._log.close()
+        self._process = None
 
-    def _wait_ready(self, running: _Running, deadline: float) -> None:
-        while not self._is_ready(running.program):
-            program, code = running.program, running.process.poll()
-            if self._requests.count:
+    def _events(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the new events in the log of supervisord: kind, program and reason."""
+        for line in self._log or ():
+            if found := _EVENT.search(line):
+                kind, name, reason = found.groups()
+                if kind in {"exited", "stopped"}:
+                    self.ends[name] = reason
+                elif kind == "gave up":
+                    self.given_up.append(name)
+                yield kind, name, reason
+
+    def _wait_ready(self, program: Program, deadline: float) -> None:
+        while not self._is_ready(program):
+            if self._signals.count:
                 raise CommandError("interrupted before all programs were ready", code=130)
-            if code is not None:
-                raise CommandError(f"{program.name} exited with code {code} during the start. {tail(program)}")
-            if self._clock() >= deadline:
-                raise CommandError(f"{program.name} was not ready after {READY_SECONDS:g} s. {tail(program)}")
+            for _, name, reason in self._events():
+                raise CommandError(f"{name} exited during the start {reason}. {tail(self._folder.log(name))}")
+            if self._process is None or self._process.poll() is not None:
+                raise CommandError(f"supervisord exited during the start. {tail(self._folder.log(_NAME))}")
+            if time.monotonic() >= deadline:
+                waited = f"{program.name} was not ready after {READY_SECONDS:g} s"
+                raise CommandError(f"{waited}. {tail(self._folder.log(program.name))}")
             time.sleep(POLL_SECONDS)
 
     def _is_ready(self, program: Program) -> bool:
         try:
-            response = get(program.ready_url, timeout_seconds=1.0, client_tls=self._trust)
+            response = get(program.ready_url, timeout_seconds=1.0, client_tls=self._client_tls)
         except UnreachableError:
             return False
         return response.status == 200 or program.is_essential  # a degraded service still serves requests
 
-    def _handle_exit(self, running: _Running) -> None:
-        name, code = running.program.name, running.process.returncode
-        delay = running.restarts.delay_after_exit(self._clock())
-        exited = f"{name} exited with code {code}"
-        if delay is None:
-            running.is_given_up = True
-            self._print_line(f"{exited}; giving up after {MAX_RESTARTS} restarts. {tail(running.program)}")
-            return
-        running.start_at = self._clock() + delay
-        self._print_line(
-            f"{exited}; restarting in {delay:g} s ({running.restarts.count} of {MAX_RESTARTS}). {tail(running.program)}"
+
+def supervisord_config(programs: Sequence[Program]) -> str:
+    """Return the configuration of supervisord. It stops the programs in the order of `programs`."""
+    return _HEAD + "".join(
+        _PROGRAM.format(
+            name=program.name,
+            command=_quoted([*ended_with_parent("KILL"), *program.command]),
+            priority=len(programs) - place,  # the highest number is started last and stopped first
+            start_seconds=START_SECONDS,
+            restarts=MAX_RESTARTS,
+            grace_seconds=program.grace_seconds,
+        )
+        for place, program in enumerate(programs)
+    )
+
+
+def _quoted(command: Sequence[str]) -> str:
+    """Return a command for supervisord, which replaces %(name)s, and ignores the text after a space and ; or #."""
+    # Two quotes end and begin the quoted text, in which a space always is.
+    return re.sub(r" ([;#])", r" ''\1", shlex.join(command).replace("%", "%%"))
+
+
+def ended_with_parent(signal_name: str) -> list[str]:
+    """Return the beginning of a command to which the kernel sends a signal when its parent ends."""
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise CommandError("setpriv is not on PATH: apt install util-linux")
+    return [setpriv, "--pdeathsig", signal_name]
+
+
+def start(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own with its output in the file `log`, and return the process.
+
+    It gets SIGTERM when the calling thread ends. Of the environment, it gets the variables that do not start with
+    RANKSCOPE_, which the user may have set for other trainings and stores, and those in `environment`.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE_")}
+    with log.open("wb") as output:
+        return subprocess.Popen(  # noqa: S603 - commands that rankscope builds itself
+            [*ended_with_parent("TERM"), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**inherited, **environment},
+            start_new_session=True,
         )
 
-    def _wait_for_exit(self, running: _Running) -> None:
-        deadline = self._clock() + running.program.grace_seconds
-        while running.process.poll() is None and self._requests.count < 2 and self._clock() < deadline:
-            time.sleep(POLL_SECONDS / 2)
-        if running.process.poll() is None:
-            self._print_line(f"{running.program.name} did not stop in time and was killed")
-            kill(running.process)
 
-
-def tail(program: Program, lines: int = 3) -> str:
-    """Return the path of the program's log and its last lines, for an error message."""
+def tail(log: Path, lines: int = 3) -> str:
+    """Return the path of a log and its last lines, for an error message."""
     try:
-        text = program.log.read_text(encoding="utf-8", errors="replace")
+        text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""
-    return f"Last lines of {program.log}:\n  " + "\n  ".join(text.splitlines()[-lines:] or ["(empty)"])
-
-
-def _state(running: _Running) -> str:
-    if running.is_given_up:
-        return "given up"
-    return "restarting" if running.start_at is not None else "ready"
+    return f"Last lines of {log}:\n  " + "\n  ".join(text.splitlines()[-lines:] or ["(empty)"])

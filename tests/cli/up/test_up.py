@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.end_to_end.lives import until
 
 from rankscope.base.errors import CommandError
 from rankscope.commands.up import exports, overview
@@ -17,7 +18,7 @@ from rankscope.up.plan import CommandLine, make_plan, receivers
 from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_ports
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
 from rankscope.up.state_dir import StateDir
-from rankscope.up.supervisor import MAX_RESTARTS, RESTART_WINDOW_SECONDS, Restarts, StopSignals
+from rankscope.up.supervisor import StopSignals, Supervisor
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Slack, Webhook
 
@@ -103,11 +104,65 @@ def test_invalid_saved_ports_are_ignored_and_ports_in_use_are_not_free():
     assert ({"service": 41}, {}) == (valid_ports(saved), valid_ports([41]))
 
 
-def test_restart_delays_double_up_to_a_limit_of_recent_restarts():
-    recent, spread = Restarts(), Restarts()
+@pytest.fixture
+def supervise(tmp_path):
+    """Return a function that starts a Python script, which listens on a port, under a supervisor."""
+    folder, started = StateDir(tmp_path / "state"), []
+    folder.create()
 
-    assert [0.5, 1.0, 2.0, 4.0, 8.0, None] == [recent.delay_after_exit(now) for now in range(MAX_RESTARTS + 1)]
-    assert {0.5} == {spread.delay_after_exit(number * RESTART_WINDOW_SECONDS) for number in range(50)}
+    def start(script, *arguments, **fields):
+        lines, port = [], free_port()
+        (path := tmp_path / "script.py").write_text(script)
+        command = (sys.executable, str(path), str(port), *arguments)
+        program = Program(name="one", command=command, url=f"http://127.0.0.1:{port}", ready_path="/", **fields)
+        started.append(Supervisor([program], folder, print_line=lines.append, stop_signals=StopSignals()))
+        started[-1].start()
+        return started[-1], lines, folder.log("one")
+
+    yield start
+    for supervisor in started:
+        supervisor.stop()
+
+
+SERVER = "import http.server, sys; print(sys.argv[2:], flush=True)\n"
+SERVER += "server = http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), http.server.SimpleHTTPRequestHandler)\n"
+
+
+EXITS_AFTER_ITS_FIRST_START = f"""{SERVER}
+import pathlib
+if "again" in sys.argv and pathlib.Path(sys.argv[2]).exists():
+    sys.exit(3)
+pathlib.Path(sys.argv[2]).touch()
+server.handle_request()
+sys.exit(3)
+"""
+"""It exits after the request for its readiness, and with `again` at each later start."""
+
+
+def test_program_that_exits_is_restarted(supervise, tmp_path):
+    supervisor, lines, _ = supervise(EXITS_AFTER_ITS_FIRST_START, str(tmp_path / "started"), is_essential=True)
+
+    assert until(lambda: supervisor.look() and lines, 30, lambda: str(lines))
+    assert "one exited (exit status 3; not expected); restarting. Last lines of" in lines[0]
+    until(lambda: supervisor._is_ready(supervisor._programs["one"]), 30, lambda: str(lines))
+
+
+@pytest.mark.thorough
+def test_program_that_always_exits_is_given_up(supervise, tmp_path):
+    supervisor, lines, _ = supervise(EXITS_AFTER_ITS_FIRST_START, str(tmp_path / "started"), "again", is_essential=True)
+
+    assert until(lambda: not supervisor.look(), 60, lambda: str(lines))
+    assert ["one"] == supervisor.given_up
+    assert [6, "one: giving up after 5 restarts"] == [len(lines) - 1, lines[-1]]
+
+
+def test_arguments_reach_a_program_unchanged(supervise):
+    arguments = ["a %(b)s %d", "c ; d", "e #f", "; g", "#", "it's ;'# #h", '"', ""]
+    supervisor, _, log = supervise(f"{SERVER}server.serve_forever()", *arguments)
+    supervisor.stop()
+
+    assert f"{arguments}\n" == log.read_text().splitlines(keepends=True)[0]
+    assert {"one": "(terminated by SIGTERM)"} == supervisor.ends
 
 
 def test_all_programs_listen_on_localhost_and_notify_within_12_seconds():
@@ -145,14 +200,12 @@ def test_service_on_all_addresses_is_reached_on_loopback():
 
 
 def test_overview_lists_programs_and_exports_name_the_token_file():
-    program = Program(
-        name="service", command=(), url="http://127.0.0.1:9470", ready_path="/", log=Path("/state/service.log")
-    )
-    lines = overview([program], {"service": "ready"}, {"prometheus": "left out"})
+    program = Program(name="service", command=(), url="http://127.0.0.1:9470", ready_path="/")
+    lines = overview([program], {"prometheus": "left out"}, FOLDER)
 
     assert [
         "program     address                state     log",
-        "service     http://127.0.0.1:9470  ready     /state/service.log",
+        "service     http://127.0.0.1:9470  ready     /state/logs/service.log",
         "prometheus  -                      left out  -",
     ] == lines
     assert ["export RANKSCOPE_INGEST_URL=http://h:1", "export RANKSCOPE_TOKEN_FILE=/state/config/token"] == exports(
