@@ -13,7 +13,7 @@ from rankscope_dashboards.deploy.alertmanager import DETAIL
 RUNBOOKS: Final = ""
 """Default address of the runbooks page: none, because a link in a message must be absolute.
 
-The option `--runbooks https://…` of the generator sets it, for example to the address of a wiki page."""
+`rankscope dashboards provision --runbooks-url https://…` sets it, for example to the address of a wiki page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

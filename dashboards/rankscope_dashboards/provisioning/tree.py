@@ -1,6 +1,7 @@
 """Write the tree of configuration files for Grafana, Prometheus, Alertmanager and compose, with addresses and paths.
 
-The boards are read from the files in the package, so that this module needs no library that generates boards.
+The boards are read from the files in the package, so that this module needs no library that generates boards. The
+compose file and the examples of notifications have no settings. They are files of the package that are written by hand.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
@@ -26,34 +27,39 @@ from rankscope_dashboards.deploy.prometheus import (
     prometheus_config,
 )
 from rankscope_dashboards.provisioning.alert_rules import alert_rules, panel_ids
-from rankscope_dashboards.provisioning.compose import compose_files
 from rankscope_dashboards.provisioning.datasources import (
     DASHBOARDS_PATH,
     PROMETHEUS_URL,
     board_provider,
     data_sources,
 )
-from rankscope_dashboards.provisioning.notifications import notification_examples
 
 BOARDS: Final = "dashboards/rankscope"
 """Folder of the board files. The provider of the boards reads this folder only, not other boards next to it."""
 
-EXAMPLES: Final = "examples/alerting"
 MANIFEST: Final = ".rankscope.json"
 """File that contains hashes of each file that was written to a folder. It shows which files a user has changed."""
 
 _Hashes = Mapping[str, list[str]]
 
 HEADER: Final = "# Written by `rankscope dashboards provision`.\n"
-EXAMPLE_HEADER: Final = (
-    "# Example: replace the addresses, and copy the file to the folder `alerting`. Grafana does not read this folder.\n"
-)
-POLICIES_HEADER: Final = "# Grafana has one tree of policies. This file replaces the tree of your server.\n"
 
 _PACKAGED: Final = Path(__file__).parents[1] / "tree"
 _CHECKOUT: Final = Path(__file__).parents[2] / "provisioning"
 SHIPPED: Final = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
 """Folder with the generated tree: in the package, or in a checkout `dashboards/provisioning`."""
+
+HAND_WRITTEN: Final = (
+    *("compose.yaml", "compose/Dockerfile", "compose/rankscope.toml"),
+    *("examples/alerting/contact-points.yaml", "examples/alerting/policies.yaml"),
+    *("examples/alerting/mute-timings.yaml", "examples/alerting/templates.yaml"),
+)
+COMPOSE_PROMETHEUS: Final = PrometheusSettings(
+    service="rankscope:9470",
+    token_file="/run/secrets/rankscope_token",  # noqa: S106 - the path of a file
+    alertmanager="alertmanager:9093",
+)
+"""Addresses and the token file in the containers of `compose.yaml`."""
 
 EXAMPLE_PROMETHEUS: Final = PrometheusSettings(alertmanager=DEFAULT_ALERTMANAGER)
 EXAMPLE_ALERTMANAGER: Final = AlertmanagerSettings(
@@ -125,10 +131,14 @@ def tree_files(
         f"prometheus/{RULE_FILE}": rule_file(runbooks=chosen.runbooks_url),
         "prometheus/prometheus.yml": prometheus_config(EXAMPLE_PROMETHEUS),
         "alertmanager/alertmanager.yml": alertmanager_config(EXAMPLE_ALERTMANAGER),
+        "compose/prometheus.yml": prometheus_config(COMPOSE_PROMETHEUS),
+        "compose/alertmanager.yml": alertmanager_config(AlertmanagerSettings(rules=DEFAULT_RULES)),
+        "compose/datasources.yaml": data_sources(COMPOSE_PROMETHEUS, url="http://prometheus:9090"),
+        "compose/dashboards.yaml": board_provider(),
     }
-    texts = {name: as_yaml(document) for name, document in documents.items()} | compose_files()
-    texts |= {f"{EXAMPLES}/{name}": _example(name, document) for name, document in notification_examples().items()}
     linked = {f"{BOARDS}/{name}": _linked(text, chosen.pages_url) for name, text in boards.items()}
+    texts = {name: as_yaml(document) for name, document in documents.items()}
+    texts |= {name: (SHIPPED / name).read_text(encoding="utf-8") for name in HAND_WRITTEN}
     return linked | {name: header + text for name, text in texts.items()}
 
 
@@ -189,11 +199,6 @@ def _hash(path: Path) -> str | None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-
-
-def _example(name: str, document: dict[str, Any]) -> str:
-    warning = POLICIES_HEADER if name == "policies.yaml" else ""
-    return EXAMPLE_HEADER + warning + as_yaml(document)
 
 
 def _linked(board: str, pages_url: str) -> str:

@@ -19,20 +19,22 @@ import yaml
 from tests.dashboards.grafana.conftest import complete
 from tests.dashboards.grafana.contract_server import ContractServer
 
+from rankscope_contract import __version__
 from rankscope_contract.model.events import Severity
+from rankscope_contract.wire.channel import HEALTH_PATH
 from rankscope_dashboards.alerts.groups import alert_groups
-from rankscope_dashboards.deploy.alertmanager import DETAIL
+from rankscope_dashboards.deploy.alertmanager import DETAIL, SUBJECT
 from rankscope_dashboards.grafana.routes import route as deployed_route
 from rankscope_dashboards.grafana.rules import Rules
 from rankscope_dashboards.grafana.server import Server
 from rankscope_dashboards.provisioning.alert_rules import FOLDER
-from rankscope_dashboards.provisioning.compose import compose_file, compose_files
-from rankscope_dashboards.provisioning.notifications import MESSAGE, notification_examples
+from rankscope_dashboards.provisioning.datasources import DASHBOARDS_PATH
 from rankscope_dashboards.provisioning.tree import packaged_boards, tree_files, write_tree
 
-COMPOSE = compose_file()
+FILES = tree_files(packaged_boards())
+COMPOSE = yaml.safe_load(FILES["compose.yaml"])
 SERVICES = COMPOSE["services"]
-DOCKERFILE = compose_files()["compose/Dockerfile"]
+DOCKERFILE = FILES["compose/Dockerfile"]
 PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+\.\d+(-[\w-]+)?")
 PORTS = {"rankscope": 9470, "prometheus": 9090, "alertmanager": 9093, "grafana": 3000}
 
@@ -44,7 +46,6 @@ def test_compose_file_conforms_to_the_published_schema():
 
     assert [] == [error.message for error in validator.iter_errors(COMPOSE)]
     assert [*validator.iter_errors({**COMPOSE, "service": {}})], "the schema rejects unknown keys"
-    assert COMPOSE == yaml.safe_load(compose_files()["compose.yaml"])
 
 
 def test_containers_are_pinned_unprivileged_and_have_health_checks():
@@ -57,20 +58,22 @@ def test_containers_are_pinned_unprivileged_and_have_health_checks():
         assert ["no-new-privileges:true"] == service["security_opt"]
         assert "CMD" == service["healthcheck"]["test"][0]
         assert f":{PORTS[name]}/" in service["healthcheck"]["test"][-1]
+    assert f"rankscope:{__version__}" == SERVICES["rankscope"]["image"]
+    assert HEALTH_PATH in SERVICES["rankscope"]["healthcheck"]["test"][-1]
+    assert f"./dashboards/rankscope:{DASHBOARDS_PATH}:ro" in SERVICES["grafana"]["volumes"]
 
 
 def test_mounts_and_ports_are_those_of_the_tree_and_of_this_machine():
     """Data is in named volumes, and all other mounts are read-only. Other hosts reach only the service."""
     mounts = [mount.split(":") for service in SERVICES.values() for mount in service["volumes"]]
     volumes = [source for source, _, *mode in mounts if not mode]
-    files = tree_files(packaged_boards())
     paths = {source.removeprefix("./") for source, *_ in mounts if source.startswith("./")}
     local = {name: [port.startswith("127.0.0.1:") for port in one["ports"]] for name, one in SERVICES.items()}
 
     assert sorted(COMPOSE["volumes"]) == sorted(volumes)
     assert all(source.startswith("./") and mode == ["ro"] for source, _, *mode in mounts if source not in volumes)
-    assert all(any(name == path or name.startswith(f"{path}/") for name in files) for path in paths), paths
-    assert f"{SERVICES['rankscope']['build']['context'].removeprefix('./')}/Dockerfile" in files
+    assert all(any(name == path or name.startswith(f"{path}/") for name in FILES) for path in paths), paths
+    assert f"{SERVICES['rankscope']['build']['context'].removeprefix('./')}/Dockerfile" in FILES
     assert {"rankscope": [False], "prometheus": [True], "alertmanager": [True], "grafana": [True]} == local
 
 
@@ -156,7 +159,7 @@ def test_commands_of_the_compose_file_start_the_programs(tmp_path, require_serve
         "prometheus": [require_server("prometheus")],
     }
     tree = tmp_path / "tree"
-    write_tree(tree, tree_files(packaged_boards()))
+    write_tree(tree, FILES)
     ports = {name: free_port + number for number, name in enumerate(programs)}
     containers = {name: Container(name, tmp_path / name, ports) for name in programs}
 
@@ -179,8 +182,7 @@ def test_commands_of_the_compose_file_start_the_programs(tmp_path, require_serve
         assert prometheus("rules")["groups"]
 
 
-FILES = tree_files(packaged_boards())
-EXAMPLES = notification_examples()
+EXAMPLES = {path.name: yaml.safe_load(FILES[str(path)]) for path in map(Path, FILES) if path.match("examples/*/*")}
 POINTS = EXAMPLES["contact-points.yaml"]["contactPoints"]
 (POLICY,) = EXAMPLES["policies.yaml"]["policies"]
 MUTES = EXAMPLES["mute-timings.yaml"]["muteTimes"]
@@ -208,8 +210,7 @@ def test_examples_contain_only_keys_that_grafana_reads():
     )
     assert "replaces the tree of your server" in FILES["examples/alerting/policies.yaml"]
     assert not [name for name in FILES if name.startswith("examples/") and "$" in FILES[name]]
-    for name, document in EXAMPLES.items():
-        assert document == yaml.safe_load(FILES[f"examples/alerting/{name}"])
+    for document in EXAMPLES.values():
         assert document.keys() - DOCUMENT_KEYS == {"apiVersion"}
     for point in POINTS:
         assert POINT_KEYS == point.keys()
@@ -331,4 +332,4 @@ def test_templates_render_title_and_texts(require_server, tmp_path, run):
 
     text = "\n".join(("S", "D", *board.values()))
     assert f"{title}|{text}" == subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert "summary" in MESSAGE
+    assert SUBJECT in TEMPLATES[0]["template"]
