@@ -17,14 +17,15 @@ the loss of an evaluation. Other lines are counted, but not stored.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.bars import bar_lines
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.keys import EPOCH
+from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import (
     is_binary,
     is_settled,
@@ -34,7 +35,8 @@ from rankscope_ingest.importers.common.lines import (
 )
 from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import read_log
-from rankscope_ingest.importers.common.pairs import Line, parse
+from rankscope_ingest.importers.common.pairs import Line, parse, records_on
+from rankscope_ingest.importers.common.sections import Sections
 from rankscope_ingest.importers.common.shapes import (
     EVALUATION_MARK,
     Tables,
@@ -46,8 +48,10 @@ from rankscope_ingest.importers.common.shapes import (
 
 MAX_LINE_CHARACTERS: Final = 8192
 
-_COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*/|^s:", re.IGNORECASE)
-_ALONE: Final = re.compile(r"loss|perplexity|ppl|acc|per.step", re.IGNORECASE)
+_COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*[/\]]|^s:|\b(?:ep|up)\. ?\d", re.IGNORECASE)
+_ALONE: Final = re.compile(
+    r"loss|perplexity|ppl|acc|per.step|[A-Za-z)\]%]\s?[:=]\s*[-+(\[]?(?:\.?\d|nan\b|inf\b)", re.IGNORECASE
+)
 """A regular expression that occurs in a line without a counter which may be read."""
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
 _VERB: Final = r"\b(saved|saving|wrote|written|writing|loaded|loading|restored|restoring|resumed|resuming)\b"
@@ -62,12 +66,13 @@ _SET: Final = re.compile(r"^(?:Train|Eval) (?=\w+/)")
 """A regular expression for the word before a name that begins with a path, as in `Train loss/train/total`."""
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
 _TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
-_WITHOUT_COUNTER: Final = {"loss", "step_seconds"}
-_EVALUATION: Final = "eval_"
 _JSON: Final = '{"'
 """The beginning of an object in JSON, which has no pair of a name and a value in the grammar of text lines."""
 _MANY: Final = 5
 _FEWEST: Final = 2
+_FEWEST_OF_FORM: Final = 3
+_TOTAL: Final = ("total", "num", "max")
+"""Beginnings of the names of counters that are values of a block and not its place: `Total steps: 98304`."""
 _MOST_LINES: Final = 2_000
 _FEW_LINES: Final = 100
 
@@ -94,7 +99,12 @@ class TextLog:
         log = Lines(Faults())
         texts = (line for line in lines if not line.startswith(_JSON))
         found = [record for line in texts if (record := log.record(without_colours(line)))]
-        records = [record for record in found if len(record) > _MANY or any(map(_is_typical, record))]
+        forms = Counter(names for names, _ in {(tuple(record), _step_of(record)) for record in found})
+        records = [
+            record
+            for record in found
+            if len(record) > _MANY or any(map(_is_typical, record)) or forms[tuple(record)] >= _FEWEST_OF_FORM
+        ]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
         because = f"{len(records)} of {len(lines)} sampled lines contain a step and its loss"
@@ -119,12 +129,12 @@ class Lines:
     """The lines of one text log, in order.
 
     A line of an epoch, such as `Epoch 2/10`, gives its epoch to the records after it that contain none. A line of
-    nothing but counters gives them and its time to the indented lines of pairs below it. Another line without a counter
-    is a record if it contains nothing but pairs, such as the loss of an evaluation; it then has the counters of the
-    record before it. Numbers of records that are not stored are counted in `faults`.
+    counters without pairs gives them and its time to the lines of pairs below it. Another line without a counter is a
+    record if it contains nothing but pairs, such as the loss of an evaluation; it then has the counters of the record
+    before it. Numbers of records that are not stored are counted in `faults`.
     """
 
-    numbers_rows = False
+    numbers_rows = True
 
     def __init__(self, faults: Faults) -> None:
         self.counts = {"other_lines": 0}
@@ -135,13 +145,14 @@ class Lines:
         self._epoch: float | None = None
         self._shown_epoch: float | None = None
         self._heading: Line | None = None
+        self._sections = Sections()
         self._has_point = False
         self._form: tuple[tuple[str, ...], int] | None = None  # of the last record
 
     def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
         """Return the records on a line of the file, of which a progress bar may have printed several."""
         found = []
-        parts = bar_lines(line.decode(errors="replace"))
+        parts = [each for part in bar_lines(line.decode(errors="replace")) for each in records_on(part)]
         for place, part in enumerate(parts, 1):
             text = without_colours(part)
             record = self.record(text) or self.checkpoint(text)
@@ -186,26 +197,22 @@ class Lines:
         """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""
         text = line.strip()
         is_below = self._heading is not None and line[0].isspace()
-        self._heading = self._heading if is_below else None
         text = _SET.sub("", text) if is_below else text
+        if self._sections.begin(text):
+            return None
         if not (is_below or is_certain) and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
             return None
         found = parse(text)
-        if not found.pairs and found.counters and (not found.has_words or text.startswith(EVALUATION_MARK)):
-            self._heading = found
         if not found.pairs:
-            if EPOCH in found.counters and len(text) <= _HEADING_CHARACTERS and _HEADING.search(text):
-                self._epoch = found.counters[EPOCH]
-                self._counters[EPOCH] = self._epoch
-            return None
-        if self._heading is not None and not found.counters and not found.has_words:
-            found.counters, found.prefix = self._heading.counters, self._heading.prefix
-        if found.counters:
-            self._counters = found.counters
-        elif self._counters and _stands_alone(found):
-            found.counters = self._counters
+            return self._read_counters(found, text)
+        if has_counters := bool(found.counters):
+            self._counters, self._heading = found.counters, None
+        elif self._counters and not found.has_words and (is_below or _is_certain(found)) and not match_of(text):
+            found.counters = dict(self._counters)
+            found.prefix = {**(self._heading.prefix if self._heading else {}), **found.prefix}
         elif not is_certain:
             return None
+        self._sections.place(found, has_counters=has_counters)
         self._has_point = self._has_point or found.has_point
         if self._has_point:  # it is the decimal mark of the log
             found.ungroup()
@@ -216,6 +223,21 @@ class Lines:
             found.pairs["train_loss_estimate"] = found.pairs.pop("train loss")
         self._faults.unkept.update(found.rest)
         return found.document()
+
+    def _read_counters(self, found: Line, text: str) -> dict[str, Any] | None:
+        """Take the counters of a line without pairs for the lines below; return those that are values of a block."""
+        if EPOCH in found.counters and len(text) <= _HEADING_CHARACTERS and _HEADING.search(text):
+            self._epoch = found.counters[EPOCH]
+            self._counters[EPOCH] = self._epoch
+            self._sections.end()
+        if found.counters and self._heading and all(name.lower().startswith(_TOTAL) for name in found.counters):
+            values = {name.replace("_", " "): value for name, value in found.counters.items()}  # and no plan
+            return {**self._heading.prefix, **self._heading.counters, **values}
+        has_plan = any(isinstance(count, str) for count in found.counters.values())
+        is_heading = (has_plan and len(text) <= _HEADING_CHARACTERS) or text.startswith(EVALUATION_MARK)
+        if found.counters and (is_heading or not found.has_words):
+            self._heading, self._counters = found, dict(found.counters)
+        return None
 
     def checkpoint(self, text: str) -> dict[str, Any] | None:
         """Return an object with an event for a line about a checkpoint; None for any other line.
@@ -250,9 +272,13 @@ def _with_article(name: str) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _stands_alone(line: Line) -> bool:
-    names = () if line.has_words or line.rest else {canonical(name).name for name in line.pairs}
-    return any(name in _WITHOUT_COUNTER or name.startswith(_EVALUATION) for name in names)
+def _is_certain(line: Line) -> bool:
+    """Return whether a line without a counter contains nothing but pairs."""
+    return not (line.rest or line.has_unknown_names)
+
+
+def _step_of(record: Mapping[str, Any]) -> Any:
+    return next((value for name, value in record.items() if role_of(name) is Role.STEP), None)
 
 
 def _is_typical(key: str) -> bool:

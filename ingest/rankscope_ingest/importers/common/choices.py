@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
 from rankscope_ingest.base.errors import IngestError
@@ -223,7 +223,11 @@ def _steps(records: Sequence[Record]) -> tuple[tuple[str, ...], tuple[str, ...],
 
 
 def _are_epochs_steps(records: Sequence[Record]) -> bool:
-    """Return whether most records have another epoch than the record before, so that the epoch counts the records."""
-    epochs = [epoch for record in records if (epoch := record.epoch()) is not None]
-    changes = sum(later != earlier for earlier, later in pairwise(epochs))
-    return bool(epochs) and all(epoch.is_integer() for epoch in epochs) and 2 * changes >= len(epochs) - 1
+    """Return whether most values of a quantity have another epoch than the value before: the epoch counts them."""
+    epochs: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if (epoch := record.epoch()) is not None:
+            epochs[next(iter(record.quantities()), "")].append(epoch)
+    pairs = [pair for found in epochs.values() for pair in pairwise(found)]
+    changes = sum(later != earlier for earlier, later in pairs)
+    return bool(epochs) and all(map(float.is_integer, chain(*epochs.values()))) and 2 * changes >= len(pairs)

@@ -17,7 +17,7 @@ _MAX_SEEN: Final = 10_000
 _EXAMINED_CHARACTERS: Final = 4096  # a pattern such as `a.*b` needs the square of this number of steps
 
 LABELS: Final = re.compile(
-    r"^(?:\[[^\[\]|]{1,120}\]:[ \t]*"  # torch prints no space: `[rank3]:[E501 …`
+    r"^(?:\[[^\[\]|]{1,120}\](?:<std(?:out|err)>)?:[ \t]*"  # torch prints no space: `[rank3]:[E501 …`
     r"|(?:[\w.-]{1,80}:(?=[ \t]+(?:\(|time|\[|val|sav|succ|load))|\d{1,9}:)[ \t]+)+"
 )
 """A regular expression for the labels that a launcher prints before the lines of each rank."""

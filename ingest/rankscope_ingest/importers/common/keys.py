@@ -37,7 +37,7 @@ class Role(enum.Enum):
 
 
 STEP_KEYS: Final = (
-    "step", "global_step", "current_steps", "current_step", "train/global_step", "trainer/global_step",
+    "global_step", "step", "current_steps", "current_step", "train/global_step", "trainer/global_step",
     "global_iteration", "global_iter", "iteration",
     "iter", "num_updates", "train_num_updates", "optimizer_step", "steps", "s", "train/step", "n_iter", "_step",
     "training/global_step", "valid_num_updates",
@@ -56,7 +56,7 @@ BATCH: Final = "batch_in_epoch"
 
 COUNTER_NAME: Final = (
     r"(?:(?:train(?:ing|er)?|optim)/)?(?:(?:global|train(?:ing|er)?|current|completed|optim(?:izer)?|opt|local|env|total"
-    r"|num|grad(?:ient)?|update|micro|inner|outer|mini|bar)[_ -])*(?:steps?|iter(?:ation)?s?|updates?)"
+    r"|num|grad(?:ient)?|update|micro|inner|outer|mini|bar)[_ -])*(?:(?:time)?steps?|iter(?:ation)?s?|updates?)"
 )
 """A regular expression for the name of a counter of steps: `step`, `global_step`, `total_iterations` and others."""
 
@@ -129,7 +129,7 @@ SET_LABEL: Final = "dataset"
 EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
 """Values of a split, such as `"split": "val"`, of a record that is about an evaluation."""
 _SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate", "elapsed_seconds"}
-_EVALUATED: Final = ("eval_", "test_", "eval ", "test ")
+_EVALUATED: Final = ("eval_", "test_", "eval ", "test ", "avg_")
 _RUNTIME: Final = "_runtime"
 
 Named = tuple[Alias, str | None]
@@ -244,7 +244,12 @@ def name_in_split(key: str, split: str) -> Named | None:
     """
     alias = canonical(key)
     prefix = "test" if split == "test" else "eval" if split in EVALUATION_SPLITS else None
-    if prefix is None or alias.name in _SAME_IN_EVALUATION or alias.name.startswith(_EVALUATED):
+    if (
+        prefix is None
+        or alias.name in _SAME_IN_EVALUATION
+        or role_of(key) is Role.STEP
+        or alias.name.startswith(_EVALUATED)
+    ):
         return None
     known = canonical(f"{prefix}_{alias.name}")
     renamed = replace(alias, name=known.name, unit=known.unit or alias.unit)

@@ -23,9 +23,11 @@ SHOWN_CHARACTERS: Final = 60
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
-    r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)", re.IGNORECASE
+    r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)"
+    r"|^\s*\[[\w@.-]{1,80},(\d{1,9})\]<std(?:out|err)>:",
+    re.IGNORECASE,
 )
-"""A regular expression for the rank before a log message, as torchrun, srun and common training scripts print it."""
+"""A regular expression for the rank before a log message, as torchrun, srun, mpirun and many scripts print it."""
 _TIME: Final = re.compile(
     r"(?:\b|\b[IWEF](?=\d{8} ))(\d{4}(?:([-/])\d{2}\2|\d{2})\d{2}"
     r"[ T,]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)"
@@ -313,7 +315,7 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if rank := _RANK.search(prefix):
-        found["rank"] = int(rank[1] or rank[2] or rank[3])
+        found["rank"] = int(rank[rank.lastindex or 0])
     if moment := _TIME.search(prefix):
         found["timestamp"] = moment[1].replace("/", "-")
     elif moment := FORM.search(prefix):

@@ -120,6 +120,8 @@ An example is `train_loss`. ms-swift's `train_speed(iter/s)` is the speed of a s
 
 _SPELLED: Final = re.compile(r"\d ?[a-z]+[\s,]*\d")
 """A regular expression that occurs in a duration with several units, such as `1m 20s`, which no other value has."""
+_TIME: Final = re.compile(r"(?i)(?<!start)(?<!end)[ _]time\b|elapsed|duration")
+"""A regular expression for the names of quantities whose text may be a duration with one unit or clock: `12.00m`."""
 _ELAPSED: Final = "elapsed_seconds"
 _COUNTS: Final = {"tokens", "samples", "tokens/s", "samples/s"}
 
@@ -226,6 +228,8 @@ class ObjectReader:
         step_key = self._steps.key_of(record)
         is_aside = self.choices.has_training and not is_training(record)
         step = self._take_step(record, step_key)
+        if step is None and not is_training(record) and record.is_row():
+            step = self._last_steps.get(record.rank)  # a summary of the steps before it
         if step is None and self.choices.numbers_rows and record.is_row():
             self.last_step = step = self._rows[record.rank] = self._rows.get(record.rank, 0) + 1
         if attempt is None:
@@ -261,7 +265,7 @@ class ObjectReader:
             or _UTILISATION in {named[0].name for _, named, _ in added}
             or _LAST_ENTRY in document
             or (self.choices.loss in document and bool(record.sets))
-            or (step_key is None and (self.choices.numbers_rows or EPOCH in self.choices.steps))
+            or step_key is None
         )
         if not is_special and record.event is None and record.split is None and len(record.counters) <= 1:
             self._learn(record, step_key, added)
@@ -472,7 +476,11 @@ def _number_in_text(text: str, alias: Alias) -> tuple[Alias, float] | None:
     """Return the number in `text` and the quantity `alias` in the unit of the text; None if the text does not fit."""
     if alias.unit == "seconds" and alias.factor == 1.0 and (duration := seconds(text)) is not None:
         return alias, duration
-    if alias.unit is None and _SPELLED.search(text) and (duration := seconds(text)) is not None:
+    if (
+        alias.unit is None
+        and (_SPELLED.search(text) or _TIME.search(alias.name))
+        and (duration := seconds(text)) is not None
+    ):
         return in_unit(alias, "s"), duration
     found = quantity(text)
     if found is None:

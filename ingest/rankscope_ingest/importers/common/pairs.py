@@ -26,7 +26,7 @@ def _of(group: str) -> str:
 
 
 _COUNTER: Final = re.compile(
-    rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|{COUNTER_NAME})(?:\((?P<split>[a-z]{{1,10}})\))?"
+    rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|(?:ep|up)\.(?=\s?\d)|{COUNTER_NAME})(?:\((?P<split>[a-z]{{1,10}})\))?"
     rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?(?:\s*[\])])?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
     rf"(?:[:,\s]*\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
     rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
@@ -38,6 +38,13 @@ _COUNTER: Final = re.compile(
 A number before `%` is no counter.
 """
 
+_BARE_STEP: Final = re.compile(rf"\s*\[(?P<step>{_COUNT})\]\s+(?=[A-Za-z][\w/.-]*\s?[:=])")
+"""A regular expression for a number in brackets before pairs, which is the step: `[100] loss=2.5`."""
+_HOW_MANY: Final = re.compile(r"\b(?:number|count|no\.) of(?: \w{1,20}){0,2} $", re.IGNORECASE)
+"""A regular expression for words before the name of a counter that make it the name of a quantity."""
+_ABBREVIATIONS: Final = {"ep.": EPOCH, "epochs": EPOCH, "up.": "updates"}
+_HOW_MANY_CHARACTERS: Final = 60
+
 _LEVEL: Final = r"(?-i:\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b)"  # `error: 0.3` is a pair
 _CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _PREFIX: Final = re.compile(
@@ -46,6 +53,7 @@ _PREFIX: Final = re.compile(
     rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
     rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
     r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
+    r"|^\s*\[[\w@.-]{1,80},\d{1,9}\]<std(?:out|err)>:"
     r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
     re.IGNORECASE,
 )
@@ -61,15 +69,21 @@ _UNITS: Final = "|".join(sorted(map(re.escape, UNITS.keys() - {"b"}), key=len, r
 _DURATION: Final = (
     r"(?:\d{1,6} ?(?:d|days?),? )?\d+:\d\d(?::\d\d)?(?:\.\d{1,6})?"
     r"|\d{1,6} ?[dhm](?:in)?(?: ?\d{1,2} ?[hm](?:in)?){0,2} ?\d{1,2}(?:\.\d{1,6})? ?(?:h|m(?:in)?|s(?:ec)?)\b"
+    r"|\d{1,6}\.\d{1,6}(?-i:m)(?![\w/])"
 )
-"""A regular expression for a duration: `0:10:00`, `2 days, 0:10:00`, `1d 00:10:00`, `49m 19s` or `1h2m3s`."""
+"""A regular expression for a duration: `0:10:00`, `2 days, 0:10:00`, `1d 00:10:00`, `49m 19s`, `1h2m3s` or `12.00m`."""
+_COUNTED: Final = (
+    r"(?<=nan|inf) (?:iter\w*|steps?|updates?|batch(?:es)?|samples?|grads|gradients|losses|values?|elements?|counts?)"
+    r"(?: \w{1,20}){0,2}\s?[:=]"
+)
+"""A regular expression behind `nan` or `inf` in the name of a number of such values: `nan iterations: 0`."""
 _PAIR: Final = re.compile(
     rf"(?<![\w./])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/%]{{1,16}}\))){{0,4}}?)"
     r"(?P<mark>\s*[:=：]\s*|\s+is\s+|\s+)"
-    rf"(?:(?P<list>\[[-+.,eE\d \[\]]{{1,400}}\])|(?P<clock>{_DURATION})"
-    rf"|(?P<value>{NUMBER})(?:(?P<unit>(?-i:[kKMGTB]))(?![\w/])|\s?(?P<unit_>{_UNITS})(?![\w/]|\s*[=:]))?"
+    rf"(?:(?P<list>\[[-+.,eE\d \[\]]{{1,400}}\]|\((?:{NUMBER},\s?)+(?:{NUMBER})?\))|(?P<clock>{_DURATION})"
+    rf"|(?P<value>{NUMBER})(?!{_COUNTED})(?:(?P<unit>(?-i:[kKMGTB]))(?![\w/])|\s?(?P<unit_>{_UNITS})(?![\w/]|\s*[=:]))?"
     r"|(?P<absent>n/a|none|null|--?(?=[\s,;|]|$)))"
-    r"(?:\s?\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
+    r"(?:\s{0,2}\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
     re.IGNORECASE,
 )
 _NAMED: Final = rf"\s*(?!(?:after|and|at|by|for|from|in|of|on|over|per|than|to|took|until|was|with)\b){_WORD}\s+"
@@ -88,7 +102,7 @@ _VALUE_FIRST: Final = re.compile(
 )
 _NAME_OF_UNIT: Final = {"seconds": "step_time", "tokens/s": "tokens/s", "samples/s": "samples/s", "steps/s": "it/s"}
 _OPENS: Final = re.compile(r"(?:^|[|,;:\[\]({\t]|\s-|\s\s|\.)\s*$")
-_CLOSES: Final = re.compile(r"\s*(?:$|[|,;\[\])}\t]|-\s|\.(?:\s|$))|\s\s")
+_CLOSES: Final = re.compile(r"\s*(?:$|[|,;\[\])}\t]|[-:]\s|\.(?:\s|$))|\s\s")
 _SEPARATORS: Final = "|,;- \t"
 _REST: Final = re.compile(r"(?i)(?<![\w.])[-+]?(?:\d[\w.,]*(?:(?<=e)[-+]\d+)?|\.\d\w*|(?:nan|inf(?:inity)?)\b)")
 _NAME_BEFORE: Final = re.compile(r"[A-Za-z][\w/@+-]{0,60}(?= ?[\s:=(\[]*$)")
@@ -128,6 +142,9 @@ class Line:
     has_words: bool = False
     """True if the line contains words that are neither prefix nor names of pairs."""
 
+    has_unknown_names: bool = False
+    """True if only a space is between a value and its name, which is not the name of a known quantity."""
+
     has_point: bool = False
     """True if a number on the line has a decimal point."""
 
@@ -149,6 +166,8 @@ def parse(text: str) -> Line:
     first: list[int] = []
 
     def counter(found: re.Match[str]) -> str:
+        if found["name"] and _HOW_MANY.search(text, max(0, found.start() - _HOW_MANY_CHARACTERS), found.start()):
+            return found[0]
         first.append(found.start())
         _add_counter(found, line)
         return "|"
@@ -156,6 +175,9 @@ def parse(text: str) -> Line:
     body = _COUNTER.sub(counter, text)
     start = min(first, default=len(text))
     begin = _prefix_end(text, min(start, _PREFIX_CHARACTERS))
+    if not first and (bare := _BARE_STEP.match(text, begin)):
+        line.counters["step"] = int(bare["step"].replace(",", ""))
+        start, begin = begin, bare.end()
     ends = [begin]
 
     def add(found: re.Match[str]) -> str:
@@ -164,7 +186,10 @@ def parse(text: str) -> Line:
         return "|"
 
     def pair(found: re.Match[str]) -> str:
-        return add(found) if _is_pair(found) else found[0]
+        if not _is_pair(found):
+            return found[0]
+        line.has_unknown_names |= found["mark"].isspace() and not is_known(found["name"])
+        return add(found)
 
     left = body[begin:]
     if begin < start < len(text):
@@ -189,6 +214,27 @@ def parse(text: str) -> Line:
         line.rest += [_name_before(left, found.start()) for found in _REST.finditer(left)]
         line.has_words = _LETTERS.search(left) is not None
     return line
+
+
+_DIGIT: Final = re.compile(r"\d")
+_FEWEST_CHARACTERS: Final = 3
+_MOST_RECORDS: Final = 64
+
+
+def records_on(text: str) -> list[str]:
+    """Return the records on a line that several processes have printed without a line end between them.
+
+    Each begins with the same text before its first digit, and has pairs and the same counters.
+    """
+    digit = _DIGIT.search(text)
+    begin = text[: digit.start()].lstrip() if digit else ""
+    if len(begin) < _FEWEST_CHARACTERS or begin not in text[len(begin) + 1 :]:
+        return [text]
+    places = [found.start() for found in re.finditer(rf"(?<![A-Za-z_/.-]){re.escape(begin)}(?=\d)", text)]
+    parts = [text[place:end] for place, end in zip(places, [*places[1:], len(text)], strict=True)]
+    found = [parse(part) for part in parts[:_MOST_RECORDS]]
+    is_glued = all(line.pairs and line.counters.keys() == found[0].counters.keys() != set() for line in found)
+    return parts if len(parts) > 1 and is_glued else [text]
 
 
 def _prefix_end(text: str, end: int) -> int:
@@ -227,7 +273,7 @@ def _add_counter(found: re.Match[str], line: Line) -> None:
         counters.setdefault(BATCH, f"{place}/{planned}" if place else int(after))
         if inner:
             counters.setdefault(EPOCH, float(bare))
-    elif name.lower() in {EPOCH, "epochs"}:
+    elif (name := _ABBREVIATIONS.get(name.lower(), name)).lower() == EPOCH:
         counters.setdefault(EPOCH, float(count))
     else:
         counters.setdefault(_BLANKS.sub("_", name), f"{count}/{total}" if total else int(count))
@@ -264,7 +310,8 @@ def _add_pair(found: re.Match[str], line: Line) -> None:
         _put(line, name if alias.endswith("_per_gpu") else f"{name}_per_gpu", each[1])
         name = alias.removesuffix("_per_gpu")
     elif paren and _AVERAGE.fullmatch(paren):
-        _put(line, f"{bare}_percent" if paren[-1] == "%" else f"{bare}{AVERAGE}", paren.rstrip("%"))
+        kind = "_percent" if paren[-1] == "%" else "_change" if paren[0] == "+" else AVERAGE
+        _put(line, f"{bare}{kind}", paren.rstrip("%"))
     elif paren and _VALUE.search(paren):
         line.rest.append(bare)
     if name in line.pairs and (group := _group_of(found)):
@@ -306,7 +353,7 @@ def _add_value(found: re.Match[str], line: Line) -> str:
 
 def _list(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text) if text[0] == "[" else [float(part) for part in text.strip("(,)").split(",")]
     except ValueError:
         return None
 
