@@ -32,7 +32,7 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request
 from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, parse_details, symptoms
 from rankscope_ingest.importers import Faults, find_importer, importers
-from rankscope_ingest.notify.notifiers.apprise_notifier import Secrets
+from rankscope_ingest.notify.apprise_notifier import Secrets
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.decode import decode, decode_one

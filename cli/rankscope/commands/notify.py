@@ -54,7 +54,7 @@ def notify(
         raise CommandError(f"{failed} of {len(notifiers)} notifications failed")
 
 
-def _notifiers(config: Path | None, to: Sequence[str] | None) -> list[Notifier]:
+def _notifiers(config: Path | None, to: Sequence[str] | None) -> Sequence[Notifier]:
     from rankscope_ingest.base.errors import ConfigError
     from rankscope_ingest.notify.notifiers import make_notifiers
 

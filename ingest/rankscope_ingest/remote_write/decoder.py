@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -213,43 +214,12 @@ class WriteReader:
 
         Raises DecodeError if the request is invalid; the cache of series is then not changed.
         """
-        if self.must_sweep:
-            self._sweep()
         request = parse("WriteRequest", data)
         if unknown := UnknownFieldSet(request):
             number = unknown[0].field_number
             raise DecodeError(f"field {number} does not exist in remote write 1.0 (prometheus.WriteRequest)")
-        self._received += len(request.timeseries)
-        generation, known = self._generation, self._by_head.get
-        series: list[KnownSeries] = []
-        times: list[int] = []
-        values: list[float] = []
-        exemplars = histograms = oversized = 0
-        for received in request.timeseries:
-            samples = received.samples[:]
-            received.ClearField("samples")
-            head = received.SerializeToString()  # the other fields, which are unknown fields of this message
-            if (one := known(head)) is None:
-                one, exemplars_here, histograms_here = self._learn(head)
-                exemplars += exemplars_here
-                histograms += histograms_here
-            if one is _OVERSIZED:
-                oversized += len(samples)
-                continue
-            one.generation = generation
-            for sample in samples:
-                series.append(one)
-                times.append(sample.timestamp)
-                values.append(sample.value)
-        return self._decoded(
-            series,
-            times,
-            values,
-            metadata=len(request.metadata),
-            exemplars=exemplars,
-            histograms=histograms,
-            oversized=oversized,
-        )
+        dropped = Counter(metadata=len(request.metadata))
+        return self._decoded(len(request.timeseries), self._received_series(request, dropped), dropped)
 
     def read_2(self, data: bytes, max_label_bytes: int) -> DecodedRequest:
         """Return the samples of the serialized request `data` of remote write 2.0.
@@ -257,17 +227,24 @@ class WriteReader:
         Raises DecodeError if the request is invalid, or if the labels of all its series have more than
         `max_label_bytes`. In such a request, a few symbols occur in very many series.
         """
-        if self.must_sweep:
-            self._sweep()
         request = parse("Request", data, WRITE_2_MESSAGES)
         _check_fields_2(request)
-        symbols = SymbolTable(request.symbols)
-        self._received += len(request.timeseries)
-        generation, known = self._generation, self._by_head.get
-        series: list[KnownSeries] = []
-        times: list[int] = []
-        values: list[float] = []
-        exemplars = histograms = oversized = metadata = size = 0
+        dropped: Counter[str] = Counter()
+        received = self._received_series_2(request, SymbolTable(request.symbols), max_label_bytes, dropped)
+        return self._decoded(len(request.timeseries), received, dropped)
+
+    def _received_series(self, request: Any, dropped: Counter[str]) -> Iterator[tuple[KnownSeries, Sequence[Any]]]:
+        known = self._by_head.get
+        for received in request.timeseries:
+            samples = received.samples[:]
+            received.ClearField("samples")
+            head = received.SerializeToString()  # the other fields, which are unknown fields of this message
+            yield known(head) or self._learn(head, dropped), samples
+
+    def _received_series_2(
+        self, request: Any, symbols: SymbolTable, max_label_bytes: int, dropped: Counter[str]
+    ) -> Iterator[tuple[KnownSeries, Sequence[Any]]]:
+        known, size = self._by_head.get, 0
         for received in request.timeseries:
             references = received.labels_refs
             key = symbols.key(references)
@@ -276,37 +253,37 @@ class WriteReader:
                     f"the labels of all series have more than {max_label_bytes} bytes: send fewer series per request"
                 )
             one = known(key) or self._learn_2(key, symbols.labels(references))
-            metadata += symbols.has_metadata(received.metadata)
-            histograms += len(received.histograms)
+            dropped["metadata"] += symbols.has_metadata(received.metadata)
+            dropped["histograms"] += len(received.histograms)
             for exemplar in received.exemplars:
                 symbols.labels(exemplar.labels_refs)
-                exemplars += 1
+                dropped["exemplars"] += 1
+            yield one, received.samples
+
+    def _decoded(
+        self, count: int, received: Iterable[tuple[KnownSeries, Sequence[Any]]], dropped: Counter[str]
+    ) -> DecodedRequest:
+        """Return the request with the samples of `count` series, without those that repeat the latest of their series.
+
+        `dropped` has the numbers of items that are not stored, which rise while `received` is read. Raises DecodeError
+        if a time is invalid.
+        """
+        if self.must_sweep:
+            self._sweep()
+        self._received += count
+        generation = self._generation
+        series: list[KnownSeries] = []
+        times: list[int] = []
+        values: list[float] = []
+        for one, samples in received:
             if one is _OVERSIZED:
-                oversized += len(received.samples)
+                dropped["oversized"] += len(samples)
                 continue
             one.generation = generation
-            for sample in received.samples:
+            for sample in samples:
                 series.append(one)
                 times.append(sample.timestamp)
                 values.append(sample.value)
-        return self._decoded(
-            series,
-            times,
-            values,
-            metadata=metadata,
-            exemplars=exemplars,
-            histograms=histograms,
-            oversized=oversized,
-        )
-
-    @staticmethod
-    def _decoded(
-        series: Sequence[KnownSeries], times: Sequence[int], values: Sequence[float], **dropped: int
-    ) -> DecodedRequest:
-        """Return the request with these samples, without those that repeat the latest sample of their series.
-
-        `dropped` has the numbers of items that are not stored. Raises DecodeError if a time is invalid.
-        """
         if times:
             _check_times(min(times), max(times))
         repeated = _repeated(series, times, values)
@@ -327,8 +304,8 @@ class WriteReader:
     def _generation(self) -> int:
         return self._received // (_SWEEP_ROUNDS * self._max_known)
 
-    def _learn(self, head: bytes) -> tuple[KnownSeries, int, int]:
-        """Return the series whose labels are serialized in `head`, and its numbers of exemplars and histograms.
+    def _learn(self, head: bytes, dropped: Counter[str]) -> KnownSeries:
+        """Return the series whose labels are serialized in `head`, and count its exemplars and histograms in `dropped`.
 
         The series is added to the cache if there is capacity. The key in the cache excludes exemplars and histograms,
         which change. Raises DecodeError if `head` is malformed.
@@ -339,16 +316,16 @@ class WriteReader:
                 raise DecodeError(
                     f"field {unknown.field_number} of a TimeSeries has the unexpected wire type {unknown.wire_type}"
                 )
-        counts = len(fields.exemplars), len(fields.histograms)
-        if any(counts):
-            fields.ClearField("exemplars")
-            fields.ClearField("histograms")
+        if fields.exemplars or fields.histograms:
+            for name in ("exemplars", "histograms"):
+                dropped[name] += len(getattr(fields, name))
+                fields.ClearField(name)
             head = fields.SerializeToString()
         if (one := self._by_head.get(head)) is not None:
-            return one, *counts
+            return one
         if len(fields.labels) > _MAX_LABELS or len(head) > _MAX_LABEL_BYTES:
-            return _OVERSIZED, *counts
-        return self._add(head, _pairs(fields.labels)), *counts
+            return _OVERSIZED
+        return self._add(head, _pairs(fields.labels))
 
     def _learn_2(self, key: str, labels: Sequence[tuple[str, str]]) -> KnownSeries:
         """Return the series with these labels of version 2.0, whose symbols are joined in `key`.

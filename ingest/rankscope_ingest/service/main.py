@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.file_limit import raise_file_limit
@@ -65,7 +65,7 @@ async def run(
         unfreeze_gc()
 
 
-def _notifiers(config: ServiceConfig) -> list[Notifier]:
+def _notifiers(config: ServiceConfig) -> Sequence[Notifier]:
     """Return the notifiers that the configuration defines. Raises ConfigError for an unsupported notification URL."""
     section = config.notify
     urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []

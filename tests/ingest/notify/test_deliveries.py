@@ -28,7 +28,7 @@ from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.network.http_client import HttpClient
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Message, NotifyError, make_notifiers, receiver_names
-from rankscope_ingest.notify.notifiers.apprise_notifier import MAX_CHARACTERS, Secrets
+from rankscope_ingest.notify.apprise_notifier import MAX_CHARACTERS, Secrets
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 

@@ -26,7 +26,7 @@ import ssl
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus, urlsplit
 
 import apprise
@@ -242,12 +242,23 @@ _SMTP_REPLY: Final = re.compile(r"\((\d{3}), b(['\"])(.*?)\2\)")
 """Status and text of a reply in the text of an exception of smtplib."""
 
 
+def is_supported(url: str) -> bool:
+    """Return whether apprise supports `url`."""
+    with _records():
+        return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
+
+
 class AppriseNotifier:
-    """Delivers messages to one URL that apprise supports."""
+    """Delivers messages to one URL that apprise supports; with `severity`, only messages of this severity.
 
-    priority: ClassVar[int] = 100  # last, because it handles nearly all URLs
+    `label` has scheme, host and port of the URL, for log messages. The host is masked if it is a secret. `uses_proxy`
+    is whether messages are sent by HTTP. Mail is not, for example.
+    """
 
-    def __init__(self, url: str, *, timeout_seconds: float, proxy: str = ENVIRONMENT) -> None:
+    def __init__(
+        self, url: str, *, severity: Severity | None = None, timeout_seconds: float, proxy: str = ENVIRONMENT
+    ) -> None:
+        self._severity = severity
         self._timeout_seconds = timeout_seconds
         self._proxy = proxy
         # Bodies contain names of tensors and runs, which must not be interpreted as escapes or emojis.
@@ -255,32 +266,18 @@ class AppriseNotifier:
         self._apprise = apprise.Apprise(asset=asset)
         self._apprise.add(url)
         plugins = list(self._apprise)
-        self._uses_proxy = any(map(_uses_http, plugins))
-        self._label, host = _label(url, self._apprise.urls(privacy=True), has_host=all(map(_has_host, plugins)))
+        self.uses_proxy = any(map(_uses_http, plugins))
+        self.label, host = _label(url, self._apprise.urls(privacy=True), has_host=all(map(_has_host, plugins)))
         proxies = proxies_of(os.environ) if proxy == ENVIRONMENT else [proxy]
         self._secrets = Secrets([url, *proxies], public=[host, *map(_host, proxies)])
-
-    @classmethod
-    def handles(cls, url: str) -> bool:
-        """Return whether apprise supports `url`."""
-        with _records():
-            return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
-
-    @property
-    def label(self) -> str:
-        """Return scheme, host and port of the URL, for log messages. The host is masked if it is a secret."""
-        return self._label
-
-    @property
-    def uses_proxy(self) -> bool:
-        """Return whether messages are sent by HTTP. Mail is not, for example."""
-        return self._uses_proxy
 
     async def send(self, message: Message) -> None:
         """Deliver `message` in a thread, because apprise blocks during network I/O.
 
         Raises NotifyError with the reason if the delivery fails.
         """
+        if self._severity not in {None, message.severity}:
+            return
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 failure = await asyncio.to_thread(self._send, message)
@@ -379,5 +376,3 @@ def _records() -> Iterator[list[logging.LogRecord]]:
     finally:
         _captured.reset(token)
 
-
-NOTIFIER = AppriseNotifier
