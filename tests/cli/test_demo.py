@@ -13,7 +13,7 @@ from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS,
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.demo.report import show_page
 from rankscope.output.progress import BarView, PlainView, progress_parts
-from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.live.progress import RunProgress
 
 RUN = RunProgress(
     run="my-run", attempt=0, state="running", reason=None, step=60, planned_steps=200, loss=2.5, ranks_alive=2,

@@ -22,7 +22,7 @@ from tests.ingest import builders
 from rankscope_contract.model.schema import WIRE_FIELDS, WIRE_METADATA, Plan, arrow_schema
 from rankscope_contract.wire.channel import ARROW_STREAM
 from rankscope_ingest.base.config_file import load_config
-from rankscope_ingest.reporting.progress import Progress
+from rankscope_ingest.live.progress import Progress
 from rankscope_ingest.service.main import run
 from rankscope_storage.connection import connect
 

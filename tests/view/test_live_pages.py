@@ -8,7 +8,7 @@ import pytest
 from tests.ingest.conftest import FakeRank, eventually, running_service, untuned_test_process  # noqa: F401 - a fixture
 from tests.view.browser import browser
 
-from rankscope_ingest.reporting.live_tail import LiveTails
+from rankscope_ingest.live.tails import LiveTails
 from rankscope_view.pages.format import duration
 
 POINTS = """(() => {

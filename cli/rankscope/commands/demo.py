@@ -27,7 +27,7 @@ from rankscope.up.programs import LOOPBACK, SERVICE, ServiceOptions, UpOptions, 
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import StopSignals, Supervisor, start, tail
 from rankscope_dashboards.deploy.alertmanager import Receiver, Webhook
-from rankscope_ingest.base.stop_event import handling
+from rankscope_ingest.base.stop_signals import handling
 
 RUN: Final = "demo"
 RANKS: Final = 2

@@ -70,7 +70,7 @@ def _notifiers(config: Path | None, to: Sequence[str] | None) -> Sequence[Notifi
 
 async def _send(notifiers: Sequence[Notifier]) -> list[str | None]:
     """Send the notification to each address; return the error for each address, or None if it was delivered."""
-    from rankscope_ingest.notify.notifiers import Message, NotifyError
+    from rankscope_ingest.notify.messages import Message, NotifyError
 
     host = socket.gethostname()
     text = Message(

@@ -23,7 +23,7 @@ from rankscope.output.log_lines import log_to
 if TYPE_CHECKING:
     from rankscope.output.progress import View
     from rankscope_ingest.base.config import ServiceConfig
-    from rankscope_ingest.reporting.progress import Progress
+    from rankscope_ingest.live.progress import Progress
 log = logging.getLogger(__name__)
 
 READY: Final = "READY=1"

@@ -191,7 +191,7 @@ def with_password(url: str, ask: Callable[[str], str | None]) -> str:
 async def _follow(
     settings: ServiceConfig, sections: Sequence[WatchSection], view: WatchView, *, once: bool, until_finished: bool
 ) -> list[LogStatus]:
-    from rankscope_ingest.base.stop_event import stop_on_signals
+    from rankscope_ingest.base.stop_signals import stop_on_signals
     from rankscope_ingest.notify.notifiers import make_notifiers
     from rankscope_ingest.watch.session import check_logs, run_names, watching
     from rankscope_ingest.watch.watcher import Hooks

@@ -19,7 +19,7 @@ from rankscope.base.terminal import masked
 from rankscope.output.rows import printable
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import RUNS_PATH
-from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.live.progress import RunProgress
 
 TIMEOUT_SECONDS: Final = 2.0
 LINE_INTERVAL_SECONDS: Final = 5.0

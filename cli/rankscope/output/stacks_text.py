@@ -13,7 +13,7 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.model.stacks import FlightRecord, Frame, StackDump, Standing, ThreadStack, is_library
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.collective_calls import sentences, sites_of
-from rankscope_ingest.runs.rank_groups import Group, grouped, ranks_text
+from rankscope_ingest.runs.rank_groups import RankGroup, grouped, ranks_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def _head(response: Mapping[str, Any], given: int, asked: int) -> Iterator[str]:
     yield f"{step}; {given} of {asked} ranks returned their stacks"
 
 
-def _group(group: Group, members: Sequence[RankResponse], *, all_threads: bool) -> Iterator[str]:
+def _group(group: RankGroup, members: Sequence[RankResponse], *, all_threads: bool) -> Iterator[str]:
     first = group.standings[0]
     pending = first.pending
     if pending is not None:

@@ -23,7 +23,7 @@ from rankscope.base.errors import CommandError
 from rankscope.base.http_client import ClientTls, UnreachableError, get
 from rankscope.up.programs import Program
 from rankscope.up.state_dir import StateDir
-from rankscope_ingest.base.stop_event import handling
+from rankscope_ingest.base.stop_signals import handling
 
 MAX_RESTARTS: Final = 5
 """Restarts in a row of a program that does not run for START_SECONDS, after 1 s, 2 s, and so on."""

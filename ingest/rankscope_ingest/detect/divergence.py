@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.collective_format import MOST_RANKS
 from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
-from rankscope_ingest.reporting.rows import Row, Stamp, event_row
+from rankscope_ingest.pipeline.rows import Row, Stamp, event_row
 from rankscope_ingest.runs.incident import Symptom
 from rankscope_ingest.runs.models import AttemptKey
 from rankscope_ingest.runs.rank_groups import ranks_text

@@ -16,9 +16,9 @@ import pyarrow as pa
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
+from rankscope_ingest.detect.lost_records import GivenUp
 from rankscope_ingest.detect.symptoms import exit_report, parse_details
-from rankscope_ingest.recovery.lost_records import GivenUp
-from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
+from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS
 from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport, Symptom, failure_key
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker

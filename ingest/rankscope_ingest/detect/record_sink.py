@@ -1,7 +1,7 @@
 """Add the rows of polled records to the batch, and update the state of the service from the records.
 
 The records change run states, stalls, divergences and incidents. `RecordSink` runs on the event loop, once for each
-poll. It implements the protocol `Sink` of the polling loops.
+poll. It implements the protocol `RecordReceiver` of the polling loops.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_event
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.validate import PlanColumns, ValidBody
-from rankscope_ingest.recovery.orphan_spools import drain_orphan
 from rankscope_ingest.runs.models import Health, Target
+from rankscope_ingest.spools.orphan_spools import drain_orphan
 from rankscope_storage.base.service_catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
 
 log = logging.getLogger(__name__)

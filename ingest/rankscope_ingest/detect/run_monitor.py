@@ -37,21 +37,21 @@ from rankscope_ingest.detect.divergence import (
 )
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker
+from rankscope_ingest.detect.lost_records import LostRecords
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.detect.symptoms import parse_details, symptoms
+from rankscope_ingest.live.progress import RunMeter, RunProgress, run_progress
+from rankscope_ingest.live.service_metrics import ServiceMetrics
+from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
+from rankscope_ingest.pipeline.rows import Row, Stamp, Versions, clock_row, event_row, incident_row, launch_row
 from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.validate import ValidBody
-from rankscope_ingest.recovery.lost_records import LostRecords
-from rankscope_ingest.recovery.orphan_spools import register_orphan
-from rankscope_ingest.reporting.live_tail import LiveTails
-from rankscope_ingest.reporting.progress import RunMeter, RunProgress, run_progress
-from rankscope_ingest.reporting.rows import Row, Stamp, Versions, clock_row, event_row, incident_row, launch_row
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_ingest.spools.orphan_spools import register_orphan
 from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
 from rankscope_storage.base.rule_names import SLOW_RANK
 from rankscope_view.data.slow_ranks import find_slow_ranks

@@ -13,7 +13,8 @@ from typing import Any, Final
 
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.notify.announcer import Announcer, resolved_message
+from rankscope_ingest.notify.announcer import Announcer
+from rankscope_ingest.notify.messages import resolved_message
 from rankscope_ingest.runs.models import AttemptKey, Target
 
 MAX_REQUESTS: Final = 64

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import NO_CALL, EventType, causal_key, causal_micro_step, causal_stage
 from rankscope_contract.model.kinds import CAUSAL_STAGE, LOSS_STAGE
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_ingest.reporting.rows import SYMPTOM_COLUMNS
+from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS
 from rankscope_ingest.runs.incident import NON_FINITE, SEVERITIES, Subject, Symptom, urgency
 
 _LONGEST_ERROR: Final = 600

@@ -25,8 +25,8 @@ import pyarrow as pa
 from aiohttp import web
 
 from rankscope_ingest.base.background import FAULTS, cancel, start_task
+from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.network.connections import most_connections
-from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_storage.base.errors import StoreError
 from rankscope_view.answers import BYTES, Response
 from rankscope_view.data.comparison import LETTERS

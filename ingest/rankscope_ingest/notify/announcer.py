@@ -12,9 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final
 
-from rankscope_contract.model.events import Severity
 from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.notifiers import Message, Notifier, NotifyError, receiver_names
+from rankscope_ingest.notify.messages import Message, NotifyError, incident_message
+from rankscope_ingest.notify.notifiers import Notifier, receiver_names
 from rankscope_ingest.runs import text
 from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
 
@@ -28,25 +28,6 @@ Before the incident is committed, it waits 1 s for further events with the same 
 within 2 s even if the store is slow. If the service is killed before the commit, the next one polls the records of the
 incident again and sends the message again.
 """
-
-
-def message(incident: Incident, *, is_repeated: bool = False, place: text.Place = text.NO_PLACE) -> Message:
-    """Return the notification of `incident`, with the command and the page of `place`.
-
-    If `is_repeated`, the text states that it may have been delivered before.
-    """
-    body = text.body(incident, is_repeated=is_repeated, place=place)
-    return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
-
-
-def resolved_message(incident: Incident, *, has_continued: bool, place: text.Place = text.NO_PLACE) -> Message:
-    """Return the notification that an incident is over, with the command of `place`.
-
-    `has_continued` is true if training continues, and false if the run ended.
-    """
-    title = text.resolved_title(incident, has_continued=has_continued)
-    body = text.resolved_body(incident, has_continued=has_continued, place=place)
-    return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
 
 
 class Announcer:
@@ -92,7 +73,7 @@ class Announcer:
         if incident.is_muted:
             self._deliveries.finished(MUTED)
         elif self._notifiers:
-            is_delivered = await self._send(message(incident, is_repeated=is_repeated, place=self.place()))
+            is_delivered = await self._send(incident_message(incident, is_repeated=is_repeated, place=self.place()))
             self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
             await self._commit_soon()
 

@@ -36,7 +36,7 @@ import requests.sessions
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.base.proxies import ENVIRONMENT, is_proxy, port_of, proxies_of, proxy_of
-from rankscope_ingest.notify.notifiers import Message, NotifyError
+from rankscope_ingest.notify.messages import Message, NotifyError
 
 MASK: Final = "…"
 MAX_CHARACTERS: Final = 200
@@ -375,4 +375,3 @@ def _records() -> Iterator[list[logging.LogRecord]]:
         yield records
     finally:
         _captured.reset(token)
-

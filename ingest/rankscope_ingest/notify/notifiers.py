@@ -1,4 +1,4 @@
-"""Messages, the addresses to which they are sent, and the notifiers for these addresses."""
+"""Addresses to which messages are sent, and the notifiers for these addresses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from rankscope_contract.model.events import Severity
-from rankscope_ingest.base.errors import ConfigError, IngestError
+from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY
+from rankscope_ingest.notify.messages import Message
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +31,6 @@ _OTHER_FORMS: Final = {
     "smtp": "mailtos",
 }
 """Schemes of URLs of Alertmanager, as `rankscope up` accepts them, with the scheme of the same URL for apprise."""
-
-
-class NotifyError(IngestError):
-    """A notifier could not deliver a message, for the reason in the text. The sender of the message may try again.
-
-    The text does not name the receiver and contains no secret of its URL.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One notification. All notifications about the same incident have the same `key`."""
-
-    key: str
-    title: str
-    body: str
-    severity: str
 
 
 class Notifier(Protocol):

@@ -33,7 +33,7 @@ from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.base.background import FAULTS, WakeUp
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
-from rankscope_ingest.reporting.rows import Stamp
+from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
 from rankscope_storage.base.escaping import path_segment

@@ -44,7 +44,7 @@ measurement, a poll of five steps takes 1.3 ms in groups of seven, and 1.1 ms in
 _INLINE_BYTES: Final = 262_144  # decompressing a smaller body takes less time than waking a thread
 
 
-class Source(Protocol):
+class RecordSource(Protocol):
     """Source of records: a rank over HTTP, or the spool of an ended process. All methods may raise FetchError."""
 
     async def records(
@@ -60,7 +60,7 @@ class Source(Protocol):
         """Return the JSON text of the plan `plan_id`, which lists the tensors and statistics of a record."""
 
 
-class Sink(Protocol):
+class RecordReceiver(Protocol):
     """Receiver of checked poll responses and of poll outcomes. Poll loops call all methods on the event loop."""
 
     @property
@@ -162,9 +162,9 @@ class TargetLoop:
     def __init__(
         self,
         target: Target,
-        source: Source,
+        source: RecordSource,
         plans: PlanCache,
-        sink: Sink,
+        sink: RecordReceiver,
         pace: Pace,
         *,
         clock: Callable[[], float],

@@ -13,8 +13,8 @@ from typing import Any, Final
 from aiohttp import web
 
 from rankscope_contract.wire.channel import REMOTE_WRITE_PATH
+from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.remote_write.senders import Senders
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.base.service_catalogue import REMOTE_WRITE_REQUESTS
 
 OUTCOME: Final = "remote_write_outcome"

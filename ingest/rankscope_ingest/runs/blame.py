@@ -13,7 +13,7 @@ began less than SETTLED_SECONDS ago, or ranks made different calls. The function
 Detect from the stack of the training thread whether a rank waits for other ranks.
 
 A Python stack shows the current call of a thread. It does not show the event for which C code in this call waits. The
-result is certain only if the innermost call identifies it. If no call identifies it, the result is `Place.UNKNOWN`,
+result is certain only if the innermost call identifies it. If no call identifies it, the result is `WaitPlace.UNKNOWN`,
 which is no evidence. The functions have no side effects.
 """
 
@@ -40,7 +40,7 @@ from rankscope_ingest.runs.collective_calls import Call, Records, calls_of_note
 from rankscope_ingest.runs.rank_groups import ranks_text
 
 
-class Place(enum.Enum):
+class WaitPlace(enum.Enum):
     """Result of the check whether the training thread of a rank waits for other ranks."""
 
     IN_COLLECTIVE = "in a collective"  # certain: the innermost call is a function of torch.distributed
@@ -81,49 +81,51 @@ Such a function is no proof that a rank does not wait: `float(loss)` waits for t
 """
 
 
-def place_of(dump: StackDump | None) -> Place:
+def place_of(dump: StackDump | None) -> WaitPlace:
     """Return whether the training thread waits for other ranks, according to `dump`, the stacks of its process.
 
     The result is UNKNOWN if `dump` is None or contains no frame of the training thread.
     """
     thread = None if dump is None else dump.training_thread
     if dump is None or thread is None or not thread.frames:
-        return Place.UNKNOWN
+        return WaitPlace.UNKNOWN
     if _is_collective(thread.frames[0]):
-        return Place.IN_COLLECTIVE
+        return WaitPlace.IN_COLLECTIVE
     place = _place(thread)
-    if place is Place.OUTSIDE and any(_waits_for_ranks(other) for other in dump.threads if not other.is_training):
-        return Place.UNKNOWN  # the training thread may wait for this other thread, which may wait for other ranks
+    if place is WaitPlace.OUTSIDE and any(_waits_for_ranks(other) for other in dump.threads if not other.is_training):
+        return WaitPlace.UNKNOWN  # the training thread may wait for this other thread, which may wait for other ranks
     return place
 
 
-def _place(thread: ThreadStack) -> Place:
+def _place(thread: ThreadStack) -> WaitPlace:
     top, libraries = thread.frames[0], _innermost_libraries(thread.frames)
     if any(_has_parts(frame, "torch", "distributed") for frame in libraries):
         # Writing a checkpoint waits for a disk. Nearly all other calls of torch.distributed wait for a rank.
-        return Place.UNKNOWN if _has_parts(top, "checkpoint") or is_standard_library(top.file) else Place.MAY_WAIT
+        return (
+            WaitPlace.UNKNOWN if _has_parts(top, "checkpoint") or is_standard_library(top.file) else WaitPlace.MAY_WAIT
+        )
     is_backward = _has_parts(top, "torch", "autograd") and top.function in _BACKWARD
     if is_backward or _has_parts(top, "torch", "nn", "parallel"):  # DDP broadcasts buffers and rebuilds buckets here
-        return Place.MAY_WAIT
+        return WaitPlace.MAY_WAIT
     if any(_has_parts(frame, "torch", "utils", "data") for frame in thread.frames):
-        return Place.OUTSIDE
-    if thread.calls is not None and (place := _place_of_call(thread.calls)) is not Place.UNKNOWN:
+        return WaitPlace.OUTSIDE
+    if thread.calls is not None and (place := _place_of_call(thread.calls)) is not WaitPlace.UNKNOWN:
         return place
     is_plain = is_standard_library(top.file) and PurePath(top.file).stem not in _DISPATCHING
-    return Place.OUTSIDE if is_plain else Place.UNKNOWN
+    return WaitPlace.OUTSIDE if is_plain else WaitPlace.UNKNOWN
 
 
-def _place_of_call(calls: str) -> Place:
+def _place_of_call(calls: str) -> WaitPlace:
     if not calls:
-        return Place.OUTSIDE
+        return WaitPlace.OUTSIDE
     path, _, name = calls.rpartition(".")
     module = path.partition(".")[0]
     if module:
         is_plain = module in sys.stdlib_module_names and module not in _DISPATCHING
-        return Place.OUTSIDE if is_plain else Place.UNKNOWN
+        return WaitPlace.OUTSIDE if is_plain else WaitPlace.UNKNOWN
     if calls == _WAITING_METHOD:
-        return Place.MAY_WAIT
-    return Place.OUTSIDE if name in _SYSTEM_CALLS else Place.UNKNOWN
+        return WaitPlace.MAY_WAIT
+    return WaitPlace.OUTSIDE if name in _SYSTEM_CALLS else WaitPlace.UNKNOWN
 
 
 def _waits_for_ranks(thread: ThreadStack) -> bool:
@@ -173,7 +175,7 @@ class Waits:
     evidence: str = ""
 
 
-def waits_of(records: Records, places: Mapping[int, Place], world: Collection[int]) -> Waits:
+def waits_of(records: Records, places: Mapping[int, WaitPlace], world: Collection[int]) -> Waits:
     """Return for which ranks each rank waits, according to `records`, and the suspect.
 
     `records` contains the flight record of each rank. The suspect is the rank for which all other ranks wait, or the
@@ -254,7 +256,7 @@ def _members(records: Records) -> dict[str, set[str]]:
 
 
 def _awaited(
-    call: Call, members: Collection[str], places: Mapping[int, Place], *, has_all: bool
+    call: Call, members: Collection[str], places: Mapping[int, WaitPlace], *, has_all: bool
 ) -> frozenset[int] | None:
     """Return the ranks for which the ranks in `call` wait, or None if some of them are unknown.
 
@@ -262,8 +264,8 @@ def _awaited(
     """
     if len(members) > 1 or (not members and not has_all):
         return None  # one name for several groups, or a group without reported ranks
-    outside = {rank for rank in call.unknown if places.get(rank) is Place.OUTSIDE}
-    waiting_elsewhere = {rank for rank in call.unknown if places.get(rank) is Place.IN_COLLECTIVE}
+    outside = {rank for rank in call.unknown if places.get(rank) is WaitPlace.OUTSIDE}
+    waiting_elsewhere = {rank for rank in call.unknown if places.get(rank) is WaitPlace.IN_COLLECTIVE}
     if set(call.unknown) - outside - waiting_elsewhere:
         return None
     return frozenset(outside.union(call.missing))
@@ -293,7 +295,7 @@ def _suspect(edges: Mapping[int, Collection[int]], reached: Mapping[int, Collect
 
 
 def _is_cause(
-    suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, Place]
+    suspect: int, oldest: Mapping[tuple[int, str], Call], records: Records, places: Mapping[int, WaitPlace]
 ) -> bool:
     """Return whether no flight record or stack shows that `suspect` itself waits for another rank.
 
@@ -305,7 +307,7 @@ def _is_cause(
     # Gloo does not record P2P messages, monitored barriers and the creation of groups. Stacks show them.
     record = records.get(suspect)
     is_in_message = record is not None and any(entry.is_p2p and entry.is_pending for entry in record.collectives)
-    return not is_in_message and places.get(suspect) is not Place.IN_COLLECTIVE
+    return not is_in_message and places.get(suspect) is not WaitPlace.IN_COLLECTIVE
 
 
 def _evidence(suspect: int, calls: Sequence[Call]) -> str:
@@ -345,7 +347,7 @@ class RankFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Blame:
     """The rank that blocks the others, or None if unknown, and the evidence as text."""
 
     rank: int | None
@@ -355,7 +357,7 @@ class Verdict:
         return f"unknown: {self.evidence}" if self.rank is None else f"rank {self.rank}: {self.evidence}"
 
 
-def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
+def single_out(facts: Iterable[RankFacts], world_size: int) -> Blame:
     """Return which of `world_size` ranks blocks the others, or that this is unknown, and the evidence.
 
     `facts` contains the data about the active ranks. A rank without data may also be the cause; the result can then be
@@ -363,7 +365,7 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
     """
     known = {fact.rank: fact for fact in facts}
     if world_size == 1 and len(known) == 1:
-        return Verdict(rank=next(iter(known)), evidence="it is the only rank of the job")
+        return Blame(rank=next(iter(known)), evidence="it is the only rank of the job")
     if (moving := _by_steps(known, world_size)) is not None:
         return moving
     flights = {rank: fact.flight for rank, fact in known.items() if fact.flight is not None}
@@ -375,12 +377,12 @@ def single_out(facts: Iterable[RankFacts], world_size: int) -> Verdict:
     suspects = {rank for _, rank, _ in found}
     if len(suspects) == 1:
         evidence = "; ".join(f"{words} ({source})" for source, _, words in found)
-        return Verdict(rank=suspects.pop(), evidence=evidence)
-    return Verdict(rank=None, evidence=_lack(known))
+        return Blame(rank=suspects.pop(), evidence=evidence)
+    return Blame(rank=None, evidence=_lack(known))
 
 
-def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None:
-    """Return a `Verdict` if the last steps of the ranks differ by at least STEPS_BEHIND; else None.
+def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Blame | None:
+    """Return a `Blame` if the last steps of the ranks differ by at least STEPS_BEHIND; else None.
 
     The verdict names the rank that is behind all others, or no rank if the last steps do not identify a single rank.
     """
@@ -392,17 +394,17 @@ def _by_steps(known: Mapping[int, RankFacts], world_size: int) -> Verdict | None
     # Without a current report of the rank, its step may be outdated.
     is_current = fact.hangs or fact.stacks is not None or fact.flight is not None
     if len(steps) == world_size and is_current and nearest - steps[rank] >= STEPS_BEHIND:
-        return Verdict(
+        return Blame(
             rank=rank,
             evidence=f"its last step is {steps[rank]}, and all other ranks made step {nearest} or a later one (steps)",
         )
-    return Verdict(
+    return Blame(
         rank=None, evidence="ranks are behind others, but their last steps do not identify a single rank (steps)"
     )
 
 
 def _by_stacks(
-    flights: Mapping[int, FlightRecord], places: Mapping[int, Place], waits: Waits, world_size: int
+    flights: Mapping[int, FlightRecord], places: Mapping[int, WaitPlace], waits: Waits, world_size: int
 ) -> int | None:
     """Return the only rank that is not in a collective, or None.
 
@@ -411,11 +413,11 @@ def _by_stacks(
     pending = {rank: flight.pending for rank, flight in flights.items() if flight.pending is not None}
     outside = []
     for rank in range(world_size):
-        place = places.get(rank, Place.UNKNOWN)
+        place = places.get(rank, WaitPlace.UNKNOWN)
         # If the flight record has no active call, the backward pass computes and does not wait.
-        if rank in pending or place is Place.IN_COLLECTIVE or (place is Place.MAY_WAIT and rank not in flights):
+        if rank in pending or place is WaitPlace.IN_COLLECTIVE or (place is WaitPlace.MAY_WAIT and rank not in flights):
             continue
-        if place is not Place.OUTSIDE:
+        if place is not WaitPlace.OUTSIDE:
             return None
         outside.append(rank)
     if len(outside) != 1:
@@ -425,10 +427,10 @@ def _by_stacks(
     return outside[0] if all(outside[0] in ranks for ranks in awaited) else None
 
 
-def _evidence_of_stacks(suspect: int, known: Mapping[int, RankFacts], places: Mapping[int, Place]) -> str:
+def _evidence_of_stacks(suspect: int, known: Mapping[int, RankFacts], places: Mapping[int, WaitPlace]) -> str:
     others = sorted(rank for rank in known if rank != suspect)
     waits = "wait" + "s" * (len(others) == 1) + " in a collective"
-    if any(places.get(rank) is Place.MAY_WAIT for rank in others):
+    if any(places.get(rank) is WaitPlace.MAY_WAIT for rank in others):
         waits += " or in a call that may lead to one"
     return f"it is {Standing.of(suspect, known[suspect].stacks, None)}, and {ranks_text(others)} {waits}"
 

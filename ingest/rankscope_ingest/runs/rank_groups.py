@@ -24,7 +24,7 @@ _NO_SEQ: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that are at the same place in the code, in ascending order."""
 
     standings: tuple[Standing, ...]
@@ -37,12 +37,12 @@ class Group:
         return f"{ranks_text(self.ranks)} {self.standings[0]}"
 
 
-def grouped(standings: Iterable[Standing]) -> list[Group]:
+def grouped(standings: Iterable[Standing]) -> list[RankGroup]:
     """Return groups of the ranks that are at the same place in the code. Groups that block other ranks come first."""
     found: dict[tuple[object, ...], list[Standing]] = {}
     for standing in sorted(standings, key=lambda item: item.rank):
         found.setdefault(standing.key, []).append(standing)
-    return sorted((Group(tuple(members)) for members in found.values()), key=_order)
+    return sorted((RankGroup(tuple(members)) for members in found.values()), key=_order)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -57,7 +57,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {text}"
 
 
-def _order(group: Group) -> tuple[object, ...]:
+def _order(group: RankGroup) -> tuple[object, ...]:
     pending = group.standings[0].pending
     seq = _NO_SEQ if pending is None else pending.seq
     return pending is not None, seq, len(group.standings), group.ranks

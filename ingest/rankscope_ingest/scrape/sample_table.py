@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Series:
+class PageSeries:
     """The series of one page, in the order of the page.
 
     Consecutive pages with the same series share one object, so that equal series can be recognized with `is`.
@@ -38,7 +38,7 @@ class Series:
 class Scrape:
     """One scrape: the values of `series` at the time `ts` (UTC µs). The order of the values is that of the series."""
 
-    series: Series
+    series: PageSeries
     ts: int
     values: Numbers
 
@@ -73,7 +73,7 @@ class _Names:
     blocks: tuple[_Block, ...]
 
     @classmethod
-    def of(cls, pages: Sequence[Series]) -> Self:
+    def of(cls, pages: Sequence[PageSeries]) -> Self:
         metrics, metric_codes = _unified([page.metrics for page in pages])
         labels, label_codes = _unified([page.labels for page in pages])
         ranks = pc.rank(metrics, tiebreaker="dense").to_numpy()
@@ -98,7 +98,7 @@ class Grid:
     """
 
     def __init__(self) -> None:
-        self._pages: tuple[Series, ...] = ()
+        self._pages: tuple[PageSeries, ...] = ()
         self._names = _Names(pa.array([], pa.string()), pa.array([], pa.string()), ())
 
     def table(self, scrapes: Iterable[Scrape]) -> pa.Table:
@@ -106,7 +106,7 @@ class Grid:
 
         There must be at least one scrape.
         """
-        by_page: dict[Series, list[Scrape]] = {}
+        by_page: dict[PageSeries, list[Scrape]] = {}
         for scrape in scrapes:
             by_page.setdefault(scrape.series, []).append(scrape)
         pages = tuple(sorted(by_page, key=lambda page: page.target))

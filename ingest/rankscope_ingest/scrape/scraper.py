@@ -37,7 +37,7 @@ from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, sa
 from rankscope_ingest.scrape.discovery import ScrapeTarget
 from rankscope_ingest.scrape.http import TEXT, PageFetcher
 from rankscope_ingest.scrape.page_reader import OPENMETRICS, PageReader, PageRows
-from rankscope_ingest.scrape.sample_table import Scrape, Series
+from rankscope_ingest.scrape.sample_table import PageSeries, Scrape
 from rankscope_storage.base.service_catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
 
 FROM_EXPORTER: Final = "exporter"
@@ -72,7 +72,7 @@ class ScrapeTables:
     def __init__(self, exporter: ScrapeTarget) -> None:
         self._exporter = exporter
         self._metrics: pa.Array | None = None  # those of the page from which the series were built
-        self._series: Series | None = None
+        self._series: PageSeries | None = None
 
     def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
         """Return the samples of a page that has no times, together with samples about the scrape, such as `up`.
@@ -83,7 +83,7 @@ class ScrapeTables:
         if self._series is None or rows.metrics is not self._metrics:
             self._metrics = rows.metrics
             series = own_samples(self._exporter, ts, seconds, rows.rows).series
-            self._series = Series(
+            self._series = PageSeries(
                 target=self._exporter.name,
                 metrics=_joined(rows.metrics, series.metrics),
                 labels=_joined(rows.labels, series.labels),
@@ -105,7 +105,7 @@ def own_samples(exporter: ScrapeTarget, ts: int, seconds: float, samples: int | 
     values = {"up": float(samples is not None), "scrape_duration_seconds": seconds}
     if samples is not None:
         values["scrape_samples_scraped"] = float(samples)
-    series = Series(
+    series = PageSeries(
         target=exporter.name,
         metrics=pa.array(list(values), pa.string()).dictionary_encode(),
         labels=constant(canonical_labels(dict(exporter.labels)), len(values)),
@@ -186,10 +186,10 @@ class SeriesNames:
     labels: pa.Array
 
     @classmethod
-    def of(cls, named: PageRows | Series) -> Self:
+    def of(cls, named: PageRows | PageSeries) -> Self:
         """Return the series of a page or a scrape. Series whose samples have times on the page are left out."""
         names = cls(metrics=named.metrics, labels=named.labels)
-        if isinstance(named, Series) or named.ts is None:
+        if isinstance(named, PageSeries) or named.ts is None:
             return names
         return names._filtered(named.ts.is_null())
 
@@ -251,7 +251,7 @@ MAX_CONCURRENT_FAILING: Final = 32
 log = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
+class SampleReceiver(Protocol):
     """Receiver of scraped samples, and of the numbers of scrapes and samples for metrics.
 
     The scraper calls all methods on the event loop.
@@ -319,7 +319,9 @@ class Scraper:
     `clock` returns monotonic seconds; `wall` returns the time as UTC µs.
     """
 
-    def __init__(self, fetch: PageFetcher, sink: Sink, *, clock: Callable[[], float], wall: Callable[[], int]) -> None:
+    def __init__(
+        self, fetch: PageFetcher, sink: SampleReceiver, *, clock: Callable[[], float], wall: Callable[[], int]
+    ) -> None:
         self._fetch = fetch
         self._sink = sink
         self._clock = clock

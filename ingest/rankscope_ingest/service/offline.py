@@ -37,7 +37,7 @@ from rankscope_ingest.base.config import (
     StoreSection,
 )
 from rankscope_ingest.base.errors import IngestError, RegistrationError
-from rankscope_ingest.reporting.progress import Progress
+from rankscope_ingest.live.progress import Progress
 from rankscope_ingest.service.main import run
 from rankscope_ingest.targets.registry import check_registration
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.live.goodput import WITHOUT_TIME
+from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
 from rankscope_ingest.pipeline.maintenance_schedule import retention_job, run_maintenance
+from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_ingest.remote_write.handler import RemoteWrite
-from rankscope_ingest.reporting.goodput import WITHOUT_TIME
-from rankscope_ingest.reporting.rows import Stamp
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE

@@ -30,6 +30,9 @@ from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.detect.stall_handler import RankAnswer, StallHandler
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import alarms, make_application
+from rankscope_ingest.live.goodput import GoodputReader, read_goodput
+from rankscope_ingest.live.progress import Progress, RunProgress
+from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.connections import serving
 from rankscope_ingest.notify.announcer import Announcer
@@ -41,9 +44,6 @@ from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_ingest.remote_write.handler import answer
 from rankscope_ingest.remote_write.outcomes import recording
-from rankscope_ingest.reporting.goodput import GoodputReader, read_goodput
-from rankscope_ingest.reporting.progress import Progress, RunProgress
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Target
 from rankscope_ingest.runs.text import Place, title

@@ -21,8 +21,8 @@ from rankscope_contract import SCHEMA_VERSION, __version__
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_ingest.base.background import FAULTS, ReadBudget
 from rankscope_ingest.base.config import StoreSection
+from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.remote_write.senders import RefusedSender
-from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import Health, Target
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import (

@@ -16,8 +16,8 @@ from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import EXPORTERS_PATH, METRICS_PATH, RUNS_PATH, STATUS_PATH, TARGETS_PATH
+from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.remote_write.senders import RefusedSender
-from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.runs.models import ENDED, Health
 from rankscope_ingest.status_page.assets import REFRESH_SECONDS, SCRIPT, STYLE
 from rankscope_ingest.status_page.collect import RunStatus, ServiceStatus, Status, TargetStatus

@@ -16,10 +16,11 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.base.background import start_task
-from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer, resolved_message
+from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
+from rankscope_ingest.notify.messages import resolved_message
 from rankscope_ingest.notify.notifiers import Notifier
-from rankscope_ingest.reporting.rows import Stamp, incident_row
+from rankscope_ingest.pipeline.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
 from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values
 from rankscope_ingest.watch.intake import Row, WatchStore, event_batch

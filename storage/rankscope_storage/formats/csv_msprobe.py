@@ -33,8 +33,8 @@ from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import FamilyFiles, Stream, streams
 from rankscope_storage.formats.msprobe.rows import (
     FEATURE_COLUMNS,
-    Cells,
-    Numbering,
+    MsprobeCells,
+    MsprobeSteps,
     descriptions,
     feature_cells,
     scalar_cells,
@@ -98,7 +98,7 @@ class _Folder:
     def __init__(self, selection: Selection, stream: Stream) -> None:
         self._selection = selection
         self._stream = stream
-        self._numbering = Numbering.of(selection.connection, selection.run)
+        self._numbering = MsprobeSteps.of(selection.connection, selection.run)
         self._described = descriptions(selection.connection, selection.run)
         self._files: list[Path] = []
         self._rows: Counter[str] = Counter()
@@ -127,7 +127,7 @@ class _Folder:
         self._rows[dataset] += files.rows
         self._repeated[dataset] += files.repeated
 
-    def _cells(self, dataset: str, family: str) -> Iterator[Cells]:
+    def _cells(self, dataset: str, family: str) -> Iterator[MsprobeCells]:
         only = self._stream.only(self._selection, dataset)
         if dataset == SCALARS:
             return scalar_cells(self._selection, only, self._numbering)

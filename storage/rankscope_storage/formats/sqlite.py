@@ -27,8 +27,8 @@ from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import Stream
 from rankscope_storage.formats.msprobe.rows import (
     FEATURE_COLUMNS,
-    Cells,
-    Numbering,
+    MsprobeCells,
+    MsprobeSteps,
     descriptions,
     feature_cells,
     tensor_cells,
@@ -114,10 +114,10 @@ class _Database:
         self._database.execute("COMMIT")
         return written
 
-    def _families(self, rank: int) -> Iterator[tuple[str, str, Sequence[str], Iterator[Cells]]]:
+    def _families(self, rank: int) -> Iterator[tuple[str, str, Sequence[str], Iterator[MsprobeCells]]]:
         selection = self._selection
         stream = Stream(Path(), rank, selection.options.attempt)
-        numbering = Numbering.of(selection.connection, selection.run)
+        numbering = MsprobeSteps.of(selection.connection, selection.run)
         described = descriptions(selection.connection, selection.run)
         only = stream.only(selection, "tensor_stats")
         for family in TENSOR_FAMILIES:
@@ -132,7 +132,7 @@ class _Database:
         rows = self._selection.query(f"SELECT DISTINCT coalesce(rank, 0) AS rank FROM ({' UNION '.join(each)})")
         return sorted(int(rank) for rank in rows["rank"].to_pylist())
 
-    def _insert(self, family: str, columns: Sequence[str], rank: int, rows: Cells) -> int:
+    def _insert(self, family: str, columns: Sequence[str], rank: int, rows: MsprobeCells) -> int:
         metric = self._tables.metric(family, columns)
         targets = self._target_ids(rows, metric)
         values = [_numbers(rows.columns[column]) for column in columns]
@@ -152,7 +152,7 @@ class _Database:
             start = end
         return len(steps)
 
-    def _target_ids(self, rows: Cells, metric: int) -> list[int]:
+    def _target_ids(self, rows: MsprobeCells, metric: int) -> list[int]:
         key = pc.binary_join_element_wise(rows.vpp_stage, rows.micro_step, rows.name, "\0").dictionary_encode()
         ids = []
         for text in key.dictionary.to_pylist():

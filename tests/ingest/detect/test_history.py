@@ -20,13 +20,13 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence import WAIT_SECONDS, DivergenceTracker, diverged_row, divergence_symptom
 from rankscope_ingest.detect.history import read_diverged, read_history
 from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.lost_records import GivenUp
 from rankscope_ingest.detect.symptoms import firings
-from rankscope_ingest.notify.announcer import Announcer, message
+from rankscope_ingest.live.service_metrics import ServiceMetrics
+from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.notifiers import NotifyError
-from rankscope_ingest.recovery.lost_records import GivenUp
-from rankscope_ingest.reporting.rows import Stamp, attempt_row, clock_row, gap_row, incident_row, launch_row
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
+from rankscope_ingest.notify.messages import NotifyError, incident_message
+from rankscope_ingest.pipeline.rows import Stamp, attempt_row, clock_row, gap_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import Symptom, run_incident
 from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.text import SENT_AGAIN, headline
@@ -199,7 +199,7 @@ def test_incident_is_restored_in_its_last_state(store_and_read, states, still_op
     for found in itertools.chain(*lists):
         assert (incident.key, {1}, 60, 3) == (found.key, found.ranks, found.last_step, found.events)
         assert incident.subjects == found.subjects
-        assert message(incident).title == message(found).title
+        assert incident_message(incident).title == incident_message(found).title
 
 
 @pytest.mark.usual(3)
@@ -230,11 +230,11 @@ def test_failure_of_an_unknown_rank_is_sent_again_without_a_rank(store_and_read)
 
     assert (None, set()) == (found.first.rank, found.ranks)
     # The row does not contain the reason, which is in the tables of runs.
-    assert [line for line in message(failure).body.splitlines() if not line.startswith("message:")] == [
-        line for line in message(found).body.splitlines() if line != SENT_AGAIN
+    assert [line for line in incident_message(failure).body.splitlines() if not line.startswith("message:")] == [
+        line for line in incident_message(found).body.splitlines() if line != SENT_AGAIN
     ]
     assert {failure.key} == read().announced_failures
-    assert "details: rankscope summary r" in message(failure).body.splitlines()
+    assert "details: rankscope summary r" in incident_message(failure).body.splitlines()
 
 
 class ListNotifier:

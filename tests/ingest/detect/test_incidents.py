@@ -15,7 +15,7 @@ from rankscope_contract.model.schema import arrow_schema
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker
 from rankscope_ingest.detect.symptoms import symptoms
-from rankscope_ingest.notify.announcer import message
+from rankscope_ingest.notify.messages import incident_message
 from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, urgency
 from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker
@@ -352,7 +352,7 @@ def test_flood_of_incidents_is_muted_and_the_last_message_announces_it():
 
     assert [False] * ANNOUNCED_PER_HOUR + [True] * 5 == [incident.is_muted for incident in settled]
     assert not later.is_muted
-    assert [ANNOUNCED_PER_HOUR - 1] == [n for n, i in enumerate(settled) if MUTE_FOLLOWS in message(i).body]
+    assert [ANNOUNCED_PER_HOUR - 1] == [n for n, i in enumerate(settled) if MUTE_FOLLOWS in incident_message(i).body]
 
 
 def test_flood_of_warnings_does_not_mute_a_critical_incident():
@@ -364,7 +364,7 @@ def test_flood_of_warnings_does_not_mute_a_critical_incident():
 
 def test_message_contains_run_rank_tensor_kind_and_step_and_the_page():
     (incident,) = opened(symptom(60, run="a b/c", rank=1, kind="grad_unreduced", tensor="blocks.3.weight")).open()
-    text = message(incident, place=Place(store="/data/my store", url="http://h:9470/x"))
+    text = incident_message(incident, place=Place(store="/data/my store", url="http://h:9470/x"))
 
     assert "[critical] a b/c: AnomalyNan in grad_unreduced of blocks.3.weight, rank 1, step 60" == text.title
     for line in (
@@ -399,7 +399,7 @@ SLOW_WAIT = {
 def test_title_of_a_message_names_the_wrong_values(columns, wrong):
     (incident,) = opened(dataclasses.replace(symptom(60, rank=1), **columns)).open()
 
-    assert f", rank 1, step 60: {wrong}" in message(incident).title
+    assert f", rank 1, step 60: {wrong}" in incident_message(incident).title
 
 
 def rule_fired(rule, *, step=216, micro_step=None, **columns):
@@ -443,7 +443,7 @@ def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(title):
     for one in symptoms(table):
         incidents.observe(one, 0.0)
 
-    assert f"[warning] r: {title}" in [message(one).title for one in incidents.open()]
+    assert f"[warning] r: {title}" in [incident_message(one).title for one in incidents.open()]
 
 
 SMALL = st.none() | st.integers(0, 3)

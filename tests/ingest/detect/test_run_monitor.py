@@ -13,9 +13,9 @@ from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor
+from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.validate import RowContext, check
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.service.pipeline import make_batcher
 

@@ -19,7 +19,7 @@ from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request, request_stacks
 from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
-from rankscope_ingest.notify.announcer import message, resolved_message
+from rankscope_ingest.notify.messages import incident_message, resolved_message
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, Health, Liveness
@@ -200,7 +200,7 @@ def test_malformed_details_are_ignored():
 def test_texts_of_the_notifications_of_a_stall():
     incident = announced(StallTracker(), attempt())
     place = Place(store="/data/history", url="http://service:9470")
-    began, ended = message(incident, place=place), resolved_message(incident, has_continued=True)
+    began, ended = incident_message(incident, place=place), resolved_message(incident, has_continued=True)
     stopped = resolved_message(incident, has_continued=False, place=place)
 
     assert "[critical] r: RunStalled, rank 1, step 41" == began.title

@@ -14,7 +14,7 @@ from rankscope_contract.wire import channel
 from rankscope_ingest.base.config import ServiceSection
 from rankscope_ingest.http.pages import LiveUpdates
 from rankscope_ingest.http.routes import per_rank
-from rankscope_ingest.reporting.live_tail import LiveTails
+from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.runs.models import Health
 from rankscope_storage.api.store import Store
 from rankscope_view.site import Site

@@ -18,7 +18,7 @@ from tests.properties import examples
 from rankscope_ingest.base.errors import ServiceError
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import FOLDER, Flusher, Quarantine, halves, parts
-from rankscope_ingest.reporting.rows import Stamp
+from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
 from rankscope_storage.log.delta import Log

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
-from rankscope_ingest.runs.blame import Place, RankFacts, Verdict, place_of, single_out
+from rankscope_ingest.runs.blame import Blame, RankFacts, WaitPlace, place_of, single_out
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 PYTHON = "/usr/lib/python3.11"
@@ -27,37 +27,47 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
 @pytest.mark.parametrize(
     ("found", "place"),
     [
-        (dump(REDUCE, LOGGED, OWN, calls=".wait"), Place.IN_COLLECTIVE),
-        (dump(Frame(REDUCE.file, 2799, "recv"), LOGGED, OWN), Place.IN_COLLECTIVE),
-        (dump(Frame(REDUCE.file, 2169, "_new_process_group_helper"), OWN), Place.IN_COLLECTIVE),
-        (dump(Frame(f"{TORCH}/distributed/_functional_collectives.py", 161, "wait_tensor"), OWN), Place.IN_COLLECTIVE),
-        (dump(Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN), Place.MAY_WAIT),
-        (dump(BACKWARD, OWN), Place.MAY_WAIT),
-        (dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN), Place.MAY_WAIT),
-        *((dump(OWN, calls=".wait"), Place.MAY_WAIT), (dump(OWN, calls="time.sleep"), Place.OUTSIDE)),
-        *((dump(OWN, calls="posix.read"), Place.OUTSIDE), (dump(OWN, calls=".sleep"), Place.OUTSIDE)),
-        (dump(OWN, calls=""), Place.OUTSIDE),
-        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), OWN, calls=".acquire"), Place.OUTSIDE),
-        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), LOADER, OWN, calls=".acquire"), Place.OUTSIDE),
-        (dump(Frame("/job/hooks.py", 3, "slow"), BACKWARD, OWN, calls="time.sleep"), Place.OUTSIDE),
-        (dump(Frame("/job/data.py", 4, "__getitem__"), LOADER, OWN, calls=".decode"), Place.OUTSIDE),
+        (dump(REDUCE, LOGGED, OWN, calls=".wait"), WaitPlace.IN_COLLECTIVE),
+        (dump(Frame(REDUCE.file, 2799, "recv"), LOGGED, OWN), WaitPlace.IN_COLLECTIVE),
+        (dump(Frame(REDUCE.file, 2169, "_new_process_group_helper"), OWN), WaitPlace.IN_COLLECTIVE),
+        (
+            dump(Frame(f"{TORCH}/distributed/_functional_collectives.py", 161, "wait_tensor"), OWN),
+            WaitPlace.IN_COLLECTIVE,
+        ),
+        (
+            dump(Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN),
+            WaitPlace.MAY_WAIT,
+        ),
+        (dump(BACKWARD, OWN), WaitPlace.MAY_WAIT),
+        (dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN), WaitPlace.MAY_WAIT),
+        *((dump(OWN, calls=".wait"), WaitPlace.MAY_WAIT), (dump(OWN, calls="time.sleep"), WaitPlace.OUTSIDE)),
+        *((dump(OWN, calls="posix.read"), WaitPlace.OUTSIDE), (dump(OWN, calls=".sleep"), WaitPlace.OUTSIDE)),
+        (dump(OWN, calls=""), WaitPlace.OUTSIDE),
+        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), OWN, calls=".acquire"), WaitPlace.OUTSIDE),
+        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), LOADER, OWN, calls=".acquire"), WaitPlace.OUTSIDE),
+        (dump(Frame("/job/hooks.py", 3, "slow"), BACKWARD, OWN, calls="time.sleep"), WaitPlace.OUTSIDE),
+        (dump(Frame("/job/data.py", 4, "__getitem__"), LOADER, OWN, calls=".decode"), WaitPlace.OUTSIDE),
         # The line may only wait for the device, and the device may wait for another rank.
-        (dump(OWN, calls=".item"), Place.UNKNOWN),
-        (dump(OWN, calls="builtins.float"), Place.UNKNOWN),
-        (dump(OWN, calls="torch._C._cuda_synchronize"), Place.UNKNOWN),
-        (dump(Frame(f"{PYTHON}/copy.py", 153, "deepcopy"), OWN), Place.UNKNOWN),
-        (dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN), Place.UNKNOWN),
+        (dump(OWN, calls=".item"), WaitPlace.UNKNOWN),
+        (dump(OWN, calls="builtins.float"), WaitPlace.UNKNOWN),
+        (dump(OWN, calls="torch._C._cuda_synchronize"), WaitPlace.UNKNOWN),
+        (dump(Frame(f"{PYTHON}/copy.py", 153, "deepcopy"), OWN), WaitPlace.UNKNOWN),
+        (dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN), WaitPlace.UNKNOWN),
         # The rank writes its file of a checkpoint that all ranks write together.
-        (dump(Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "write_data"), OWN), Place.UNKNOWN),
-        *((dump(OWN), Place.UNKNOWN), (dump(), Place.UNKNOWN), (StackDump(reason="hang", threads=()), Place.UNKNOWN)),
-        (None, Place.UNKNOWN),
+        (dump(Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "write_data"), OWN), WaitPlace.UNKNOWN),
+        *(
+            (dump(OWN), WaitPlace.UNKNOWN),
+            (dump(), WaitPlace.UNKNOWN),
+            (StackDump(reason="hang", threads=()), WaitPlace.UNKNOWN),
+        ),
+        (None, WaitPlace.UNKNOWN),
     ],
 )
 def test_place_is_certain_only_if_the_innermost_call_shows_it(found, place):
     assert place is place_of(found)
 
 
-@pytest.mark.parametrize(("is_ours", "place"), [(False, Place.UNKNOWN), (True, Place.OUTSIDE)])
+@pytest.mark.parametrize(("is_ours", "place"), [(False, WaitPlace.UNKNOWN), (True, WaitPlace.OUTSIDE)])
 def test_place_is_unknown_if_a_user_thread_is_in_a_collective(is_ours, place):
     saver = ThreadStack(ident=2, name="saver", frames=(REDUCE, LOGGED, OWN), is_ours=is_ours)
     waits = Frame(f"{PYTHON}/threading.py", 331, "wait")
@@ -186,7 +196,7 @@ def test_missing_sources_never_cause_another_rank_to_be_named(data, situation, p
 def test_single_rank_of_a_world_of_one_is_named_and_of_two_is_not():
     (alone,) = facts(flights(Group(ranks=(0,), waits={0: "all_reduce"})))
 
-    assert Verdict(rank=0, evidence="it is the only rank of the job") == single_out([alone], 1)
+    assert Blame(rank=0, evidence="it is the only rank of the job") == single_out([alone], 1)
     assert None is single_out([alone], 2).rank
 
 

@@ -16,7 +16,7 @@ from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.incidents import FailureAlerts
 from rankscope_ingest.detect.stall_tracker import StallTracker
-from rankscope_ingest.notify.announcer import message
+from rankscope_ingest.notify.messages import incident_message
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.text import MAX_LINES, last_reports
@@ -113,7 +113,7 @@ NEEDED = {"sleeps": {"flight", "stacks"}, "earlier": {"flight"}, "died": {"heart
 @pytest.mark.parametrize(("world", "rank"), [(2, 0), (2, 1), (3, 1), (8, 0), (8, 7)])
 def test_rank_is_named_only_if_a_source_singles_it_out(situation, sources, world, rank):
     incident = Job(world, rank, situation, sources).first_message()
-    text = message(incident)
+    text = incident_message(incident)
     is_named = bool(NEEDED[situation] & set(sources))
 
     assert (rank if is_named else None) == incident.first.rank
@@ -286,7 +286,7 @@ def test_places_of_many_ranks_have_few_lines():
     assert None is incident.first.rank
     assert 2 * 13 == len(incident.places)
     assert "and 488 more" == incident.places[-1]
-    assert len(message(incident).body) < 6000
+    assert len(incident_message(incident).body) < 6000
 
 
 def test_hanging_rank_is_named_by_the_steps_of_the_others():

@@ -18,7 +18,7 @@ from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.pipeline.flusher import halves
 from rankscope_ingest.scrape.page_reader import PageReader, parse_exactly
-from rankscope_ingest.scrape.sample_table import Grid, Scrape, Series
+from rankscope_ingest.scrape.sample_table import Grid, PageSeries, Scrape
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.sorting import SORT_KEYS, is_sorted
 
@@ -289,7 +289,7 @@ NAMES = st.lists(
 def series(target, names):
     metrics, labels = zip(*names, strict=True)
     text = [pa.array(column, pa.string()).dictionary_encode() for column in (metrics, labels)]
-    return Series(target=target, metrics=text[0], labels=text[1])
+    return PageSeries(target=target, metrics=text[0], labels=text[1])
 
 
 def scraped(page, ts, first=0.0):

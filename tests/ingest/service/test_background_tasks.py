@@ -15,14 +15,14 @@ import rankscope_ingest
 from rankscope_ingest.base import background
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.http.pages import Pages
+from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.network.connections import _Connections
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.record_channel.loop import TargetLoop
-from rankscope_ingest.recovery.orphan_spools import Spools
 from rankscope_ingest.remote_write.handler import RemoteWrite
-from rankscope_ingest.reporting.live_tail import LiveTails
 from rankscope_ingest.scrape.discovery import ExporterList
 from rankscope_ingest.scrape.scraper import Scraper
+from rankscope_ingest.spools.orphan_spools import Spools
 from rankscope_ingest.watch.session import WatchSession
 
 TASKS = {  # Each background task of the service, and a method of it that raises in the test

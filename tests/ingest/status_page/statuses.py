@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.remote_write.senders import RefusedSender
-from rankscope_ingest.reporting.progress import RunProgress
 from rankscope_ingest.status_page.collect import RunStatus, ServiceStatus, Status, TargetStatus
 
 STARTED = 1_767_225_600_000_000

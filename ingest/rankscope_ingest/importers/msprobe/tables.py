@@ -117,7 +117,7 @@ class FamilyReader:
 
         `tensor_stats` has the statistics. `tensors` describes each tensor once, with its first shape.
         """
-        shapes = Shapes.of(rows.texts.get("shape"), len(rows))
+        shapes = TensorShapes.of(rows.texts.get("shape"), len(rows))
         present, statistics = statistics_of(rows.numbers, shapes, has_shape="shape" in rows.texts)
         columns = {
             **self._common(rows, attempt, named[0].kind if named else None),
@@ -259,7 +259,7 @@ def _dtype(text: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
+class TensorShapes:
     """The tensor shapes of rows.
 
     `known` has the distinct shapes. `codes` has, for each row, the index of the shape of the row in `known`, or -1 for
@@ -270,7 +270,7 @@ class Shapes:
     known: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, column: pa.StringArray | None, rows: int) -> Shapes:
+    def of(cls, column: pa.StringArray | None, rows: int) -> TensorShapes:
         """Return the shapes in `column`. Each distinct text is parsed only once."""
         if column is None:
             return cls(np.full(rows, _UNKNOWN, np.int64), ())
@@ -301,7 +301,9 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
     return sizes if len(sizes) <= _MAX_DIMENSIONS and math.prod(sizes) < _MAX_ELEMENTS else None
 
 
-def statistics_of(given: Mapping[str, Floats], shapes: Shapes, *, has_shape: bool) -> tuple[Mask, dict[str, pa.Array]]:
+def statistics_of(
+    given: Mapping[str, Floats], shapes: TensorShapes, *, has_shape: bool
+) -> tuple[Mask, dict[str, pa.Array]]:
     """Return a boolean array that marks the rows of which the tensor was present, and columns of `tensor_stats`.
 
     The columns have a value for every row. `given` has the collected statistics as arrays; `has_shape` states whether

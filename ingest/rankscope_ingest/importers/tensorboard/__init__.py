@@ -20,7 +20,7 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import NOT_MINE, SETTLED_SECONDS, Detection, Faults, Imported
 
 if TYPE_CHECKING:
-    from rankscope_ingest.importers.tensorboard.rows import EventRows, Place
+    from rankscope_ingest.importers.tensorboard.rows import EventFolder, EventRows
 
 MARK: Final = "tfevents"
 _VERSION_MARK: Final = b"brain.Event:"
@@ -119,18 +119,18 @@ def _event_files(path: Path) -> Iterable[Path]:
     return (file for file in _walk(path) if MARK in file.name and file.is_file() and not file.is_symlink())
 
 
-def _place(folder: Path) -> Place:
+def _place(folder: Path) -> EventFolder:
     """Return rank, attempt and msprobe family of the files in `folder`, from the names of the folder and its parent.
 
     Only folders that msprobe's conversion has written contain a family.
     """
-    from rankscope_ingest.importers.tensorboard.rows import Place  # noqa: PLC0415 - needs the extra
+    from rankscope_ingest.importers.tensorboard.rows import EventFolder  # noqa: PLC0415 - needs the extra
 
     resolved = folder.absolute()
     for rank_folder, family in ((resolved, None), (resolved.parent, resolved.name)):
         if match := _FOLDER_RANK.fullmatch(rank_folder.name):
-            return Place(rank=int(match[1]), attempt=int(match[2] or 0), family=family)
-    return Place()
+            return EventFolder(rank=int(match[1]), attempt=int(match[2] or 0), family=family)
+    return EventFolder()
 
 
 def _labels(relative: Path) -> dict[str, str]:

@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EventFolder:
     """Rank, attempt and msprobe family of a file, as the names of its folders state them."""
 
     rank: int | None = None
@@ -110,7 +110,9 @@ class _Series:
 class EventRows:
     """The rows of one event file. Events must be added in the order of the file."""
 
-    def __init__(self, source: str, rewinds: Rewinds, place: Place, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, rewinds: Rewinds, place: EventFolder, labels: Mapping[str, str] | None = None
+    ) -> None:
         self.passed_over = 0  # images, audio, histograms
         self._source = source
         self._rewinds = rewinds

@@ -35,7 +35,7 @@ from rankscope_msprobe.files.csv_layout import (
 )
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.formats.common.selection import Selection
-from rankscope_storage.formats.msprobe.rows import Cells
+from rankscope_storage.formats.msprobe.rows import MsprobeCells
 
 _NO_TIME: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
 _LATEST: Final = (
@@ -158,7 +158,7 @@ class FamilyFiles:
         self._block = -1
         self._file: _OneFile | None = None
 
-    def add(self, cells: Cells) -> None:
+    def add(self, cells: MsprobeCells) -> None:
         """Write rows of the family, except rows that a file in the folder already contains."""
         blocks = np.asarray(cells.step) // self._steps
         starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
@@ -207,7 +207,7 @@ class _OneFile:
             _check_header(path, self._header, keys)
         self._file = self._open()
 
-    def add(self, cells: Cells, start: int, end: int) -> int:
+    def add(self, cells: MsprobeCells, start: int, end: int) -> int:
         """Write the rows of `cells` from `start` up to `end` that are not in the file yet, and return their number."""
         length = end - start
         texts = {name: column.slice(start, length) for name, column in cells.columns.items()}

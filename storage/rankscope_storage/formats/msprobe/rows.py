@@ -45,13 +45,13 @@ _LAST: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Numbering:
+class MsprobeSteps:
     """Conversion of step numbers: the first step is 0 in msprobe, and `first` in the run."""
 
     first: int
 
     @classmethod
-    def of(cls, connection: Connection, run: str) -> Numbering:
+    def of(cls, connection: Connection, run: str) -> MsprobeSteps:
         """Return the conversion of step numbers for `run`.
 
         The first step of the run counts as 0 if the run has a step 0, otherwise as 1, which is the exporter's default.
@@ -78,7 +78,7 @@ class Numbering:
 
 
 @dataclass(frozen=True, slots=True)
-class Cells:
+class MsprobeCells:
     """Rows of an msprobe CSV file or table as text columns, in the order of their steps.
 
     Only `step` is a column of integers.
@@ -113,8 +113,8 @@ def descriptions(connection: Connection, run: str) -> Descriptions:
 
 
 def tensor_cells(
-    selection: Selection, family: str, only: str, numbering: Numbering, described: Descriptions
-) -> Iterator[Cells]:
+    selection: Selection, family: str, only: str, numbering: MsprobeSteps, described: Descriptions
+) -> Iterator[MsprobeCells]:
     """Yield the rows of a family of tensor statistics that satisfy the predicate `only`, in batches of limited size."""
     kinds = ", ".join(map(sql_string, TENSOR_FAMILIES[family]))
     step = numbering.sql(moments=TENSOR_FAMILIES[family][0] in MOMENTS)
@@ -135,7 +135,7 @@ def tensor_cells(
         yield _tensor_cells(rows.combine_chunks(), described)
 
 
-def feature_cells(selection: Selection, family: str, only: str, numbering: Numbering) -> Iterator[Cells]:
+def feature_cells(selection: Selection, family: str, only: str, numbering: MsprobeSteps) -> Iterator[MsprobeCells]:
     """Yield the rows of an msprobe family of features that satisfy the SQL predicate `only`.
 
     Features are numbers of a module that are no tensor statistics. Each feature of the family is a column. Rows are
@@ -161,7 +161,7 @@ def feature_cells(selection: Selection, family: str, only: str, numbering: Numbe
         yield _feature_cells(rows.combine_chunks(), family, columns)
 
 
-def scalar_cells(selection: Selection, only: str, numbering: Numbering) -> Iterator[Cells]:
+def scalar_cells(selection: Selection, only: str, numbering: MsprobeSteps) -> Iterator[MsprobeCells]:
     """Yield the rows of scalars that satisfy the SQL predicate `only`, in batches of limited size."""
     step = numbering.sql(moments=False)
     mine = f"{only} AND {step} >= 0"
@@ -217,7 +217,7 @@ def _text(value: str, rounding: int | None) -> str:
     return f"{value}::VARCHAR" if rounding is None else f"round({value}::DOUBLE, {rounding})::VARCHAR"
 
 
-def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
+def _tensor_cells(rows: pa.Table, described: Descriptions) -> MsprobeCells:
     kinds, tensors, indices, calls = (rows.column(name) for name in ("kind", "tensor", "index", "call"))
     keys, spread = _distinct(kinds, tensors, indices, calls)
     known = [described.get(key[:3], Described()) for key in keys]
@@ -229,26 +229,26 @@ def _tensor_cells(rows: pa.Table, described: Descriptions) -> Cells:
     columns = {op: _array(rows, op) for op in OPS}
     columns |= {"shape": pc.fill_null(shape, "nan"), "dtype": spread([one.dtype for one in known], pa.string())}
     names = spread([neutral(row_name(*key)) for key in keys], pa.string())
-    return Cells(*_keys(rows, names), {name: columns[name] for name in TENSOR_COLUMNS})
+    return MsprobeCells(*_keys(rows, names), {name: columns[name] for name in TENSOR_COLUMNS})
 
 
-def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> Cells:
+def _feature_cells(rows: pa.Table, family: str, columns: Mapping[str, str]) -> MsprobeCells:
     keys, spread = _distinct(rows.column("module"), rows.column("module"), rows.column("index"))
     names = spread([neutral(feature_name(family, module, index)) for _, module, index, _ in keys], pa.string())
     texts = {column: _array(rows, column) for column in columns}
     if family == OTHER:
         texts = _direction_columns(texts["norm"])
-    return Cells(*_keys(rows, names), texts)
+    return MsprobeCells(*_keys(rows, names), texts)
 
 
-def _scalar_cells(rows: pa.Table) -> Cells:
+def _scalar_cells(rows: pa.Table) -> MsprobeCells:
     tags = [
         neutral(labelled(name, labels or None))
         for name, labels in zip(rows["name"].to_pylist(), rows["labels"].to_pylist(), strict=True)
     ]
     columns = {name: _array(rows, name) for name in SCALAR_COLUMNS}
     columns["unit"] = pa.array(map(neutral, columns["unit"].to_pylist()), pa.string())
-    return Cells(*_keys(rows, pa.array(tags, pa.string())), columns)
+    return MsprobeCells(*_keys(rows, pa.array(tags, pa.string())), columns)
 
 
 def _direction_columns(value: pa.StringArray) -> dict[str, pa.StringArray]:

@@ -23,7 +23,7 @@ from rankscope_exporter.monitors.hangs.diagnosis import (
 )
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.records.record import StepRecord
-from rankscope_ingest.runs.blame import Place, place_of
+from rankscope_ingest.runs.blame import WaitPlace, place_of
 
 RECORDED = """\
 Fatal Python error: none of our lines
@@ -118,7 +118,7 @@ def test_training_thread_has_the_name_of_its_call_and_a_python_loop_has_none(eve
 
     assert {"posix.read", None} == {stack.calls for stack in dump.threads}
     assert "posix.read" == dump.threads[0].calls
-    assert Place.OUTSIDE is place_of(dump)
+    assert WaitPlace.OUTSIDE is place_of(dump)
     assert None is innermost_call(1)  # no thread
     assert None is take_stacks("call", threading.get_ident()).threads[0].calls
 

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
+from rankscope_ingest.live.progress import RunMeter
+from rankscope_ingest.live.service_metrics import ServiceMetrics
+from rankscope_ingest.pipeline.rows import Row, Stamp, found_row, gap_row, lost_jump_row
 from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.validate import ValidBody
-from rankscope_ingest.reporting.progress import RunMeter
-from rankscope_ingest.reporting.rows import Row, Stamp, found_row, gap_row, lost_jump_row
-from rankscope_ingest.reporting.service_metrics import ServiceMetrics
 from rankscope_ingest.runs.models import Target
 
 log = logging.getLogger(__name__)

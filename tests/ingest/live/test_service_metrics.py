@@ -15,9 +15,9 @@ from tests.ingest import builders
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.reporting.live_tail import KEPT_STEPS, KEPT_VALUES, MOST_NAMES, LiveTails
-from rankscope_ingest.reporting.progress import RunMeter, run_progress
-from rankscope_ingest.reporting.service_metrics import FAILURE_REASONS, ServiceMetrics
+from rankscope_ingest.live.progress import RunMeter, run_progress
+from rankscope_ingest.live.service_metrics import FAILURE_REASONS, ServiceMetrics
+from rankscope_ingest.live.tails import KEPT_STEPS, KEPT_VALUES, MOST_NAMES, LiveTails
 from rankscope_ingest.runs.incident import run_incident
 from rankscope_storage.base.rule_names import RUN_FAILED
 from rankscope_storage.base.service_catalogue import BYTES_INGESTED, CATALOG, RECORDS_INGESTED

@@ -16,8 +16,8 @@ from rankscope_contract.wire.channel import Registration
 from rankscope_contract.wire.spool import take_lock
 from rankscope_exporter.publish.ring import encode
 from rankscope_exporter.publish.spool import Spool
-from rankscope_ingest.recovery import orphan_spools
-from rankscope_ingest.recovery.orphan_spools import Spools
+from rankscope_ingest.spools import orphan_spools
+from rankscope_ingest.spools.orphan_spools import Spools
 
 SEQS = "SELECT incarnation, attempt, seq FROM scalars WHERE name = 'loss' ORDER BY ALL"
 EXIT = Event(type="exit", details='{"reason": "completed", "last_step": 9}')

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.reporting.progress import RunProgress
+from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Health, Target
 from rankscope_storage.base import service_catalogue

@@ -25,7 +25,7 @@ from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationEr
 from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus
-from rankscope_ingest.record_channel.loop import Source
+from rankscope_ingest.record_channel.loop import RecordSource
 from rankscope_ingest.record_channel.validate import plan_ids
 from rankscope_ingest.runs.models import Attempt, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
@@ -52,10 +52,10 @@ START_SECONDS: Final = 10.0
 class Spools:
     """Reads records from claimed spools, and passes requests for other targets to `http`, which polls ranks over HTTP.
 
-    Implements the protocol `Source`, from which poll loops request records.
+    Implements the protocol `RecordSource`, from which poll loops request records.
     """
 
-    def __init__(self, roots: Iterable[str], http: Source) -> None:
+    def __init__(self, roots: Iterable[str], http: RecordSource) -> None:
         self._roots = [Path(root) for root in roots]
         self._http = http
         self._claimed: dict[str, Orphan] = {}

@@ -1,0 +1,1 @@
+"""Figures of running trainings and of the service, kept in memory: metrics, progress, goodput, latest steps."""

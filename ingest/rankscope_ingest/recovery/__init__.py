@@ -1,1 +1,0 @@
-"""Recover records of dead processes from their spools, and count the records that are lost."""

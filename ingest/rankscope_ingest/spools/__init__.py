@@ -1,0 +1,1 @@
+"""Reading the spools of processes that have ended."""
