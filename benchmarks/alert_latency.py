@@ -15,7 +15,7 @@ from pathlib import Path
 from _rows import Row, print_rows
 
 from rankscope.demo.receiver import Sender
-from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, find_required
+from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, find_required
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "end_to_end"))
 from alerting import GROUP_WAIT_SECONDS, Alerting, alerting, live_runs

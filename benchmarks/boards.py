@@ -26,7 +26,7 @@ from tests.dashboards.grafana.drawn_page import LOADED, Requests
 from tests.dashboards.grafana.watched import Watched, watched
 from tests.programs import Started, start_script
 
-from rankscope.up.ports import free_port
+from rankscope.up.machine import free_port
 from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE
 
 RUN, RANKS, ROUNDS = "wide", 2, 3

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-from rankscope.base.overview import need, overview
-from rankscope.base.terminal import prepare_streams
+from rankscope.overview import need, overview
+from rankscope.terminal import prepare_streams
 from rankscope_contract import __version__
 
 

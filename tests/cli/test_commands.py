@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.cli.msprobe.conftest import TWO_RANKS
 
-from rankscope.base.terminal import masked
 from rankscope.commands import subcommands
+from rankscope.terminal import masked
 from rankscope_storage.connection import connect
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"

@@ -5,8 +5,8 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.provisioning import provision
+from rankscope.commands.dashboards import provision
+from rankscope.errors import USAGE, CommandError
 
 
 def run(*arguments):

@@ -6,7 +6,7 @@ import pytest
 from tests.view.served import served
 
 import rankscope
-from rankscope.base.errors import CommandError
+from rankscope.errors import CommandError
 from rankscope.output.report_file import fetch_report, make_report
 from rankscope_storage.connection import connect
 from rankscope_view.site import Site

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from rankscope.base.errors import CommandError
 from rankscope.commands import build
+from rankscope.errors import CommandError
 from rankscope.output.runs_text import run_lines, shortened
 from rankscope_storage.base.errors import StoreError
 

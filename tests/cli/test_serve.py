@@ -15,8 +15,8 @@ import pytest
 from tests.end_to_end.lives import until
 from tests.programs import start_module
 
-from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.commands.serve import _run, load_settings
+from rankscope.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.output.log_lines import LineHandler
 from rankscope.output.progress import fetch_runs
 from rankscope_storage.base.errors import ShardLostError

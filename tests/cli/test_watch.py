@@ -11,8 +11,8 @@ import time
 import pytest
 from rich.console import Console
 
-from rankscope.base.errors import CommandError
 from rankscope.commands.watch import watch, with_password
+from rankscope.errors import CommandError
 from rankscope.output.watch_text import WatchView
 from rankscope_ingest.watch.judge import Condition
 from rankscope_ingest.watch.watcher import LogStatus

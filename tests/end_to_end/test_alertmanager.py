@@ -12,7 +12,7 @@ from tests.end_to_end.alerting import EVENT_SECONDS, alerting, live_runs
 from tests.programs import run_command
 
 from rankscope.demo.receiver import Sender
-from rankscope.up.ports import free_port
+from rankscope.up.machine import free_port
 
 SECONDS = 30.0
 

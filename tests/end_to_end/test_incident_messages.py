@@ -14,8 +14,8 @@ from aiosmtpd.controller import Controller
 from tests.end_to_end.alerting import Postbox
 from tests.end_to_end.lives import until
 
+from rankscope.up.machine import free_port
 from rankscope.up.plan import receivers
-from rankscope.up.ports import free_port
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups
 from rankscope_dashboards.deploy.alertmanager import AlertmanagerSettings, alertmanager_config
 from rankscope_dashboards.deploy.prometheus import as_yaml

@@ -8,7 +8,7 @@ from tests.end_to_end.conftest import Service
 from tests.programs import run_command, run_program
 
 from rankscope.demo.receiver import AlertReceiver
-from rankscope.up.ports import free_port
+from rankscope.up.machine import free_port
 from rankscope_storage.connection import connect
 
 STEPS = 90

@@ -16,7 +16,7 @@ import pytest
 from tests.programs import run_command
 
 import rankscope
-from rankscope.base.overview import MODULES, NEEDED, USUAL, command_files
+from rankscope.overview import MODULES, NEEDED, USUAL, command_files
 
 ROOT = Path(__file__).parents[2]
 RANK_NEEDS = ("torch", "numpy", "pyarrow", "prometheus_client")
@@ -78,7 +78,7 @@ def test_wheel_contains_the_provisioning_tree_and_provision_writes_it(wheel, tmp
     script = f"""
 import sys
 sys.path.insert(0, {str(tmp_path / "site")!r})
-from rankscope.base.provisioning import provision
+from rankscope.commands.dashboards import provision
 provision(into=__import__("pathlib").Path({str(tmp_path / "into")!r}))
 assert "grafana_foundation_sdk" not in sys.modules
 """

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.base.options import STANDARD_OUTPUT, Store, step_range
-from rankscope.base.sources import Choice, RunOption, Source, open_run
+from rankscope.options import STANDARD_OUTPUT, Store, step_range
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 from rankscope.output.summary_text import anomaly_table, line_table
+from rankscope.store_access import Choice, RunOption, Source, open_run
 
 if TYPE_CHECKING:
     from rankscope_storage.api.summaries import AnomalyLine

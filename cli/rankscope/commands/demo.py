@@ -17,12 +17,11 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from rankscope.base.errors import USAGE, CommandError
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
+from rankscope.errors import USAGE, CommandError
 from rankscope.output.progress import View, fetch_runs, view_for
-from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
-from rankscope.up.ports import DEFAULT_PORTS, free_port
+from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS, free_port
 from rankscope.up.programs import LOOPBACK, SERVICE, ServiceOptions, UpOptions, files, programs
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import StopSignals, Supervisor, start, tail

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import CommandError
-from rankscope.base.options import OptionalStore
-from rankscope.base.service_settings import load_settings
+from rankscope.errors import CommandError
+from rankscope.options import OptionalStore
+from rankscope.service_client import load_settings
 
 if TYPE_CHECKING:
     from rankscope.doctor.endpoints import Endpoints

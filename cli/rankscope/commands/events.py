@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError, suggestion
-from rankscope.base.options import Store
-from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.errors import USAGE, CommandError, suggestion
+from rankscope.options import Store
 from rankscope.output.events_text import events_text
 from rankscope.output.summary_text import FormatOption, TextFormat
+from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 from rankscope_contract.model.events import Severity
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError, command_errors, suggestion
-from rankscope.base.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
-from rankscope.base.progress_bar import progress_bar
-from rankscope.base.sources import open_store, resolve_run
+from rankscope.errors import USAGE, CommandError, command_errors, suggestion
+from rankscope.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
+from rankscope.store_access import open_store, resolve_run
+from rankscope.terminal import progress_bar
 from rankscope_contract.wire.escaping import file_name
 
 if TYPE_CHECKING:

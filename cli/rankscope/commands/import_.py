@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError, command_errors
-from rankscope.base.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
-from rankscope.base.options import WrittenStore
-from rankscope.base.spools import processes, store_spools
+from rankscope.errors import USAGE, CommandError, command_errors
+from rankscope.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
+from rankscope.options import WrittenStore
+from rankscope.store_access import processes, store_spools
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule

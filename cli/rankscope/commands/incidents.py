@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import STANDARD_OUTPUT, Store
-from rankscope.base.sources import Choice, open_run
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import Format, Output, OutputFormat, printable, write_rows
+from rankscope.store_access import Choice, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import Notify
-from rankscope.base.service_settings import load_settings
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import Notify
+from rankscope.service_client import load_settings
 
 if TYPE_CHECKING:
     from rankscope_ingest.notify.notifiers import Notifier

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.figure_files import AverageName, AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
-from rankscope.base.options import Store
-from rankscope.base.sources import Checkpoint, Choice, Latest, OpenRun, Outputs, RunOption, Source, open_run
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import Store
+from rankscope.output.figure_files import AverageName, AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.store_access import Checkpoint, Choice, Latest, OpenRun, Outputs, RunOption, Source, open_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import STANDARD_OUTPUT, Store
-from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import STANDARD_OUTPUT, Store
+from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 
 Output = Annotated[
     Path | None,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import STANDARD_OUTPUT, Store
-from rankscope.base.sources import open_store, resolve_run, store_errors
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 from rankscope.output.runs_text import run_lines, terminal_width
+from rankscope.store_access import open_store, resolve_run, store_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.base.options import Listen, Notify, OptionalStore
-from rankscope.base.service_settings import load_settings
-from rankscope.base.terminal import live_console
+from rankscope.errors import TAKEN_OVER, USAGE, CommandError
+from rankscope.options import Listen, Notify, OptionalStore
 from rankscope.output.log_lines import log_to
+from rankscope.service_client import load_settings
+from rankscope.terminal import live_console
 
 if TYPE_CHECKING:
     from rankscope.output.progress import View

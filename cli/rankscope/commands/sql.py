@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import STANDARD_OUTPUT, Store
-from rankscope.base.sources import open_store
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import STANDARD_OUTPUT, Store
 from rankscope.output.rows import TABLE_ROWS, Format, Output, OutputFormat, write_rows, write_text
+from rankscope.store_access import open_store
 
 
 def sql(

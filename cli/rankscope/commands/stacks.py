@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
+from rankscope.errors import USAGE, CommandError
 
 TIMEOUT_SECONDS: Final = 60.0
 """Timeout of the request in seconds.
@@ -58,8 +58,7 @@ def stacks(
 
 
 def _fetch_stacks(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
-    from rankscope.base.http_client import UnreachableError, post
-    from rankscope.base.service_settings import environment_tls
+    from rankscope.service_client import UnreachableError, environment_tls, post
     from rankscope_contract.wire.channel import RUN_STACKS_PATH
 
     try:
@@ -82,8 +81,7 @@ def _fetch_stacks(service: str, run: str, ranks: list[int] | None) -> dict[str, 
 
 
 def _only_run(service: str) -> str:
-    from rankscope.base.http_client import UnreachableError, get
-    from rankscope.base.service_settings import environment_tls
+    from rankscope.service_client import UnreachableError, environment_tls, get
     from rankscope_contract.wire.channel import RUNS_PATH
 
     try:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError, command_errors
-from rankscope.base.options import STANDARD_OUTPUT
-from rankscope.base.options import WrittenStore as Folder
-from rankscope.base.progress_bar import progress_bar
-from rankscope.base.sources import store_errors
+from rankscope.errors import USAGE, CommandError, command_errors
+from rankscope.options import STANDARD_OUTPUT
+from rankscope.options import WrittenStore as Folder
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
+from rankscope.store_access import store_errors
+from rankscope.terminal import progress_bar
 
 if TYPE_CHECKING:
     from rankscope_storage.maintenance.check import CheckReport

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.options import Store
-from rankscope.base.sources import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.options import Store
 from rankscope.output.summary_text import FormatOption, TextFormat, summary_text
+from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 
 
 def summary(

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.base.errors import CommandError
-from rankscope.base.options import Listen, Notify, OptionalStore
-from rankscope.base.terminal import live_console
+from rankscope.errors import CommandError
+from rankscope.options import Listen, Notify, OptionalStore
 from rankscope.output.rows import columns
-from rankscope.up.ports import PortChoice
+from rankscope.terminal import live_console
+from rankscope.up.machine import PortChoice
 
 if TYPE_CHECKING:
     from rankscope.output.progress import View

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.options import Listen, Store, store_folder
-from rankscope.base.sources import store_errors
-from rankscope.base.spools import readable_store
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import Listen, Store, store_folder
+from rankscope.store_access import readable_store, store_errors
 
 
 def view(

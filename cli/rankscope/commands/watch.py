@@ -13,12 +13,12 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
-from rankscope.base.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
-from rankscope.base.options import Notify, OptionalStore
-from rankscope.base.service_settings import load_settings
-from rankscope.base.terminal import live_console
+from rankscope.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
+from rankscope.options import Notify, OptionalStore
 from rankscope.output.log_lines import log_to
 from rankscope.output.watch_text import WatchView
+from rankscope.service_client import load_settings
+from rankscope.terminal import live_console
 
 if TYPE_CHECKING:
     from rankscope_ingest.base.config import ServiceConfig

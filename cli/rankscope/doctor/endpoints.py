@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from rankscope.base.http_client import ClientTls
-from rankscope.base.service_settings import environment_tls, service_address, service_tls
 from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import CheckResult, fail, ok, warn
-from rankscope.up.executables import ALERTMANAGER, PROMETHEUS
-from rankscope.up.ports import DEFAULT_PORTS
+from rankscope.service_client import ClientTls, environment_tls, service_address, service_tls
+from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS
 from rankscope.up.programs import TOKEN_FILE
 from rankscope.up.state_dir import StateDir
 

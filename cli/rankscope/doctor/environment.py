@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.base.http_client import ClientTls, Response, get
-from rankscope.up.executables import Executable, executable_version
-from rankscope.up.ports import Listener, listeners
+from rankscope.service_client import ClientTls, Response, get
+from rankscope.up.machine import Executable, Listener, executable_version, listeners
 
 
 class Environment:

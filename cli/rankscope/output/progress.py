@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rankscope.base.http_client import ClientTls, UnreachableError, get
-from rankscope.base.terminal import masked
 from rankscope.output.rows import printable
+from rankscope.service_client import ClientTls, UnreachableError, get
+from rankscope.terminal import masked
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import RUNS_PATH
 from rankscope_ingest.live.progress import RunProgress

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.http_client import UnreachableError, get
-from rankscope.base.options import output_file
-from rankscope.base.service_settings import environment_tls
+from rankscope.errors import USAGE, CommandError
+from rankscope.options import output_file
 from rankscope.output.summary_text import lines_of
+from rankscope.service_client import UnreachableError, environment_tls, get
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.escaping import path_segment
 

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from rankscope.base.errors import USAGE, CommandError
-from rankscope.base.http_client import ClientTls
-from rankscope.base.service_settings import load_settings, service_tls
-from rankscope.up import ports as port_functions
-from rankscope.up.executables import ALERTMANAGER, PROMETHEUS, find_required
-from rankscope.up.ports import PortChoice
+from rankscope.errors import USAGE, CommandError
+from rankscope.service_client import ClientTls, load_settings, service_tls
+from rankscope.up import machine
+from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, PortChoice, find_required
 from rankscope.up.programs import (
     LOOPBACK,
     SERVICE,
@@ -229,10 +227,10 @@ def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir)
     from rankscope_ingest.base.config import split_address
 
     host, port = split_address(settings.service.listen)
-    known = port_functions.valid_ports(folder.load_notes().get("ports"))
+    known = machine.valid_ports(folder.load_notes().get("ports"))
     names = [name for name in ("prometheus", "alertmanager") if getattr(command_line, f"with_{name}")]
     if _is_explicit(command_line) and port:
-        if not port_functions.is_free(port, host):
+        if not machine.is_free(port, host):
             raise CommandError(
                 f"{settings.service.listen} is in use{_listener_text(port)}: name another --listen address"
             )
@@ -245,7 +243,7 @@ def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir)
 
 
 def _listener_text(port: int) -> str:
-    listener = port_functions.listeners().get(port)
+    listener = machine.listeners().get(port)
     return f" by {listener}" if listener else ""
 
 
@@ -263,9 +261,9 @@ def _choose_ports(
     names: Sequence[str], ports: PortChoice, previous: dict[str, int], avoid: int | None = None
 ) -> tuple[dict[str, int], list[str]]:
     def is_free(port: int) -> bool:
-        return port != avoid and port_functions.is_free(port, LOOPBACK)
+        return port != avoid and machine.is_free(port, LOOPBACK)
 
-    return port_functions.choose(names, ports, previous, is_free=is_free, free_port=port_functions.free_port)
+    return machine.choose(names, ports, previous, is_free=is_free, free_port=machine.free_port)
 
 
 def _service_options(command_line: CommandLine, settings: ServiceConfig) -> ServiceOptions:

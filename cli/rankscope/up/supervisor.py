@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from rankscope.base.errors import CommandError
-from rankscope.base.http_client import ClientTls, UnreachableError, get
+from rankscope.errors import CommandError
+from rankscope.service_client import ClientTls, UnreachableError, get
 from rankscope.up.programs import Program
 from rankscope.up.state_dir import StateDir
 from rankscope_ingest.base.stop_signals import handling

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from tests.end_to_end.lives import until
 
-from rankscope.base.errors import CommandError
 from rankscope.commands.up import exports, overview
-from rankscope.up.executables import Executable, find_required
+from rankscope.errors import CommandError
+from rankscope.up.machine import Executable, PortChoice, choose, find_required, free_port, is_free, valid_ports
 from rankscope.up.plan import CommandLine, make_plan, receivers
-from rankscope.up.ports import PortChoice, choose, free_port, is_free, valid_ports
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import StopSignals, Supervisor

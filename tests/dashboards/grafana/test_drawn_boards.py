@@ -17,7 +17,7 @@ from tests.dashboards.grafana.watched import Watched, watched
 from tests.end_to_end import past
 from tests.programs import Started, start_script
 
-from rankscope.up.ports import free_port
+from rankscope.up.machine import free_port
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.deploy.prometheus import HISTORY_SOURCE, LIVE_SOURCE
 from rankscope_storage.connection import connect

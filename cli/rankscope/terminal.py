@@ -8,6 +8,7 @@ import os
 import re
 import select
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -82,3 +83,19 @@ def live_console(stream: TextIO) -> Console:
     if isinstance(stream, _Output) and stream.isatty():
         stream = stream.unmasked
     return Console(file=stream, highlight=False)
+
+
+@contextlib.contextmanager
+def progress_bar(unit: str, description: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that displays two numbers in a progress bar: completed items and all items.
+
+    `unit` is the name of the items. Without a terminal, the function does nothing.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = live_console(sys.stderr)
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(masked(description), total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
