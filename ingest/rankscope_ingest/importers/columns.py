@@ -24,6 +24,11 @@ from rankscope_ingest.importers.common.values import plain, quantity, whole
 
 _TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
+_METRIC_FILE: Final = re.compile(r"\d{13} [-+.\w]{1,30} \d{1,15}")
+"""A regular expression for a row of a metric file of MLflow: time in ms, value and step."""
+_VALUE: Final = "value"
+_TAG: Final = re.compile(r".*?[-_]tag[-_]")
+"""A regular expression for the text before the name of the scalar in the name of a file that TensorBoard has made."""
 _FEWEST_ROWS: Final = 3
 _DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
 _BLANKS: Final = re.compile(r"\s+")
@@ -53,8 +58,9 @@ class Columns:
         """
         if path.is_dir() or is_binary(head):
             return NOT_MINE
-        lines = [text for line in sample_lines(path, head)[:200] if _is_content(text := line.decode(errors="replace"))]
-        layout = layout_of(lines[0]) if lines else None
+        texts = (line.decode(errors="replace") for line in sample_lines(path, head)[:200])
+        lines = [text for text in texts if _is_content(text, path)]
+        layout = layout_of(lines[0], path) if lines else None
         if layout is None:
             return NOT_MINE
         rows = [row for line in lines[layout.has_heading :] if (row := row_of(line, layout))]
@@ -63,6 +69,8 @@ class Columns:
             because = f"a heading with a step and {len(layout.names) - 1} other columns"
             return Detection(0.4 + 0.4 * share, because) if rows else NOT_MINE
         counts = [whole(row["step"]) or 0 for row in rows]
+        if len(layout.names) > len(_TWO_COLUMNS) and rows:
+            return Detection(0.8 * share, "the rows consist of a time, a value and a step, as in the files of MLflow")
         if len(rows) < _FEWEST_ROWS or any(later <= earlier for earlier, later in pairwise(counts)):
             return NOT_MINE
         return Detection(0.7 * share, f"{len(rows)} sampled rows consist of an increasing integer and another number")
@@ -73,15 +81,14 @@ class Columns:
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per row of the table, then an object with facts about the run."""
-        yield from read_log(path, faults, _Rows(faults))
+        yield from read_log(path, faults, _Rows(path, faults))
 
 
 class _Rows:
     """The rows of one table, in order."""
 
-    numbers_rows = False
-
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, path: Path, faults: Faults) -> None:
+        self._path = path
         self.counts: dict[str, int] = {}
         self._faults = faults
         self._layout: Layout | None = None
@@ -89,10 +96,10 @@ class _Rows:
     def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
         """Return the row on a line of the table, if there is one."""
         text = line.decode(errors="replace")
-        if not _is_content(text):
+        if not _is_content(text, self._path):
             return ()
         if self._layout is None:
-            self._layout = layout_of(text)
+            self._layout = layout_of(text, self._path)
             if self._layout is None or self._layout.has_heading:
                 return ()
         row = None if self._faults.is_torn else row_of(text, self._layout)
@@ -106,23 +113,33 @@ class _Rows:
         return (row,)
 
 
-def layout_of(line: str) -> Layout | None:
-    """Return the layout of a table whose first line is `line`.
+def layout_of(line: str, path: Path) -> Layout | None:
+    """Return the layout of a table at `path` whose first line is `line`.
 
-    The result is None if the line is neither a heading with a step and a typical quantity nor a row of a step and a
-    loss.
+    A column `Value`, and the values in a metric file of MLflow, have the name of the file. The result is None if the
+    line is neither a heading with a step and a typical quantity nor a row of such a file or of a step and a loss.
     """
+    if _METRIC_FILE.fullmatch(line.strip()):
+        return Layout(("timestamp", path.stem, "step"), None, has_heading=False)
     for separator in (",", "\t", ";", None):
         cells = cells_of(line.lstrip("# "), separator)
         if len(cells) < len(_TWO_COLUMNS):
             continue
         if len(cells) == len(_TWO_COLUMNS) and whole(cells[0]) is not None and quantity(cells[1]) is not None:
             return Layout(_TWO_COLUMNS, separator, has_heading=False)
-        names = tuple(cell or f"column {place}" for place, cell in enumerate(cells, 1))
+        names = tuple(_name_of(cell, path) or f"column {place}" for place, cell in enumerate(cells, 1))
         is_heading = all(map(_HEADING_CELL.fullmatch, names)) and len(set(names)) == len(names)
-        if is_heading and any(map(_is_counter, names)) and any(map(_is_typical, names)):
+        is_named = any(cell.lower() == _VALUE for cell in cells) or any(map(_is_typical, names))
+        if is_heading and any(map(_is_counter, names)) and is_named:
             return Layout(names, separator, has_heading=True)
     return None
+
+
+def _name_of(cell: str, path: Path) -> str:
+    """Return the name of a column; that of values of TensorBoard is in the name of the file, and `Wall time` a time."""
+    if cell.lower() == _VALUE:
+        return _TAG.sub("", path.stem)
+    return "wall_time" if cell == "Wall time" else cell
 
 
 def _is_counter(name: str) -> bool:
@@ -159,8 +176,8 @@ def cells_of(line: str, separator: str | None) -> Sequence[str]:
         return []
 
 
-def _is_content(text: str) -> bool:
-    return bool(text.strip()) and (not text.lstrip().startswith("#") or layout_of(text) is not None)
+def _is_content(text: str, path: Path) -> bool:
+    return bool(text.strip()) and (not text.lstrip().startswith("#") or layout_of(text, path) is not None)
 
 
 IMPORTER = Columns()

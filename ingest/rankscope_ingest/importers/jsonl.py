@@ -24,7 +24,10 @@ from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import read_log
+from rankscope_ingest.importers.common.pairs import has_values
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
+from rankscope_ingest.importers.common.wrapped import opened, place_of, text_in
+from rankscope_ingest.importers.textlog import Lines
 
 MAX_CHARACTERS: Final = 65_536
 MAX_LINE_BYTES: Final = 1 << 24
@@ -40,6 +43,7 @@ _NUMERIC: Final = re.compile(r"[Tt]ensor|Parameter|[Aa]rray|b?float\d*|u?int\d*|
 Examples: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2]).
 """
 
+_BETWEEN_OBJECTS: Final = re.compile(rb"(?<=\})\s*(?=[^{}\"',\[\]\r]{0,80}\{[\"'])")
 _TEXT_CHARACTERS: Final = 200
 _PRINTED: Final = "{'"  # no JSON object begins with it
 
@@ -79,7 +83,8 @@ class JsonLines:
             return NOT_MINE
         lines = sampled_objects(path, head)
         objects = [(kind, document) for kind, document in lines if document is not None]
-        records = sum(_is_record(document) for _, document in objects if document)
+        reader = _Objects(Faults())
+        records = sum(any(map(_is_record, reader.opened(0, document))) for _, document in objects if document)
         share = len(objects) / max(1, len(lines))
         if not objects or (not records and share < 0.5):  # programs and prose contain braces, too
             return NOT_MINE
@@ -109,21 +114,16 @@ class _Objects:
         self.counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
         self._faults = faults
         self._first: Kind | None = None
-        self._earliest: Kind | None = None
         self._bars = Bars()
-
-    @property
-    def numbers_rows(self) -> bool:
-        """True if the number of a record may be its step: the Trainer prints dictionaries only at some steps."""
-        return self._earliest is not Kind.PRINTED
+        self._text = Lines(faults)
 
     def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
         """Return the objects on a line of the log."""
-        if b"\r" in line and len(rows := rows_on(line)) > 1:
+        if len(rows := rows_on(line)) > 1:
             return [document for row in rows for document in self.documents(number, row)]
         kind, document = parse_line(line)
         if self._first is Kind.JSON is kind and document is not None:
-            return (document,)
+            return self.opened(number, document)
         is_bar = kind in {Kind.NONE, Kind.PRINTED} and self._bars.see(line.decode(errors="replace"))
         if kind is Kind.BLANK:
             self.counts[Kind.BLANK] += 1
@@ -133,10 +133,22 @@ class _Objects:
             if not is_bar:
                 self._faults.add(number, f"{_reason(kind, document)}: {shown(line)}")
             return ()
-        self._earliest = self._earliest or kind
-        if self._first is None and _is_record(document):
+        found = self.opened(number, document)
+        if self._first is None and any(map(_is_record, found)):
             self._first = kind
-        return (self._bars.with_step(document) if kind is Kind.PRINTED else document,)
+        return [self._bars.with_step(each) if kind is Kind.PRINTED else each for each in found]
+
+    def opened(self, number: int, document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Return the records in an object: itself, or those on the line of text that it carries."""
+        text, is_driver = text_in(document) or ("", False)
+        if not (is_driver or has_values(text)):
+            return (opened(document),)
+        line = text.encode(errors="replace").rstrip()
+        _, inner = parse_line(line) if b"{" in line else (Kind.NONE, None)
+        found = self._text.documents(number, line) if inner is None else self.opened(number, inner)
+        if not (found or is_driver):
+            return (opened(document),)
+        return [{**place_of(document), **each} for each in found]
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:
@@ -161,11 +173,13 @@ def parse_line(line: bytes) -> Line:
 
 
 def rows_on(line: bytes) -> Sequence[bytes]:
-    """Return the JSON objects on `line` if lone carriage returns separate several of them, and else the whole line."""
+    """Return the objects on `line` if it has several, of two writers or between carriage returns; else the line."""
     if b"\r" in line:
         rows = [row for row in line.split(b"\r") if row.lstrip().startswith(b"{")]
         if len(rows) > 1 and all(parse_line(row)[0] is Kind.JSON for row in rows):
             return rows
+    if line.count(b"{") > 1 and len(rows := _BETWEEN_OBJECTS.split(line)) > 1 and parse_line(line)[1] is None:
+        return rows if all(parse_line(row)[1] for row in rows) else (line,)
     return (line,)
 
 
@@ -189,7 +203,7 @@ def _object_in_text(text: str) -> Line:
             inner = standard
     if stop < 0:
         document, stop, kind = printed_dict(inner), len(inner), Kind.PRINTED
-    # Two objects on a line come from two writers that interrupted each other; their parts cannot be separated.
+    # Text behind an object comes from another writer, which interrupted this one: their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):
         return Kind.NONE, None
     return kind, {**prefix_fields(text[:begin]), **document}

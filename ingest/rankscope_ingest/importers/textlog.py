@@ -134,8 +134,6 @@ class Lines:
     before it. Numbers of records that are not stored are counted in `faults`.
     """
 
-    numbers_rows = True
-
     def __init__(self, faults: Faults) -> None:
         self.counts = {"other_lines": 0}
         self._faults = faults

@@ -19,6 +19,7 @@ from rankscope_ingest.importers.common.dates import Dates
 from rankscope_ingest.importers.common.keys import BATCH, EPOCH, EVALUATION_SPLITS, Role, role_of, step_rank
 from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.records import Record
+from rankscope_ingest.importers.common.values import whole
 
 MAX_RECORDS: Final = 2_000
 MAX_BYTES: Final = 1 << 20
@@ -40,6 +41,7 @@ _LOSS_WORDS: Final = {
     "total": "detectron2 total_loss", "tot": "icefall tot_loss", "sum": "", "overall": "",
     "avr": "sd-scripts avr_loss", "avg": "", "average": "", "mean": "", "running": "", "smooth": "", "smoothed": "",
     "train": "torchrec loss/train/total", "training": "", "reduced": "NeMo reduced_train_loss",
+    "samples": "DeepSpeed Train/Samples/train_loss",
     "cross": "OLMo train/CrossEntropyLoss", "entropy": "", "ce": "", "xent": "", "nll": "", "lm": "", "language": "",
     "model": "", "mlm": "", "clm": "", "sft": "",
 }  # fmt: skip
@@ -48,6 +50,9 @@ _LOSS_WORDS: Final = {
 Any other word, such as `bbox`, `balance` or `val`, names a part of a sum or an evaluation.
 """
 
+RANK: Final = "rank"
+_WORLD_SIZE: Final = "world_size"
+_ADAPTER: Final = re.compile(r"lora|adapter|peft|^alpha$")
 _WORDS: Final = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
@@ -63,6 +68,8 @@ class Choices:
     """True if the step begins again with each epoch."""
     numbers_rows: bool = False
     """True if the number of a record is its step."""
+    has_adapter_rank: bool = False
+    """True if the key `rank` is that of an adapter (LoRA), and not the rank of a process."""
     has_training: bool = False
     """True if the log has rows of training. Rows of an evaluation then begin no attempt."""
     loss: str | None = None
@@ -135,11 +142,11 @@ class Choices:
         return [note for note in (loss, self.dates.why if self.dates else "") if note]
 
 
-def decide(records: Sequence[Record], *, numbers_rows: bool, loss: str | None = None) -> Choices:
+def decide(records: Sequence[Record], *, loss: str | None = None) -> Choices:
     """Return the decision for a log that begins with `records`.
 
-    With `numbers_rows`, the number of a record is its step if the records have no counter. `loss` is the name that the
-    user has chosen as the loss. Raises IngestError if the records have no quantity with this name.
+    The number of a record is its step if the records have no counter. `loss` is the name that the user has chosen as
+    the loss. Raises IngestError if the records have no quantity with this name.
     """
     if loss is not None:
         _check_name(loss, records)
@@ -155,11 +162,22 @@ def decide(records: Sequence[Record], *, numbers_rows: bool, loss: str | None = 
         steps=steps,
         refused=refused,
         is_within_epoch=is_within_epoch,
-        numbers_rows=numbers_rows and not steps and not any(record.candidates() for record in records),
+        has_adapter_rank=_has_adapter_rank(records),
+        numbers_rows=not steps and not any(record.candidates() for record in records),
         has_training=bool(training),
         loss=chosen,
         losses=() if has_loss or chosen else candidates,
     )
+
+
+def _has_adapter_rank(records: Sequence[Record]) -> bool:
+    """Return whether the only rank in `records` is above 0 and beside a key of an adapter, or above the others."""
+    ranks = {record.rank for record in records if record.rank is not None}
+    keys = {key.lower() for record in records for key in record.document}
+    sizes = [size for record in records if (size := whole(record.document.get(_WORLD_SIZE))) is not None]
+    if len(ranks) != 1 or ranks == {0} or RANK not in keys:
+        return False
+    return min(ranks) >= max(sizes) if sizes else any(_ADAPTER.search(key) for key in keys)
 
 
 def _is_stored_as_loss(name: str) -> bool:

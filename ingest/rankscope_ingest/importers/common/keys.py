@@ -34,13 +34,14 @@ class Role(enum.Enum):
     EVENT = enum.auto()
     SPLIT = enum.auto()  # the data that the record is about: train, val, test
     CONFIG = enum.auto()
+    SOURCE = enum.auto()  # the place of a message in the program: no part of the record
 
 
 STEP_KEYS: Final = (
     "global_step", "step", "current_steps", "current_step", "train/global_step", "trainer/global_step",
     "global_iteration", "global_iter", "iteration",
     "iter", "num_updates", "train_num_updates", "optimizer_step", "steps", "s", "train/step", "n_iter", "_step",
-    "training/global_step", "valid_num_updates",
+    "training/global_step", "valid_num_updates", "samples_count",
 )  # fmt: skip
 """Keys that may contain the step, in descending priority.
 
@@ -81,9 +82,11 @@ _ROLES: Final = {
         Role.STEP_OF_PLAN: "global_step/max_steps",
         Role.RANK: "rank global_rank process_index",
         Role.WRITER: "pid process_id writer writer_id worker_id hostname host",
-        Role.TIME: "timestamp _timestamp time ts datetime date asctime created_at wall_time log_time",
+        Role.TIME: "timestamp _timestamp time ts datetime date asctime created_at wall_time log_time "
+        "time_ms @timestamp __realtime_timestamp",
         Role.EVENT: "event event_type _event",
         Role.SPLIT: "split mode phase stage subset type",
+        Role.SOURCE: "lineno line_number levelno thread relativecreated msecs ingestiontime",
         Role.CONFIG: "config args hparams hyperparameters hyperparams training_args",
     }.items()
     for key in keys.split()

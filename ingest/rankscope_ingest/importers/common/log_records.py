@@ -38,10 +38,6 @@ class LineParser(Protocol):
     counts: dict[str, int]
     """Numbers of lines by kind, which are stored with the run."""
 
-    @property
-    def numbers_rows(self) -> bool:
-        """True if the number of a record is its step where the records have no counter."""
-
     def documents(self, number: int, line: bytes) -> Iterable[Mapping[str, Any]]:
         """Return the objects on a line with its number, from 1. Unreadable lines are added to the faults of the log."""
 
@@ -149,7 +145,7 @@ class _LogRecords:
         if not self._is_decided:
             rows = [record for _, record in self._waiting if isinstance(record, Record)]
             loss, dates = self._faults.options.loss, self._dates()
-            self.objects.choose(rows, numbers_rows=self._parser.numbers_rows, loss=loss, dates=dates)
+            self.objects.choose(rows, loss=loss, dates=dates)
             self._faults.choices = self.objects.choices.to_json()
             self._is_decided = True
             self._add_waiting()

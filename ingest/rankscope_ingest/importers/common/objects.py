@@ -21,7 +21,7 @@ from rankscope_contract.model.events import EventType, ExitReason, RunState, Sev
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.scalar_names import SOURCE_NAME
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.choices import LOSS, Choices, decide, is_training
+from rankscope_ingest.importers.common.choices import LOSS, RANK, Choices, decide, is_training
 from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.failures import ENDS
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
@@ -225,6 +225,8 @@ class ObjectReader:
         for key, value in document.items():
             if key in self.keys or len(self.keys) < MAX_KEYS:
                 self.keys[key] = self.keys.get(key, 0) + (value is None)
+        if self.choices.has_adapter_rank and record.rank is not None:
+            record.numbers[RANK], record.rank = float(record.rank), None
         step_key = self._steps.key_of(record)
         is_aside = self.choices.has_training and not is_training(record)
         step = self._take_step(record, step_key)
@@ -260,6 +262,7 @@ class ObjectReader:
             )
         is_special = (
             is_aside
+            or self.choices.has_adapter_rank
             or record.writer is not None
             or record.undated is not None
             or _UTILISATION in {named[0].name for _, named, _ in added}
@@ -295,15 +298,13 @@ class ObjectReader:
             record.event = message
         return record
 
-    def choose(
-        self, records: Sequence[Record], *, numbers_rows: bool, loss: str | None, dates: Dates | None = None
-    ) -> None:
+    def choose(self, records: Sequence[Record], *, loss: str | None, dates: Dates | None = None) -> None:
         """Decide about the log, which begins with `records`. What an earlier import has decided remains.
 
-        `choices.decide` describes `numbers_rows` and `loss`. `dates` is the decision about times without a complete
+        `choices.decide` describes `loss`. `dates` is the decision about times without a complete
         date; None if the log has none.
         """
-        found = decide([record for record in records if record.is_row()], numbers_rows=numbers_rows, loss=loss)
+        found = decide([record for record in records if record.is_row()], loss=loss)
         self.choices = dataclasses.replace(found, dates=dates).after(self.choices)
         self.clock = Clock(self.choices.dates or Dates())
         self._steps = StepCounter(self.choices, self.contradictions)

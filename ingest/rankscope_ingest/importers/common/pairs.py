@@ -53,6 +53,7 @@ _PREFIX: Final = re.compile(
     rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
     rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
     r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
+    r"|(?<!\S)[\w.]{1,80}:[\w<>]{1,80}:\d{1,6} -\s"
     r"|^\s*\[[\w@.-]{1,80},\d{1,9}\]<std(?:out|err)>:"
     r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
     re.IGNORECASE,
@@ -157,6 +158,14 @@ class Line:
     def document(self) -> dict[str, Any]:
         """Return the fields of the line as one object."""
         return {**self.prefix, **self.counters, **self.pairs}
+
+
+_MARKED: Final = re.compile(r"[A-Za-z)\]][\"']?\s?[:= ]\s*\S*\d")
+
+
+def has_values(text: str) -> bool:
+    """Return whether a text may contain pairs of a name and a number."""
+    return _MARKED.search(text) is not None
 
 
 def parse(text: str) -> Line:

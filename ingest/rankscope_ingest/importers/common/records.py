@@ -75,10 +75,19 @@ class Record:
         return bool(self.numbers) or any(quantity(text) or seconds(text) for text in self.texts.values())
 
     def take_step(self, key: str, value: Any) -> bool:
-        """Store the step that `value` contains: `12`, `12.0`, `"12"` or `"12/873"` (step and planned steps).
+        """Store the step that `value` contains: `12`, `12.0`, `"12"`, `"12/873"` (step and planned steps), `[3, 12]`.
 
-        Return False if `value` has none of these forms.
+        Of a list, the first number is the epoch and the last one the step. Return False if `value` has another form.
         """
+        if isinstance(value, list):
+            counts = [count for each in value if (count := whole(each)) is not None]
+            if len(counts) < len(value):
+                return False
+            if counts:
+                self.numbers[EPOCH] = float(counts[0])
+            if len(counts) > 1:
+                self.counters[key] = counts[-1]
+            return True
         step_text, slash, planned = value.partition("/") if isinstance(value, str) else (value, "", None)
         step = whole(step_text)
         if step is None:
@@ -166,6 +175,8 @@ def _take_role(role: Role, key: str, value: Any, record: Record) -> bool:
                 record.undated = record.undated or value
                 return True
             return moment is not None
+        case Role.SOURCE:
+            return True
         case Role.EVENT if isinstance(value, str):
             record.event = value
             return True

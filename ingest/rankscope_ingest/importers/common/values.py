@@ -50,7 +50,9 @@ MULTIPLES: Final = {"k": 1, "K": 1, "M": 2, "G": 3, "B": 3, "T": 4}
 
 _MAX_CHARACTERS: Final = 64
 _UNIT: Final = r"\s*(?P<unit>%|[a-zµ][a-z/]*)?"
-_QUANTITY: Final = re.compile(rf"(?P<number>{NUMBER}|[-+]?\d+,\d+(?:e[-+]?\d+)?){_UNIT}", re.IGNORECASE)
+_QUANTITY: Final = re.compile(
+    rf"(?P<number>{NUMBER}|[-+]?\d+,\d+(?:e[-+]?\d+)?)(?!(?<=[fny])[a-zµ]){_UNIT}", re.IGNORECASE
+)
 _GROUPED: Final = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?")
 _AMBIGUOUS: Final = re.compile(rf"[-+]?[1-9]\d{{0,2}},\d{{3}}{_UNIT}", re.IGNORECASE)
 _CLOCK: Final = re.compile(
@@ -151,10 +153,13 @@ def whole(value: Any) -> int | None:
 def micros(value: Any) -> int | None:
     """Return a time as UTC µs; None if `value` is not a time.
 
-    `value` is ISO 8601 text, which is taken as UTC if it has no time zone, or a number of s, ms, µs or ns since 1970.
+    `value` is ISO 8601 text, which is taken as UTC if it has no time zone, or a number of s, ms, µs or ns since 1970,
+    which may be a text.
     """
     if isinstance(value, str):
-        return _iso(value.strip())
+        value = plain(value.strip())
+    if isinstance(value, str):
+        return _iso(value)
     since = number(value)
     if since is None or not math.isfinite(since):
         return None
