@@ -91,13 +91,14 @@ def replaceable(
     be read, or if it lacks records that are stored.
     """
     refuse_options(path, importer, options)
-    before = source_of(path, run, importer, known, stored).before
+    source = source_of(path, run, importer, known, stored)
+    before = source.before
     if before is None or before.kind != importer.name or (path.is_dir() and before.path != str(path.absolute())):
         raise IngestError(
             f"{path} with its current content is not imported into the run {run!r}: import it without --reimport"
         )
     sources, records = _content(path, importer, options)
-    if not records or _is_shorter(path, before, records):
+    if not records or source.behind is not None or _is_shorter(path, before, records):
         raise IngestError(
             f"{path} has fewer records than its last import into the run {run!r} has read: --reimport would lose them"
         )
@@ -117,7 +118,7 @@ def _content(path: Path, importer: Importer, options: Options) -> tuple[set[str]
     records = 0
     with errors_about(path), readable(path):
         for item in importer.read(path, Faults(options=options)):
-            if not isinstance(item, ImportedRun):
+            if isinstance(item, ImportedBlock | ImportedRecord):
                 sources.add(item.source)
                 records += item.records if isinstance(item, ImportedBlock) else 1
     return sources, records

@@ -72,11 +72,11 @@ class Logs:
         importer = find_importer(path) if kind is None else importers()[kind]
         return import_records(path, self.writer, importer, run=run)
 
-    def import_again(self, path: Path, *, run: str = "r", importer: Any = None) -> ImportReport:
+    def import_again(self, path: Path, *, run: str = "r", importer: Any = None, **options: Any) -> ImportReport:
         """Import a log as the command does: with the stored facts about earlier imports."""
         with connect(self.folder / "store") as connection:
             known = known_imports(connection, run)
-        return import_records(path, self.writer, importer or find_importer(path), run=run, known=known)
+        return import_records(path, self.writer, importer or find_importer(path), run=run, known=known, **options)
 
     def query(self, query: str, **parameters: Any) -> list[dict[str, Any]]:
         self._connection = self._connection or connect(self.folder / "store")

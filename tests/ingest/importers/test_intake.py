@@ -273,7 +273,7 @@ class Counted:
 
 
 def test_unchanged_file_is_not_read_again(logs):
-    """A file with the size, time and edges of its last import is unchanged; any other file is read."""
+    """A file with the size and edges of its last import is unchanged; any other file is read."""
     log = logs.write("metrics.jsonl", lines(*range(1, 11)))
     counted = Counted(find_importer(log))
     reports = [logs.import_again(log, importer=counted) for _ in range(3)]
@@ -287,9 +287,7 @@ def test_unchanged_file_is_not_read_again(logs):
     os.utime(log, ns=(found.st_atime_ns, found.st_mtime_ns))
     assert not logs.import_again(log, importer=counted).is_unchanged
     os.utime(log, ns=(1, 1))
-    assert 0 == logs.import_again(log, importer=counted).rows_stored
-    assert 4 == counted.reads
-    assert logs.import_again(log, importer=counted).is_unchanged
+    assert (True, 3) == (logs.import_again(log, importer=counted).is_unchanged, counted.reads)
 
 
 def test_file_that_may_grow_later_is_read_again(logs):

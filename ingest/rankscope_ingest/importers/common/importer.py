@@ -99,7 +99,19 @@ class ImportedRun:
     ended_at: int | None = None
 
 
-Imported = ImportedRecord | ImportedBlock | ImportedRun
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A place in a log from which the next import can read on: all records of the lines before it were yielded."""
+
+    reader: Any
+    """The object that has read these lines. Its attributes are all of its state; see `resume`."""
+    offset: int
+    lines: int
+    is_final: bool
+    """True if all decisions about the log are made. Otherwise, a log that grows is read from its beginning."""
+
+
+Imported = ImportedRecord | ImportedBlock | ImportedRun | Checkpoint
 
 
 class NameCounts(Counter[str]):
@@ -171,6 +183,12 @@ class Faults:
 
     The function that reads the file updates this number.
     """
+    lines: int = 0
+    """The number of lines of the file that were read so far, also by an earlier import."""
+    reader: Any = None
+    """The object that has read the first `read_bytes` bytes of the log for an earlier import; it reads the others."""
+    line_start: int = 0
+    """Offset of the line that was read last."""
     is_torn: bool = False
     """True if the line that was read last has no line end, and may therefore be incomplete."""
 
@@ -229,6 +247,14 @@ class BlockBuilder:
         self._names: dict[tuple[str, str | None, str | None], int] = {}
         self._events: list[tuple[str | None, ...]] = []
         self._event_records = array("i")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state between two blocks."""
+        return {"_source": self._source, "_last": self._last}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._source, self._last = state["_source"], state["_last"]
+        self._begin()
 
     @property
     def is_full(self) -> bool:

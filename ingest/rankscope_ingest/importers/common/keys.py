@@ -363,6 +363,13 @@ class Shapes:
         self._known: dict[tuple[tuple[str, ...], tuple[type, ...]], Shape | None] = {}
         self._version = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return no state: the next import learns the shapes again."""
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Shapes.__init__(self)
+
     def of(self, document: Mapping[str, Any], version: int) -> Shape | None:
         """Return the shape of `document`, or None if it is not in the cache.
 

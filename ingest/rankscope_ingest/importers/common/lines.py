@@ -71,29 +71,32 @@ def read_lines(
     *,
     max_bytes: int = MAX_LINE_BYTES,
     is_valid: Callable[[bytes], bool] | None = None,
+    begin: tuple[int, int] = (0, 0),
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the number (from 1) and the bytes of each line, without the line end and without a UTF-8 byte order mark.
 
     A line of more than `max_bytes` bytes is skipped and recorded in `faults`; `faults.read_bytes` is updated after each
     line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are yielded one by one,
-    unless `is_valid` returns true for the whole line: then the NUL bytes are a part of its text.
+    unless `is_valid` returns true for the whole line: then the NUL bytes are a part of its text. `begin` has the
+    offset at which reading begins, the end of a line, and the number of lines before it.
     Raises IngestError if the file is UTF-16, compressed or binary. A file is binary if any 64 KiB of it contain more
     runs of NUL bytes than crashes leave.
     """
     with open_log(path) as file:
-        faults.read_bytes += skip_hole(file)
-        begin = file.tell()
+        offset, number = begin
+        hole = skip_hole(file)
         head = file.read(_WINDOW_BYTES)
         refuse_binary(path, head)
-        file.seek(begin)
-        number = 0
-        holes = _Holes(path, faults.read_bytes + len(head))
+        faults.read_bytes += 0 if offset else hole
+        file.seek(offset or hole)
+        holes = _Holes(path, faults.read_bytes + (0 if offset else len(head)))
         is_rest = is_skipped = False  # the rest of a long line: it is skipped, except behind many NUL bytes
         for line in _pieces(file, max_bytes + 1, line_end(head)):
             size = len(line)
-            faults.read_bytes += size
+            if not is_rest:
+                faults.line_start, number = faults.read_bytes, number + 1
+            faults.read_bytes, faults.lines = faults.read_bytes + size, number
             faults.is_torn = not line.endswith((b"\n", b"\r"))
-            number += not is_rest
             if not (is_rest or size > max_bytes or b"\0" in line):
                 yield number, line.rstrip(b"\r\n") if number > 1 else line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
                 continue

@@ -1,10 +1,9 @@
 """Recognize logs that were imported before, even if a log has grown or was moved since then.
 
-A log whose content was replaced is another log. A log is the same if it still begins with the bytes that the last
-import read. A log that was truncated since then is the same if its whole content is the beginning of these bytes. Each
-import is stored as an event of type `import`, which contains the number and digests of the bytes read. No other state
-is needed. A file is not read again if its size, its modification time, and its first and last 64 KiB are those of the
-last import.
+A log is the same if it still begins with the bytes that the last import read, whatever its path is. A log that was
+truncated since then is the same if its whole content is the beginning of these bytes, and one that has lost its
+beginning, if it contains the last lines that the last import read. Each import is stored as an event of type `import`,
+which contains the number and digests of the bytes read, and the state from which the next import reads on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_name
-from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.failures import ending_after, failure_event
 from rankscope_ingest.importers.common.lines import open_log, readable
 from rankscope_storage.base.datasets import IMPORT_PREFIX
@@ -33,14 +31,20 @@ _PROBE_BYTES: Final = 1 << 16
 _LISTED_ENDS: Final = 10_000
 _FIRST_MARK: Final = 8
 
+_TAIL_BYTES: Final = 1 << 16
+_TAIL_LINES: Final = (1, 4, 16, 64)
+
 _ADDED: Final = (
     "imported_from",
-    "fingerprint",
+    "is_settled",
     "begins_at",
     "choices",
+    "state",
 )  # import events of earlier releases do not have these fields
 
-_KNOWN: Final = "SELECT run, details FROM events WHERE {} AND type = $type ORDER BY ordinal"
+_KNOWN: Final = """\
+SELECT run, arg_max(details, ordinal) AS details FROM events WHERE {} AND type = $type
+GROUP BY run, incarnation ORDER BY min(ordinal)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,8 @@ class KnownImport:
     ends: Mapping[int | None, End] = field(default_factory=dict)
     imported_from: str | None = None
     """Value of the label `imported_from` of the log's scalars; None if they do not have this label."""
-    fingerprint: str | None = None
-    """Text of size, modification time and digest of the log before it was read; None if it must be read again."""
+    is_settled: bool = False
+    """True if the import has left out no record at the end of the log that a later import of the same bytes stores."""
     begins_at: int = 0
     """Number of the first record that is stored for this log.
 
@@ -82,6 +86,8 @@ class KnownImport:
     """
     choices: Mapping[str, Any] | None = None
     """The decision about the step and the loss of the log; `choices.Choices` describes it."""
+    state: Mapping[str, Any] | None = None
+    """State behind the last complete line, from which the next import reads on; None if it reads the complete log."""
 
     def to_json(self) -> str:
         """Return these facts as the JSON text that is stored in `details` of the import event."""
@@ -98,6 +104,7 @@ class KnownImport:
             marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
             known = {name: document[name] for name in KnownImport.__dataclass_fields__ if name not in _ADDED}
             known |= {name: document[name] for name in _ADDED if name in document}
+            known.setdefault("is_settled", document.get("fingerprint") is not None)  # of an earlier release
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the details of an import event are invalid: {error!r}") from error
         return KnownImport(**(known | {"ends": ends, "marks": marks}))
@@ -124,6 +131,8 @@ class Source:
 
     None if there is no such imported log.
     """
+    behind: tuple[int, int] | None = None
+    """Offset of the first new byte, and number of the lines before it, in a log that has lost its beginning."""
 
 
 def known_imports(connection: Connection, run: str) -> list[KnownImport]:
@@ -176,24 +185,56 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
     beginning = _Beginning(path)
     for candidates in (named, others):
         for log in sorted(candidates, key=lambda log: -log.marks[-1][0] if log.marks else 0):
-            if beginning.is_equal(log.marks) and (candidates is named or not _is_in_place(log, path)):
+            if beginning.is_equal(log.marks):
                 return Source(incarnation=log.incarnation, before=log)
+    if (found := _without_beginning(path, [*named, *others])) is not None:
+        return found
     taken = {log.incarnation for log in known}
     free = (incarnation_of(path, run, generation=generation) for generation in itertools.count())
     incarnation = next(candidate for candidate in free if candidate not in taken)
     return Source(incarnation=incarnation, replaced=named[-1] if named else None)
 
 
-def _is_in_place(log: KnownImport, path: Path) -> bool:
-    """Return whether the imported log `log` still exists unchanged at its path, which is not `path`.
+def is_unchanged(path: Path, log: KnownImport) -> bool:
+    """Return whether the file at `path` is the log `log` with the content that was imported completely."""
+    with readable(path):
+        if not (log.is_settled and log.marks and log.path == stored_path(path) and path.is_file()):
+            return False
+        size, digest = log.marks[-1]
+        return path.stat().st_size == size and _digest(path, size) == digest
 
-    If so, the file at `path` with the same content is a copy of the log. Otherwise the log was moved to `path`.
-    """
-    place = Path(log.path)
-    try:
-        return place.is_file() and not place.samefile(path) and has_equal_beginning(place, log.marks)
-    except (OSError, IngestError):
-        return False
+
+def tails(path: Path, offset: int) -> list[tuple[int, str]]:
+    """Return pairs of a size and a digest of the last 1, 4, 16 and 64 lines before `offset`, the end of a line."""
+    with readable(path), open_log(path) as file:
+        file.seek(max(0, offset - _TAIL_BYTES))
+        block = file.read(min(offset, _TAIL_BYTES))
+    lines = block.splitlines(keepends=True)
+    texts = [b"".join(lines[-count:]) for count in _TAIL_LINES if count <= len(lines)]
+    return [(len(text), hashlib.sha256(text).hexdigest()[:32]) for text in texts]
+
+
+def _without_beginning(path: Path, known: Sequence[KnownImport]) -> Source | None:
+    """Return the identity of a log that contains the last lines of a log in `known`, at another place."""
+    wanted: dict[int, list[tuple[KnownImport, list[tuple[int, str]]]]] = {}
+    for log in known:
+        if log.state is not None and log.state["tails"]:
+            wanted.setdefault(log.state["tails"][0][0], []).append((log, log.state["tails"]))
+    if not wanted:
+        return None
+    with readable(path), open_log(path) as file:
+        offset = 0
+        for number, line in enumerate(file, 1):
+            offset += len(line)
+            for log, sizes in wanted.get(len(line), ()):
+                size, digest = max(pair for pair in sizes if pair[0] <= offset)
+                if hashlib.sha256(line).hexdigest()[:32] == sizes[0][1] and any(48 <= byte < 58 for byte in line):
+                    with open_log(path) as again:
+                        again.seek(offset - size)
+                        text = again.read(size)
+                    if hashlib.sha256(text).hexdigest()[:32] == digest:
+                        return Source(incarnation=log.incarnation, before=log, behind=(offset, number))
+    return None
 
 
 def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
@@ -244,18 +285,6 @@ def _digest(path: Path, size: int) -> str | None:
     if len(end) < min(size, _PROBE_BYTES):
         return None
     return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
-
-
-def fingerprint_of(path: Path) -> str | None:
-    """Return a text of the size, the modification time and a digest of the first and last 64 KiB of a file.
-
-    Return None for a folder. Raises IngestError if the file is unreadable.
-    """
-    with readable(path):
-        if not path.is_file():
-            return None
-        found = path.stat()
-    return f"{found.st_size}-{found.st_mtime_ns}-{_digest(path, found.st_size)}"
 
 
 def stream_of(log: str, source: str) -> str:

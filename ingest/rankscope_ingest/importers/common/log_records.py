@@ -15,7 +15,14 @@ from typing import Any, Final, Protocol
 from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
 from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
 from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
-from rankscope_ingest.importers.common.importer import FROM_LOG, SETTLED_SECONDS, BlockBuilder, Faults, Imported
+from rankscope_ingest.importers.common.importer import (
+    FROM_LOG,
+    SETTLED_SECONDS,
+    BlockBuilder,
+    Checkpoint,
+    Faults,
+    Imported,
+)
 from rankscope_ingest.importers.common.lines import (
     MAX_LINE_BYTES,
     is_settled,
@@ -48,15 +55,26 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
     A line of more than `max_bytes` bytes is skipped. The step and the loss are decided over the first records;
     `faults.choices` contains the decision of an earlier import, if there is one, and later the decision about this log.
     """
-    builder = BlockBuilder()
-    records = _LogRecords(path, builder, faults, parser)
-    objects, failures = records.objects, records.failures
-    number = 0
-    for number, line in read_lines(path, faults, max_bytes=max_bytes):
-        records.line(number, line, parser.documents(number, line))
+    records = faults.reader or _LogRecords(faults, parser)
+    records.begin(path)
+    objects, failures, builder = records.objects, records.failures, records.builder
+    torn: Checkpoint | None = None
+    for number, line in read_lines(path, faults, max_bytes=max_bytes, begin=(faults.read_bytes, faults.lines)):
+        if faults.is_torn and records.is_final:
+            if block := builder.take():
+                yield block
+            yield (torn := records.checkpoint(faults.line_start, number - 1))
+        records.line(number, line)
         if builder.is_full and (block := builder.take()):
             yield block
     records.decide()
+    if torn is None or torn.lines < faults.lines - 1:
+        if block := builder.take():
+            yield block
+        if not faults.is_torn:
+            yield records.checkpoint(faults.read_bytes, faults.lines)
+        elif records.is_final:
+            yield records.checkpoint(faults.line_start, faults.lines - 1)
     if time.time() - path.stat().st_mtime > SETTLED_SECONDS:  # otherwise, the row that they wait for may follow
         objects.add_starts(builder)
     if block := builder.take():
@@ -71,7 +89,7 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
             "records of several writers alternate: each writer is an attempt; the last is shown by default"
         )
     if objects.keys:
-        run = objects.run({"lines": number, **parser.counts})
+        run = objects.run({"lines": faults.lines, **records.parser.counts})
         state, reason = (run.state, run.reason) if run.state or not failures.ending else failures.ending
         yield dataclasses.replace(run, state=state, reason=reason)
 
@@ -83,33 +101,47 @@ class _LogRecords:
     on. A row is an object with a number. Text and events before the first row have no influence on the decision.
     """
 
-    def __init__(self, path: Path, builder: BlockBuilder, faults: Faults, parser: LineParser) -> None:
-        self._path = path
+    def __init__(self, faults: Faults, parser: LineParser) -> None:
         self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
         self.failures = FailureLines()
-        self._builder = builder
+        self.builder = BlockBuilder()
+        self.parser = parser
+        self.is_final = False
+        """True if the step and the loss are decided over enough records, or cannot be decided again."""
         self._faults = faults
-        self._parser = parser
         self._waiting: list[tuple[int, Record | FailureLine]] = []
         self._waiting_failures: set[tuple[str, int | None]] = set()  # keys, since the last object
         self._rows = 0  # number of rows that wait
         self._first_byte = 0  # position behind the line of the first row, or of an object before it
         self._is_decided = False
-        self._is_settled = is_settled(path)
         self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
 
-    def line(self, number: int, line: bytes, documents: Iterable[Mapping[str, Any]]) -> None:
-        """Add line `number` with the objects `documents`."""
+    def begin(self, path: Path) -> None:
+        """Read the next lines from the file at `path`."""
+        self._path = path
+        self._is_settled = is_settled(path)
+        self.is_final = self._is_decided
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state between two lines, without facts about the file."""
+        return {name: value for name, value in vars(self).items() if name not in {"_path", "_is_settled"}}
+
+    def checkpoint(self, offset: int, lines: int) -> Checkpoint:
+        """Return the present state as that behind the first `lines` lines of the file, of `offset` bytes."""
+        return Checkpoint(reader=self, offset=offset, lines=lines, is_final=self.is_final)
+
+    def line(self, number: int, line: bytes) -> None:
+        """Add the objects and the failures on the line `number`."""
         if self._held:
             self._add_failures(self._held)  # another line follows, so the line before is complete
             self._held = []
         has_objects = False
-        for document in documents:
+        for document in self.parser.documents(number, line):
             has_objects = True
             if not self._is_decided:
                 self._wait(number, document)
                 continue
-            self.objects.add(document, self._builder)
+            self.objects.add(document, self.builder)
             if self.objects.ambiguous or self.failures.ending:
                 self._added(number)
         # The text of a failure may follow a progress bar on its line.
@@ -136,6 +168,7 @@ class _LogRecords:
         """Decide if a row waits. Otherwise, add the objects that wait, and wait for the first row."""
         if self._rows:
             self.decide()
+            self.is_final = True
         else:
             self._first_byte = 0
             self._add_waiting()
@@ -169,7 +202,7 @@ class _LogRecords:
         self._waiting_failures.clear()
 
     def _add(self, number: int, document: Mapping[str, Any], record: Record) -> None:
-        self.objects.add(document, self._builder, record=record)
+        self.objects.add(document, self.builder, record=record)
         self._added(number)
 
     def _added(self, number: int) -> None:
@@ -197,9 +230,9 @@ class _LogRecords:
     def _add_failure(self, failure: FailureLine) -> None:
         """Add an event for `failure`, at the step of the last record, unless it has one."""
         if event := self.failures.event(failure):
-            self.objects.add_starts(self._builder)
+            self.objects.add_starts(self.builder)
             ts = micros(failure.timestamp)
             if ts is None and failure.timestamp:
                 ts, _ = self.objects.clock.moment(failure.timestamp)
-            self._builder.record_of_event(rank=failure.rank, ts=ts, origin=FROM_LOG)
-            self._builder.event(**event)
+            self.builder.record_of_event(rank=failure.rank, ts=ts, origin=FROM_LOG)
+            self.builder.event(**event)

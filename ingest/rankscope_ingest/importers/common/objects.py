@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
-from rankscope_contract.model.redaction import redacted_text
+from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_contract.model.scalar_names import SOURCE_NAME
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.choices import LOSS, RANK, Choices, decide, is_training
@@ -292,7 +292,8 @@ class ObjectReader:
     def record(self, document: Mapping[str, Any]) -> Record:
         """Return the values of the logged object `document`, divided by use."""
         record = record_of(document)
-        self.config = self.config if record.config is None else record.config
+        if record.config is not None:
+            self.config = redacted(record.config)
         message = document.get("message", document.get("msg"))
         if record.event is None and isinstance(message, str) and ENDS.search(message):
             record.event = message

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections import defaultdict
@@ -23,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rankscope_contract import __version__
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.rules import AnomalyRule
@@ -30,6 +32,7 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.importers.common.choices import Choices
 from rankscope_ingest.importers.common.importer import (
+    Checkpoint,
     Faults,
     Imported,
     ImportedBlock,
@@ -44,16 +47,18 @@ from rankscope_ingest.importers.common.log_identity import (
     Extents,
     KnownImport,
     Source,
-    fingerprint_of,
     first_attempt,
     identify,
+    is_unchanged,
     marks,
     overlapping,
     stored_path,
     stream_of,
+    tails,
 )
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report, unkept_notes
+from rankscope_ingest.importers.common.resume import decoded, encoded
 from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
 from rankscope_storage.connection import Connection
@@ -106,7 +111,7 @@ def _scalars(imported: Iterable[Imported]) -> tuple[str, pa.Table]:
     """Return the name of the first source (a file or a rank) of a log, and the scalars of this source."""
     numbering, stream, tables = Numbering(run="", incarnation=""), "", []
     for item in imported:
-        if isinstance(item, ImportedRun):
+        if not isinstance(item, ImportedBlock | ImportedRecord):
             continue
         stream = stream if numbering.records else item.source
         if item.source == stream:
@@ -185,23 +190,24 @@ def import_records(
     from an imported log after a common beginning is recognized. `options` are those of the user for logs of lines.
     """
     refuse_options(path, importer, options)
-    fingerprint = None if known is None else _fingerprint(path, importer)
-    unchanged = (log for log in known or () if _is_unchanged(path, importer, fingerprint, log))
+    unchanged = (log for log in known or () if log.kind == importer.name and is_unchanged(path, log))
     if (last := next(unchanged, None)) is not None:
         _check_choices(path, last, options)
         return unchanged_report(run, last)
     source = source_of(path, run, importer, known or (), stored)
     _check_choices(path, source.before, options)
-    faults = Faults(choices=None if source.before is None else source.before.choices, options=options)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
     intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
     rows_stored = 0
     with errors_about(path), readable(path):
+        key = _key(rules, options)
+        faults = intake.resumed(key, options)
+        is_settled = getattr(importer, "is_settled", lambda _: True)(path)
         for batch in intake.batches(importer.read(path, faults), faults, progress):
             rows_stored += sum(appender.append(batch).rows.values())
         if progress:
             progress(faults.read_bytes)
-        note = None if known is None else intake.note(faults, fingerprint)
+        note = None if known is None else intake.note(faults, key, is_settled=is_settled)
     if (intake.records or intake.facts) and (rows_stored or note is None or note != source.before):
         appender.append(intake.dimensions(note, [*faults.unkept]))
     return _report(intake, faults, rows_stored)
@@ -288,17 +294,9 @@ def source_of(
         return branch_of(source, known, importer.read(path, Faults()), stored)
 
 
-def _fingerprint(path: Path, importer: Importer) -> str | None:
-    with readable(path):
-        if not getattr(importer, "is_settled", lambda _: True)(path):
-            return None
-    return fingerprint_of(path)
-
-
-def _is_unchanged(path: Path, importer: Importer, fingerprint: str | None, before: KnownImport) -> bool:
-    if fingerprint is None or fingerprint != before.fingerprint:
-        return False
-    return before.kind == importer.name and before.path == stored_path(path)
+def _key(rules: Sequence[AnomalyRule], options: Options) -> str:
+    """Return a text that changes with the release, the rules and the patterns, with which a state is valid only."""
+    return hashlib.sha256(repr((__version__, list(rules), options.pattern)).encode()).hexdigest()[:32]
 
 
 @dataclasses.dataclass
@@ -329,6 +327,35 @@ class _Intake:
         self._numberings: dict[str, Numbering] = {}
         self._touched: dict[str, Numbering] = {}
         self._waiting: dict[str, list[pa.Table]] = defaultdict(list)
+        self._checkpoint: Checkpoint | None = None
+        self._state: list[Any] | None = None  # at the checkpoint
+
+    def resumed(self, key: str, options: Options) -> Faults:
+        """Continue behind the last import of the log, and return its faults; return new faults without its state."""
+        before, behind = self.source.before, self.source.behind
+        faults = Faults(choices=None if before is None else before.choices, options=options)
+        if before is None or before.state is None:
+            return faults
+        state = before.state
+        is_whole = behind is not None or (state["is_final"] and self.path.stat().st_size >= before.marks[-1][0])
+        try:
+            parts = decoded(state["objects"]) if is_whole and state["key"] == key else None
+        except ValueError:
+            parts = None
+        if parts is not None:
+            reader, faults, self.extents, self.evaluator, self._numberings = parts
+            faults.reader, faults.options = reader, options
+            faults.read_bytes, faults.lines = behind or (state["offset"], state["lines"])
+        elif behind is not None:
+            raise IngestError(
+                "the log has lost its beginning since its last import, which had other rules or another release: "
+                "import it as another run with --run"
+            )
+        return faults
+
+    def _save(self, checkpoint: Checkpoint, faults: Faults) -> None:
+        parts = (checkpoint.reader, faults, self.extents, self.evaluator, self._numberings)
+        self._checkpoint, self._state = checkpoint, encoded(parts)
 
     @property
     def records(self) -> int:
@@ -339,6 +366,9 @@ class _Intake:
         """Yield the imported rows and their anomaly events in batches of about 500,000 rows."""
         rows = 0
         for item in _grouped(imported):
+            if isinstance(item, Checkpoint):
+                self._save(item, faults)
+                continue
             if isinstance(item, ImportedRun):
                 named = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
                 named["config"] = redacted_json(item.config)  # logs repeat command lines and settings with secrets
@@ -355,8 +385,18 @@ class _Intake:
         if self._numberings:
             yield self._batch()
 
-    def note(self, faults: Faults, fingerprint: str | None) -> KnownImport:
+    def note(self, faults: Faults, key: str, *, is_settled: bool) -> KnownImport:
         """Return the facts about this import that the import event stores for the next import of the same log."""
+        place, state = self._checkpoint, None
+        if place is not None and self._state is not None:
+            state = {
+                "key": key,
+                "offset": place.offset,
+                "lines": place.lines,
+                "is_final": place.is_final,
+                "tails": [list(pair) for pair in tails(self.path, place.offset)],
+                "objects": self._state,
+            }
         return KnownImport(
             incarnation=self.source.incarnation,
             path=stored_path(self.path),
@@ -367,9 +407,10 @@ class _Intake:
             attempt=self.attempt or 0,
             ends=self.extents.ends,
             imported_from=self.imported_from,
-            fingerprint=fingerprint,
+            is_settled=is_settled,
             begins_at=self.source.begins_at,
             choices=faults.choices,
+            state=state,
         )
 
     def dimensions(self, note: KnownImport | None, unkept: Sequence[str]) -> Batch:
@@ -472,8 +513,10 @@ class _Intake:
         )
 
 
-def _grouped(imported: Iterator[Imported]) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun]:
-    """Yield consecutive single records of one source as one list, and yield blocks of records and facts unchanged."""
+def _grouped(
+    imported: Iterator[Imported],
+) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun | Checkpoint]:
+    """Yield consecutive single records of one source as one list, and yield all other items unchanged."""
     waiting: list[ImportedRecord] = []
     rows = 0
     for item in imported:

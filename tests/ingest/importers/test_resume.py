@@ -1,0 +1,153 @@
+"""A log that grows: the next import reads only the new bytes, and the store has the rows of one import."""
+
+import json
+import math
+import random
+
+import pytest
+from tests.ingest.importers.conftest import logs_in
+
+from rankscope_ingest.importers import find_importer
+from rankscope_ingest.importers.common import resume
+
+ROWS = 2_300  # the decision about a log is final after 2,000 rows
+TABLES = {
+    "scalars": "* EXCLUDE (ordinal) FROM scalars",
+    "events": "* EXCLUDE (ordinal) FROM events WHERE type <> 'import'",
+    "attempts": "* EXCLUDE (ts, ordinal) FROM attempts",
+    "runs": "* EXCLUDE (ts, ordinal) FROM runs",
+}
+
+
+def numbers(seed):
+    """Return steps with a restart, and values with a spike, a NaN and slow steps."""
+    noise = random.Random(seed)
+    for place in range(ROWS):
+        step = place if place < 1_500 else place - 200
+        loss = math.nan if place == 1_900 else 9.0 if place == 2_100 else 2 + noise.random() / 9
+        yield place, step, loss, 1.0 if 2_150 < place < 2_175 else 0.1 + noise.random() / 99
+
+
+def text_line(place, step, loss, seconds):
+    extra = {
+        400: "Saving checkpoint to /a/b\n",
+        1_499: "RuntimeError: CUDA error: device-side assert triggered\n",
+        2_200: "step 2000 | val_loss 2.5\n",
+    }.get(place, "")
+    heading = f"Epoch {place // 1000}\n" if place % 1000 == 0 else ""
+    moment = f"2026-01-17 10:{place // 60 % 60:02d}:{place % 60:02d}"
+    return f"{heading}{moment} step {step} | loss {loss:.4f} | time {seconds:.3f}s\n{extra}"
+
+
+def json_line(place, step, loss, seconds):
+    row = {"step": step, "loss": loss, "step_time": seconds, "epoch": place / 1000}
+    return json.dumps(row) + "\n" + ('{"step": 2000, "eval_loss": 2.5}\n' if place == 2_200 else "")
+
+
+def csv_line(place, step, loss, seconds):
+    return ("step,loss,step_seconds\n" if not place else "") + f"{step},{loss:.4f},{seconds:.3f}\n"
+
+
+LINES = {"textlog": text_line, "jsonl": json_line, "columns": csv_line}
+
+
+def stored(logs):
+    """Return all rows of the store by table, without the columns that depend on the time of the import."""
+    return {name: sorted(map(repr, logs.query(f"SELECT {source}"))) for name, source in TABLES.items()}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", LINES)
+def test_pieces_of_a_log_are_the_rows_of_the_whole_log(tmp_path_factory, kind, seed):
+    noise = random.Random(seed)
+    cuts = [noise.uniform(0.1, 0.8), *sorted(noise.uniform(0.87, 1) for _ in range(4))]
+    content = "".join(LINES[kind](*row) for row in numbers(seed)).encode()
+    sizes = [int(cut * len(content)) for cut in cuts]
+    pieces, whole = (tmp_path_factory.mktemp(name) for name in ("pieces", "whole"))
+    with logs_in(pieces) as logs:
+        for size in [*sizes, len(content)]:
+            report = logs.import_again(logs.write("train.log", content[:size]))
+        found = stored(logs)
+    with logs_in(whole) as logs:
+        expected_report = logs.import_again(logs.write("train.log", content))
+        expected = stored(logs)
+
+    assert expected == found
+    assert (expected_report.records, kind) == (report.records, report.source_kind)
+
+
+def test_grown_log_is_read_from_its_last_line(logs, monkeypatch):
+    log = logs.write("train.log", "".join(text_line(*row) for row in numbers(1)))
+    logs.import_again(log)
+    read = find_importer(log).read
+    begins = []
+
+    class Reads:
+        name = "textlog"
+
+        def read(self, path, faults):
+            begins.append(faults.read_bytes)
+            yield from read(path, faults)
+
+    size = log.stat().st_size
+    with log.open("a") as file:
+        file.write("2026-01-17 12:00:00 step 2101 | loss 2.0000 | time 0.100s\n")
+
+    assert (3, ROWS + 4) == ((report := logs.import_again(log, importer=Reads())).rows_stored, report.records)
+    assert [size] == begins
+
+
+@pytest.mark.parametrize("rows", [100, ROWS])
+@pytest.mark.parametrize("name", ["train.log", "train-2.log"])
+def test_log_that_lost_its_beginning_is_continued(logs, rows, name):
+    lines = [text_line(*row) for row in numbers(1)][:rows]
+    more = "2026-01-17 12:00:00 step 9000 | loss 2.0000 | time 0.100s\n"
+    first = logs.import_again(logs.write("train.log", "".join(lines)))
+    report = logs.import_again(logs.write(name, "".join([*lines[-40:], more])))
+    again = logs.import_again(logs.write(name, "".join([*lines[-40:], more, more.replace("9000", "9001")])))
+
+    assert (3, first.records + 1, True) == (report.rows_stored, report.records, report.is_known)
+    assert 3 == again.rows_stored
+    assert 1 == logs.value("SELECT count(DISTINCT incarnation) FROM scalars")
+
+
+def test_copy_of_a_log_is_the_same_log(logs):
+    content = "".join(text_line(*row) for row in numbers(1))
+    logs.import_again(logs.write("train.log", content))
+    copied = logs.import_again(logs.write("copy/of.log", content))
+    grown = logs.import_again(logs.write("other/copy.log", content + text_line(0, 9000, 1.0, 0.1)))
+
+    assert (True, 0, ROWS + 3) == (copied.is_known, copied.rows_stored, copied.records)
+    assert 3 == grown.rows_stored
+
+
+def test_state_of_other_rules_is_not_used(logs):
+    """The complete log is read again, and no row is stored twice."""
+    log = logs.write("train.log", "".join(text_line(*row) for row in numbers(1)))
+    logs.import_again(log)
+    log.write_text(log.read_text() + "2026-01-17 12:00:00 step 2101 | loss 2.0000 | time 0.100s\n")
+    report = logs.import_again(log, rules=())
+
+    assert (3, 3 * ROWS + 6) == (report.rows_stored, logs.value("SELECT count(*) FROM scalars"))
+
+
+@pytest.mark.parametrize("value", [{"a": [1, (2.5, None)]}, {1: {"x"}, None: math.inf}, [[], {}]])
+def test_state_is_restored(value):
+    assert value == resume.decoded(json.loads(json.dumps(resume.encoded(value))))
+
+
+def test_state_keeps_the_identity_of_objects():
+    shared = ["a"]
+    first, second = resume.decoded(resume.encoded((shared, shared)))
+
+    assert first is second
+
+
+@pytest.mark.parametrize("table", [[], [["os:system", "x", 1]], [["builtins:eval"]], [["rankscope_none:X"]], "x"])
+def test_state_of_other_classes_is_refused(table):
+    with pytest.raises(ValueError, match=r"class|invalid"):
+        resume.decoded(table)
+
+
+def test_secret_in_a_state_is_masked():
+    assert "correct-horse" not in json.dumps(resume.encoded(["train.py --password=correct-horse"]))
