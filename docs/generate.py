@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
@@ -240,6 +240,8 @@ def _parameter(name: str, hint: Any, default: Any) -> tuple[str, str]:
         spelling = ", ".join(f"`{item}`" for item in dict.fromkeys((first, *(info.param_decls or ()))))
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         words.append(f"one of {', '.join(str(item.value) for item in kind)}")
+    elif get_origin(kind) is Literal:
+        words.append(f"one of {', '.join(get_args(kind))}")
     if default is inspect.Parameter.empty:
         words.append("required")
     elif default is not None and not isinstance(default, bool):

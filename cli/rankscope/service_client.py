@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.errors import command_errors
 from rankscope_contract.wire.tls import WebConfigError, client_context, explain_to_client
 
 if TYPE_CHECKING:
@@ -39,11 +39,8 @@ class ClientTls:
 
     def context(self) -> ssl.SSLContext:
         """Return the SSL context for connections of the client. Raises WebConfigError if a file cannot be used."""
-        return client_context(*(None if name is None else Path(name) for name in self._files))
-
-    @property
-    def _files(self) -> tuple[str | None, ...]:
-        return self.ca_file, self.cert_file, self.key_file
+        files = (self.ca_file, self.cert_file, self.key_file)
+        return client_context(*(None if name is None else Path(name) for name in files))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,43 +59,23 @@ class Response:
             return None
 
 
-def get(
-    url: str, *, token: str | None = None, timeout_seconds: float = TIMEOUT_SECONDS, client_tls: ClientTls | None = None
-) -> Response:
-    """Send GET `url` and return the response, whatever its status.
-
-    Raises UnreachableError if no response was received.
-    """
-    return _request("GET", url, None, token=token, timeout_seconds=timeout_seconds, client_tls=client_tls)
-
-
-def post(
+def request(
     url: str,
-    document: Any,
+    document: Any = None,
     *,
     token: str | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     client_tls: ClientTls | None = None,
 ) -> Response:
-    """Send POST `url` with `document` as JSON, and return the response, whatever its status.
+    """Send GET `url`, or POST with `document` as JSON, and return the response, whatever its status.
 
     Raises UnreachableError if no response was received.
     """
-    body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
-    return _request("POST", url, body, token=token, timeout_seconds=timeout_seconds, client_tls=client_tls)
-
-
-def _request(
-    method: str,
-    url: str,
-    body: bytes | None,
-    *,
-    token: str | None,
-    timeout_seconds: float,
-    client_tls: ClientTls | None,
-) -> Response:
     headers = {"Connection": "close"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
-    headers |= {} if body is None else {"Content-Type": "application/json"}
+    body = None
+    if document is not None:
+        body = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
+        headers["Content-Type"] = "application/json"
     connection: http.client.HTTPConnection | None = None
     try:
         parts = urlsplit(url)
@@ -106,7 +83,7 @@ def _request(
             parts.scheme, parts.hostname or "", parts.port, timeout_seconds, client_tls or ClientTls()
         )
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request(method, path, body=body, headers=headers)
+        connection.request("GET" if body is None else "POST", path, body=body, headers=headers)
         response = connection.getresponse()
         return Response(
             response.status, response.read(MAX_BYTES), {name.lower(): v for name, v in response.getheaders()}
@@ -175,11 +152,9 @@ def load_settings(
         "service.listen": listen,
         "notify.urls": tuple(notify) if notify else None,
     }
-    try:
-        overrides = {key: value for key, value in given.items() if value is not None}
+    overrides = {key: value for key, value in given.items() if value is not None}
+    with command_errors(usage=(ConfigError,)):
         return load_config(config, overrides, environment=os.environ)
-    except ConfigError as error:
-        raise CommandError(str(error), code=USAGE) from error
 
 
 def service_tls(settings: ServiceConfig) -> ClientTls | None:
@@ -203,6 +178,15 @@ def environment_tls() -> ClientTls:
     """Return the TLS settings in RANKSCOPE_CA_FILE, RANKSCOPE_CERT_FILE and RANKSCOPE_KEY_FILE, which ranks use too."""
     ca, cert, key = (os.environ.get(f"RANKSCOPE_{name}_FILE") or None for name in ("CA", "CERT", "KEY"))
     return ClientTls(ca_file=ca, cert_file=cert, key_file=key)
+
+
+def environment_token() -> str | None:
+    """Return the token in RANKSCOPE_TOKEN, or in the file RANKSCOPE_TOKEN_FILE. Raises CommandError."""
+    from rankscope_ingest.base.config_file import token_of
+    from rankscope_ingest.base.errors import ConfigError
+
+    with command_errors(usage=(ConfigError,)):
+        return token_of(os.environ)
 
 
 def service_address(settings: ServiceConfig) -> str | None:

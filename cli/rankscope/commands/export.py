@@ -17,7 +17,7 @@ from rankscope_contract.wire.escaping import file_name
 
 if TYPE_CHECKING:
     from rankscope_storage.connection import Connection
-    from rankscope_storage.formats import ExportFormat, ExportOptions, ExportReport
+    from rankscope_storage.formats import ExportFormat, ExportReport
 
 
 Target = Annotated[
@@ -84,14 +84,15 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
+    from rankscope_storage.formats import ExportOptions
+
     exporter = _exporter(form, output)
     with open_store(store) as connection:
         name = resolve_run(connection, run)
-        options = _options(
-            connection,
-            name,
-            time_start=time_start,
-            time_end=time_end,
+        start, end = _times(connection, name, time_start, time_end)
+        options = ExportOptions(
+            time_start=start,
+            time_end=end,
             steps=step_range(steps),
             ranks=_ranks(ranks),
             attempt=attempt,
@@ -122,17 +123,13 @@ def _exporter(name: str, output: Path | None) -> ExportFormat:
     return known[name]
 
 
-def _options(
-    connection: Connection, run: str, *, time_start: str | None, time_end: str | None, **others: object
-) -> ExportOptions:
+def _times(connection: Connection, run: str, *texts: str | None) -> list[dt.datetime | None]:
     from rankscope_storage.base.errors import ExportError
-    from rankscope_storage.formats import ExportOptions
     from rankscope_storage.formats.common.base import parse_time
 
     with command_errors(usage=(ExportError,)):
         near = _began(connection, run)
-        start, end = (None if text is None else parse_time(text, near) for text in (time_start, time_end))
-        return ExportOptions(time_start=start, time_end=end, **others)  # type: ignore[arg-type]  # the caller names each option
+        return [None if text is None else parse_time(text, near) for text in texts]
 
 
 def _began(connection: Connection, run: str) -> dt.datetime:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,14 +18,8 @@ if TYPE_CHECKING:
     from rankscope_ingest.notify.notifiers import Notifier
 
 
-class Action(enum.StrEnum):
-    """Subcommands of `rankscope notify`."""
-
-    TEST = "test"
-
-
 def notify(
-    action: Annotated[Action, typer.Argument(help="test.")],  # noqa: ARG001 - the only action
+    action: Annotated[Literal["test"], typer.Argument(help="test.")],  # noqa: ARG001 - the only action
     config: Annotated[
         Path | None, typer.Argument(help="Configuration file of the service.", show_default=False)
     ] = None,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -21,16 +20,7 @@ if TYPE_CHECKING:
     from rankscope_view.data.grid import Grid
 
 
-class FigureKind(enum.StrEnum):
-    """Figures of one run."""
-
-    OVERVIEW = "overview"
-    SPEED = "speed"
-    GPU = "gpu"
-    TENSORS = "tensors"
-    UPDATES = "updates"
-    RANKS = "ranks"
-    HISTOGRAMS = "histograms"
+FigureKind = Literal["overview", "speed", "gpu", "tensors", "updates", "ranks", "histograms"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +68,7 @@ def plot(
     checkpoint: Checkpoint = None,
     outputs: Outputs = None,
     latest: Latest = False,
-    kind: Kind = FigureKind.OVERVIEW,
+    kind: Kind = "overview",
     scalar: Scalar = None,
     output: FigureFile = None,
     dpi: Dpi = 300,
@@ -151,10 +141,10 @@ def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
 
     detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     axis, average = Axis(options.axis), Smoothing(options.smoothing)
-    if kind is FigureKind.OVERVIEW:
+    if kind == "overview":
         return overview(detail, axis=axis, smoothing=average, is_cut=options.is_cut)
     speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)
-    if kind is FigureKind.SPEED:
+    if kind == "speed":
         return loss_and_throughput(detail, speed.throughput, axis=axis, smoothing=average, is_cut=options.is_cut)
     return gpu_boxes(chosen.run, read_utilization(chosen.connection, chosen.run, speed))
 
@@ -217,9 +207,9 @@ def _histogram_map(chosen: OpenRun, tensors: _Options) -> tuple[Grid, str, str]:
 
 
 _MAPS: Final[Mapping[FigureKind, Callable[[OpenRun, _Options], tuple[Grid, str, str]]]] = {
-    FigureKind.TENSORS: _tensor_map,
-    FigureKind.HISTOGRAMS: _histogram_map,
-    FigureKind.UPDATES: _update_map,
-    FigureKind.RANKS: _rank_map,
+    "tensors": _tensor_map,
+    "histograms": _histogram_map,
+    "updates": _update_map,
+    "ranks": _rank_map,
 }
 """Grid, title and unit of each heat map."""

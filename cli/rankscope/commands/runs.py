@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -22,28 +21,16 @@ if TYPE_CHECKING:
     from rankscope_storage.runs.tags import TagsAndNote, TagsEdit
 
 
-class Action(enum.StrEnum):
-    """Subcommands of `rankscope runs`."""
-
-    LIST = "list"
-    SHOW = "show"
-    TAG = "tag"
-    UNTAG = "untag"
-    NOTE = "note"
-    RM = "rm"
-    RENAME = "rename"
-    MERGE = "merge"
-
-
-_NAMES: Final = {
-    Action.LIST: "",
-    Action.SHOW: "RUN",
-    Action.TAG: "RUN KEY=VALUE…",
-    Action.UNTAG: "RUN KEY…",
-    Action.NOTE: "RUN TEXT",
-    Action.RM: "RUN",
-    Action.RENAME: "RUN NAME",
-    Action.MERGE: "RUN INTO",
+Action = Literal["list", "show", "tag", "untag", "note", "rm", "rename", "merge"]
+_NAMES: Final[Mapping[Action, str]] = {
+    "list": "",
+    "show": "RUN",
+    "tag": "RUN KEY=VALUE…",
+    "untag": "RUN KEY…",
+    "note": "RUN TEXT",
+    "rm": "RUN",
+    "rename": "RUN NAME",
+    "merge": "RUN INTO",
 }
 Names = Annotated[
     list[str] | None,
@@ -51,11 +38,11 @@ Names = Annotated[
         help="show, rm: RUN; tag: RUN KEY=VALUE…; untag: RUN KEY…; note: RUN TEXT; rename: RUN NAME; merge: RUN INTO."
     ),
 ]
-_LABELS: Final = (Action.TAG, Action.UNTAG, Action.NOTE)
+_LABELS: Final = ("tag", "untag", "note")
 
 
 def runs(
-    action: Annotated[Action, typer.Argument(help="list, show, tag, untag, note, rm, rename or merge.")] = Action.LIST,
+    action: Annotated[Action, typer.Argument(help="list, show, tag, untag, note, rm, rename or merge.")] = "list",
     names: Names = None,
     store: Store = Path("history"),
     tag: Annotated[
@@ -105,25 +92,25 @@ def _run_action(
     *,
     yes: bool,
 ) -> None:
-    if tag and action is not Action.LIST:
+    if tag and action != "list":
         raise CommandError(
             f"--tag filters the list of runs: write rankscope runs {action} {_NAMES[action]}",
             code=USAGE,
         )
-    if action is Action.LIST and not given:
+    if action == "list" and not given:
         _list(store, tag, form, output)
         return
     if not _fits(action, len(given)):
         raise CommandError(f"write: rankscope runs {action} {_NAMES[action]}".rstrip(), code=USAGE)
     with open_store(store) as connection:
         run = resolve_run(connection, given[0])
-    if action is Action.SHOW:
+    if action == "show":
         _show(store, run, form, output)
     elif action in _LABELS:
         _print_labels(_relabelled(store.absolute(), run, _wanted(action, given[1:])))
-    elif action is not Action.RM or yes or typer.confirm(f"Remove all rows of {run!r} from {store}?"):
+    elif action != "rm" or yes or typer.confirm(f"Remove all rows of {run!r} from {store}?"):
         report = _change(action, store.absolute(), run, given[-1])
-        freed = f"; {report.bytes_freed:,} bytes will be freed by maintenance" if action is Action.RM else ""
+        freed = f"; {report.bytes_freed:,} bytes will be freed by maintenance" if action == "rm" else ""
         print(f"{report.rows:,} rows in {report.files_removed} files{freed}")
     else:
         raise typer.Exit(1)
@@ -190,9 +177,9 @@ def _show(store: Path, run: str, form: Format, output: Path) -> None:
 def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
     from rankscope_storage.runs import tags
 
-    if action is Action.NOTE:
+    if action == "note":
         return tags.set_note(given[0])
-    if action is Action.UNTAG:
+    if action == "untag":
         return tags.remove_tags(given)
     pairs = [text.partition("=") for text in given]
     for text, (_, equals, _) in zip(given, pairs, strict=True):
@@ -219,7 +206,7 @@ def _change(action: Action, root: Path, run: str, other: str) -> RewriteReport:
     from rankscope_storage.runs import edit as care
 
     with store_errors():
-        if action is Action.RM:
+        if action == "rm":
             return care.remove(root, run, sync_to_disk)
-        change = care.rename if action is Action.RENAME else care.merge
+        change = care.rename if action == "rename" else care.merge
         return change(root, run, other, sync_to_disk)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
 from rankscope.errors import USAGE, CommandError
 
+T = TypeVar("T")
 TIMEOUT_SECONDS: Final = 60.0
 """Timeout of the request in seconds.
 
@@ -58,59 +57,38 @@ def stacks(
 
 
 def _fetch_stacks(service: str, run: str, ranks: list[int] | None) -> dict[str, Any]:
-    from rankscope.service_client import UnreachableError, environment_tls, post
     from rankscope_contract.wire.channel import RUN_STACKS_PATH
 
-    try:
-        response = post(
-            service + RUN_STACKS_PATH,
-            {"run": run, "ranks": ranks},
-            token=_token(),
-            timeout_seconds=TIMEOUT_SECONDS,
-            client_tls=environment_tls(),
-        )
-    except UnreachableError as error:
-        raise CommandError(f"{error}: name the service with --service or RANKSCOPE_INGEST_URL") from error
-    document = response.json()
-    if response.status != 200 or not isinstance(document, dict):
-        text = response.body.decode("utf-8", "replace").strip() or f"status {response.status}"
-        raise CommandError(f"{service}: {_with_token_hint(response.status, text)}")
+    document = _answer(service, RUN_STACKS_PATH, dict, {"run": run, "ranks": ranks})
     if not document.get("ranks"):
         raise CommandError(f"run {run!r} has no live rank{' among those selected' if ranks else ''}")
     return document
 
 
 def _only_run(service: str) -> str:
-    from rankscope.service_client import UnreachableError, environment_tls, get
     from rankscope_contract.wire.channel import RUNS_PATH
 
-    try:
-        response = get(service + RUNS_PATH, token=_token(), client_tls=environment_tls())
-    except UnreachableError as error:
-        raise CommandError(f"{error}: name the service with --service or RANKSCOPE_INGEST_URL") from error
-    runs = response.json()
-    if response.status != 200 or not isinstance(runs, list):
-        raise CommandError(f"{service}: {_with_token_hint(response.status, f'status {response.status}')}")
-    alive = [entry["run"] for entry in runs if entry.get("ranks_alive")]
+    alive = [str(entry["run"]) for entry in _answer(service, RUNS_PATH, list) if entry.get("ranks_alive")]
     if len(alive) == 1:
-        return str(alive[0])
+        return alive[0]
     raise CommandError(
         f"there is not exactly one live run at {service}: name the run. Live runs: {', '.join(alive) or 'none'}",
         code=USAGE,
     )
 
 
-def _with_token_hint(status: int, text: str) -> str:
-    return f"{text} (RANKSCOPE_TOKEN is {'set' if _token() else 'not set'} here)" if status == 401 else text
+def _answer(service: str, path: str, kind: type[T], document: object = None) -> T:
+    """Return the answer of the service, which is JSON of the type `kind`. Raises CommandError."""
+    from rankscope.service_client import UnreachableError, environment_tls, environment_token, request
 
-
-def _token() -> str | None:
-    path = os.environ.get("RANKSCOPE_TOKEN_FILE")
-    if os.environ.get("RANKSCOPE_TOKEN") or not path:
-        return os.environ.get("RANKSCOPE_TOKEN") or None
+    token, tls = environment_token(), environment_tls()
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise CommandError(
-            f"cannot read {path}, the file in RANKSCOPE_TOKEN_FILE: {error.strerror or error}", code=USAGE
-        ) from error
+        response = request(service + path, document, token=token, timeout_seconds=TIMEOUT_SECONDS, client_tls=tls)
+    except UnreachableError as error:
+        raise CommandError(f"{error}: name the service with --service or RANKSCOPE_INGEST_URL") from error
+    answer = response.json()
+    if response.status == 200 and isinstance(answer, kind):
+        return answer
+    text = response.body.decode("utf-8", "replace").strip() or f"status {response.status}"
+    hint = f" (RANKSCOPE_TOKEN is {'set' if token else 'not set'} here)" if response.status == 401 else ""
+    raise CommandError(f"{service}: {text}{hint}")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-import enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -28,25 +27,8 @@ _SHOWN_ERRORS: Final = 3
 """Largest number of errors of merges in one message. On a full disk, all merges fail."""
 
 
-class Action(enum.StrEnum):
-    """Subcommands of `rankscope store`."""
-
-    CHECK = "check"
-    STATS = "stats"
-    COMPACT = "compact"
-    RETAIN = "retain"
-    REPAIR = "repair"
-
-
-class By(enum.StrEnum):
-    """Column by which `rankscope store stats` groups its rows."""
-
-    DATASET = "dataset"
-    PART = "part"
-    RUN = "run"
-    TIER = "tier"
-
-
+Action = Literal["check", "stats", "compact", "retain", "repair"]
+By = Literal["dataset", "part", "run", "tier"]
 Days = Annotated[
     float | None, typer.Option(min=0, help="retain: days to keep raw tensor statistics.", show_default=False)
 ]
@@ -73,7 +55,7 @@ def store(
     scalars_days: ScalarsDays = None,
     samples_days: SamplesDays = None,
     rollup_days: RollupDays = None,
-    by: Annotated[By, typer.Option(help="stats: column by which the rows are grouped.")] = By.DATASET,
+    by: Annotated[By, typer.Option(help="stats: column by which the rows are grouped.")] = "dataset",
     form: OutputFormat = Format.TABLE,
     output: Output = STANDARD_OUTPUT,
 ) -> None:
@@ -100,13 +82,13 @@ def store(
     """
     root = store.absolute()
     with store_errors():
-        if action is Action.CHECK:
+        if action == "check":
             _check(root, deep=deep)
-        elif action is Action.STATS:
+        elif action == "stats":
             _stats(root, by, form, output)
-        elif action is Action.COMPACT:
+        elif action == "compact":
             _compact(root, rewrite=rewrite)
-        elif action is Action.RETAIN:
+        elif action == "retain":
             _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
         else:
             _repair(root, deep=deep, dry_run=dry_run, force=force)

@@ -39,7 +39,7 @@ def up(
         typer.Option(
             help="fixed: default ports (another port if one is in use); free: ports of the last start, or free ports."
         ),
-    ] = PortChoice.FIXED,
+    ] = "fixed",
     state: Annotated[Path | None, typer.Option(help="State folder. Default: rankscope-live next to the store.")] = None,
     scrape: Annotated[float, typer.Option(min=0.5, max=60, help="Scrape interval of Prometheus in seconds.")] = 5.0,
     retention: Annotated[str, typer.Option(help="Retention time of Prometheus.")] = "15d",
@@ -68,9 +68,9 @@ def up(
 
     rankscope up --print-config
     """
-    from rankscope.up.plan import CommandLine, make_plan
+    from rankscope.up.plan import make_plan
 
-    command_line = CommandLine(
+    plan = make_plan(
         config=config,
         store=store,
         listen=listen,
@@ -82,7 +82,6 @@ def up(
         with_prometheus=not without_prometheus,
         with_alertmanager=not (without_prometheus or without_alertmanager),
     )
-    plan = make_plan(command_line)
     if print_config:
         _print(plan)
         return

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.service_client import ClientTls, Response, get
+from rankscope.service_client import ClientTls, Response, request
 from rankscope.up.machine import Executable, Listener, executable_version, listeners
 
 
@@ -47,7 +47,7 @@ class Environment:
 
     def get(self, url: str, token: str | None = None) -> Response:
         """Send GET `url` and return the response. Raises UnreachableError if no response was received."""
-        return get(url, token=token, client_tls=self._trust)
+        return request(url, token=token, client_tls=self._trust)
 
     def free_bytes(self, path: Path) -> int:
         """Return the number of free bytes, measured at the nearest parent folder of `path` that exists."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankscope.output.rows import printable
-from rankscope.service_client import ClientTls, UnreachableError, get
+from rankscope.service_client import ClientTls, UnreachableError, request
 from rankscope.terminal import masked
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import RUNS_PATH
@@ -58,7 +58,7 @@ def fetch_runs(
 ) -> list[RunProgress] | None:
     """Return the progress of all runs of the service; None if the service does not return a list."""
     try:
-        response = get(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, client_tls=client_tls)
+        response = request(service_url + RUNS_PATH, token=token, timeout_seconds=TIMEOUT_SECONDS, client_tls=client_tls)
     except UnreachableError:
         return None
     document = response.json() if response.status == 200 else None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.errors import USAGE, CommandError, command_errors
 from rankscope.options import output_file
 from rankscope.output.summary_text import lines_of
-from rankscope.service_client import UnreachableError, environment_tls, get
+from rankscope.service_client import UnreachableError, environment_tls, environment_token, request
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.escaping import path_segment
 
@@ -63,11 +62,9 @@ def fetch_report(url: str, run: str) -> ReportFile:
     dots = run in {".", ".."}  # a segment of this name would be removed from the address
     segment, query = ("-", f"?run={run}") if dots else (path_segment(run), "")
     address = f"{url.rstrip('/')}/runs/{segment}/report{query}"
-    token = os.environ.get("RANKSCOPE_TOKEN") or None
-    try:
-        answer = get(address, token=token, timeout_seconds=SERVICE_SECONDS, client_tls=environment_tls())
-    except UnreachableError as error:
-        raise CommandError(str(error)) from error
+    token, tls = environment_token(), environment_tls()
+    with command_errors(UnreachableError):
+        answer = request(address, token=token, timeout_seconds=SERVICE_SECONDS, client_tls=tls)
     if answer.status == 404:
         raise CommandError(f"the service at {url} has no run {run!r}", code=USAGE)
     if answer.status != 200:

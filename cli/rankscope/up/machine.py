@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import re
 import shutil
 import socket
@@ -11,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from rankscope.errors import CommandError
 
@@ -20,11 +19,8 @@ PROC: Final = Path("/proc")
 _LISTENING: Final = "0A"
 
 
-class PortChoice(enum.StrEnum):
-    """The two ways in which `rankscope up` selects ports: default ports or free ports."""
-
-    FIXED = "fixed"
-    FREE = "free"
+PortChoice = Literal["fixed", "free"]
+"""Ways in which `rankscope up` selects ports: default ports or free ports."""
 
 
 def choose(
@@ -37,14 +33,14 @@ def choose(
 ) -> tuple[dict[str, int], list[str]]:
     """Return the port of each program in `names`, and a line for each program that could not get its preferred port.
 
-    With PortChoice.FIXED, the preferred port is the default port, and the second choice is the port of the previous
+    With `fixed`, the preferred port is the default port, and the second choice is the port of the previous
     start, because running trainings still use this address of the service. Otherwise the preferred port is that of the
     previous start. If no such port is free, any free port is chosen.
     """
     chosen: dict[str, int] = {}
     notes = []
     for name in names:
-        usual = DEFAULT_PORTS[name] if ports is PortChoice.FIXED else None
+        usual = DEFAULT_PORTS[name] if ports == "fixed" else None
         wanted = usual or previous.get(name)
         if wanted is not None and wanted not in chosen.values() and is_free(wanted):
             chosen[name] = wanted

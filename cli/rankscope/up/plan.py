@@ -108,22 +108,6 @@ _HIDDEN: Final = "<secret>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine:
-    """Values of the command-line options of `rankscope up`."""
-
-    config: Path | None = None
-    store: Path | None = None
-    listen: str | None = None
-    notify: tuple[str, ...] = ()
-    ports: PortChoice = PortChoice.FIXED
-    state: Path | None = None
-    scrape_seconds: float = 5.0
-    retention: str = "15d"
-    with_prometheus: bool = True
-    with_alertmanager: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
     """The start plan: all programs and configuration files of `rankscope up`.
 
@@ -175,17 +159,29 @@ class StartPlan:
         self.folder.save_notes({"ports": dict(self.options.ports), "urls": addresses})
 
 
-def make_plan(command_line: CommandLine) -> StartPlan:
+def make_plan(
+    *,
+    config: Path | None = None,
+    store: Path | None = None,
+    listen: str | None = None,
+    notify: Sequence[str] = (),
+    ports: PortChoice = "fixed",
+    state: Path | None = None,
+    scrape_seconds: float = 5.0,
+    retention: str = "15d",
+    with_prometheus: bool = True,
+    with_alertmanager: bool = True,
+) -> StartPlan:
     """Return the start plan for the options of `rankscope up`.
 
     Raises CommandError if an option cannot be satisfied; the message names the remedy.
     """
-    _check_retention(command_line.retention)
-    settings = load_settings(command_line.config, command_line.store, command_line.listen, None)
-    folder = StateDir(command_line.state) if command_line.state else StateDir.next_to(settings.store.path)
+    _check_retention(retention)
+    settings = load_settings(config, store, listen, None)
+    folder = StateDir(state) if state else StateDir.next_to(settings.store.path)
     mode, urls = settings.notify.mode, [url.get_secret_value() for url in settings.notify.urls]
-    addresses = [*(urls if mode == "alertmanager" else ()), *command_line.notify]
-    made, others = receivers(addresses) if command_line.with_alertmanager else ([], addresses)
+    addresses = [*(urls if mode == "alertmanager" else ()), *notify]
+    made, others = receivers(addresses) if with_alertmanager else ([], addresses)
     if others and mode != "embedded":
         raise CommandError(
             f'{len(others)} addresses are for the service, but [notify] mode is "{mode}": set mode = "embedded", or '
@@ -193,21 +189,22 @@ def make_plan(command_line: CommandLine) -> StartPlan:
             code=USAGE,
         )
     notified = [*(urls if mode == "embedded" else ()), *others]
-    wanted = {PROMETHEUS: "--without-prometheus"} if command_line.with_prometheus else {}
-    executables = find_required(
-        wanted | ({ALERTMANAGER: "--without-alertmanager"} if command_line.with_alertmanager else {})
-    )
-    chosen, notes = _ports(command_line, settings, folder)
+    wanted = {PROMETHEUS: "--without-prometheus"} if with_prometheus else {}
+    executables = find_required(wanted | ({ALERTMANAGER: "--without-alertmanager"} if with_alertmanager else {}))
+    # The listen address of an option or of the file is kept.
+    is_explicit = listen is not None or config is not None
+    names = [one for one, path in (("prometheus", with_prometheus), ("alertmanager", with_alertmanager)) if path]
+    chosen, notes = _ports(names, ports, settings, folder, is_explicit=is_explicit)
     options = UpOptions(
-        service=_service_options(command_line, settings),
+        service=_service_options(config, settings),
         ports=chosen,
         prometheus=executables.get(PROMETHEUS),
         alertmanager=executables.get(ALERTMANAGER),
         receivers=made,
-        scrape_seconds=command_line.scrape_seconds,
-        event_window=duration(max(EVENT_SECONDS, 4 * command_line.scrape_seconds)),  # a rate needs several scrapes
-        keep_firing_for=duration(max(KEEP_SECONDS, 2 * command_line.scrape_seconds)),
-        retention=command_line.retention,
+        scrape_seconds=scrape_seconds,
+        event_window=duration(max(EVENT_SECONDS, 4 * scrape_seconds)),  # a rate needs several scrapes
+        keep_firing_for=duration(max(KEEP_SECONDS, 2 * scrape_seconds)),
+        retention=retention,
     )
     return StartPlan(
         options=options,
@@ -223,23 +220,23 @@ def make_plan(command_line: CommandLine) -> StartPlan:
     )
 
 
-def _ports(command_line: CommandLine, settings: ServiceConfig, folder: StateDir) -> tuple[dict[str, int], list[str]]:
+def _ports(
+    names: Sequence[str], ports: PortChoice, settings: ServiceConfig, folder: StateDir, *, is_explicit: bool
+) -> tuple[dict[str, int], list[str]]:
+    """Return the port of the service and of each program in `names`, and a line for each that is not the usual one."""
     from rankscope_ingest.base.config import split_address
 
     host, port = split_address(settings.service.listen)
     known = machine.valid_ports(folder.load_notes().get("ports"))
-    names = [name for name in ("prometheus", "alertmanager") if getattr(command_line, f"with_{name}")]
-    if _is_explicit(command_line) and port:
+    if is_explicit and port:
         if not machine.is_free(port, host):
             raise CommandError(
                 f"{settings.service.listen} is in use{_listener_text(port)}: name another --listen address"
             )
         # The port of the service is fixed; the other programs must not use it.
-        chosen, notes = _choose_ports(names, command_line.ports, known, avoid=port)
+        chosen, notes = _choose_ports(names, ports, known, avoid=port)
         return {SERVICE: port, **chosen}, notes
-    return _choose_ports(
-        [SERVICE, *names], PortChoice.FREE if _is_explicit(command_line) else command_line.ports, known
-    )
+    return _choose_ports([SERVICE, *names], "free" if is_explicit else ports, known)
 
 
 def _listener_text(port: int) -> str:
@@ -252,11 +249,6 @@ def _check_retention(text: str) -> None:
         raise CommandError(f"--retention {text}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
 
 
-def _is_explicit(command_line: CommandLine) -> bool:
-    """Return whether an option or a configuration file sets the listen address of the service."""
-    return command_line.listen is not None or command_line.config is not None
-
-
 def _choose_ports(
     names: Sequence[str], ports: PortChoice, previous: dict[str, int], avoid: int | None = None
 ) -> tuple[dict[str, int], list[str]]:
@@ -266,11 +258,11 @@ def _choose_ports(
     return machine.choose(names, ports, previous, is_free=is_free, free_port=machine.free_port)
 
 
-def _service_options(command_line: CommandLine, settings: ServiceConfig) -> ServiceOptions:
+def _service_options(config: Path | None, settings: ServiceConfig) -> ServiceOptions:
     from rankscope_ingest.base.config import split_address
 
     return ServiceOptions(
-        config=None if command_line.config is None else command_line.config.absolute(),
+        config=None if config is None else config.absolute(),
         store=settings.store.path,
         host=split_address(settings.service.listen)[0],
         token=settings.token,

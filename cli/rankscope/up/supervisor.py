@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from rankscope.errors import CommandError
-from rankscope.service_client import ClientTls, UnreachableError, get
+from rankscope.service_client import ClientTls, UnreachableError, request
 from rankscope.up.programs import Program
 from rankscope.up.state_dir import StateDir
 from rankscope_ingest.base.stop_signals import handling
@@ -177,7 +177,7 @@ class Supervisor:
 
     def _is_ready(self, program: Program) -> bool:
         try:
-            response = get(program.ready_url, timeout_seconds=1.0, client_tls=self._client_tls)
+            response = request(program.ready_url, timeout_seconds=1.0, client_tls=self._client_tls)
         except UnreachableError:
             return False
         return response.status == 200 or program.is_essential  # a degraded service still serves requests

@@ -13,8 +13,8 @@ from tests.end_to_end.lives import until
 
 from rankscope.commands.up import exports, overview
 from rankscope.errors import CommandError
-from rankscope.up.machine import Executable, PortChoice, choose, find_required, free_port, is_free, valid_ports
-from rankscope.up.plan import CommandLine, make_plan, receivers
+from rankscope.up.machine import Executable, choose, find_required, free_port, is_free, valid_ports
+from rankscope.up.plan import make_plan, receivers
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
 from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import StopSignals, Supervisor
@@ -84,14 +84,14 @@ def test_ports_are_the_defaults_the_previous_ones_or_free_ones():
     """Running trainings still use the previous address of the service."""
     previous = {"service": 41, "prometheus": 42}
 
-    assert ({"service": 9470, "prometheus": 9090}, []) == chosen(PortChoice.FIXED, {"service": 1})
-    assert (previous, []) == chosen(PortChoice.FREE, previous)
-    assert {"service": 50_000, "prometheus": 42} == chosen(PortChoice.FREE, previous, taken=(41,))[0]
-    assert 41 == chosen(PortChoice.FIXED, {"service": 41}, taken=(9470,))[0]["service"]
+    assert ({"service": 9470, "prometheus": 9090}, []) == chosen("fixed", {"service": 1})
+    assert (previous, []) == chosen("free", previous)
+    assert {"service": 50_000, "prometheus": 42} == chosen("free", previous, taken=(41,))[0]
+    assert 41 == chosen("fixed", {"service": 41}, taken=(9470,))[0]["service"]
     assert (
         {"service": 9470, "prometheus": 50_000},
         ["port 9090 is in use: prometheus listens on 50000 instead"],
-    ) == chosen(PortChoice.FIXED, {}, taken=(9090,))
+    ) == chosen("fixed", {}, taken=(9090,))
 
 
 def test_invalid_saved_ports_are_ignored_and_ports_in_use_are_not_free():
@@ -271,10 +271,8 @@ def service_toml(tmp_path, executables):
 
 
 def test_alertmanager_mode_passes_configured_addresses_to_it(service_toml):
-    alertmanager = make_plan(
-        CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n'))
-    )
-    embedded = make_plan(CommandLine(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",)))
+    alertmanager = make_plan(config=service_toml('[notify]\nmode = "alertmanager"\nurls = ["http://h/x"]\n'))
+    embedded = make_plan(config=service_toml('[notify]\nurls = ["json://h/x"]\n'), notify=("http://h/y",))
 
     assert ["http://h/x"] == [receiver.integrations[0].url for receiver in alertmanager.options.receivers]
     assert ["http://h/y"] == [receiver.integrations[0].url for receiver in embedded.options.receivers]
@@ -309,7 +307,7 @@ def test_print_config_hides_secrets_and_starts_nothing(service_toml):
 def test_token_from_the_environment_reaches_the_service(tmp_path, executables, monkeypatch):
     """All other RANKSCOPE_ variables of the shell are removed from the environment of the programs."""
     monkeypatch.setenv("RANKSCOPE_TOKEN", "open-sesame")
-    plan = make_plan(CommandLine(store=tmp_path / "h", listen="0.0.0.0:0"))
+    plan = make_plan(store=tmp_path / "h", listen="0.0.0.0:0")
 
     assert {"RANKSCOPE_TOKEN_FILE": str(tmp_path / "rankscope-live/config/token")} == plan.environment
     assert "open-sesame" == plan.files["token"]
@@ -318,31 +316,31 @@ def test_token_from_the_environment_reaches_the_service(tmp_path, executables, m
 
 def test_longer_scrape_interval_has_longer_windows(tmp_path, executables):
     """An event raises an alert only while several scrapes contain it."""
-    options = make_plan(CommandLine(store=tmp_path / "h", ports=PortChoice.FREE, scrape_seconds=60.0)).options
+    options = make_plan(store=tmp_path / "h", ports="free", scrape_seconds=60.0).options
 
     assert ("4m", "2m") == (options.event_window, options.keep_firing_for)
 
 
 def test_service_notifies_the_addresses_that_alertmanager_does_not(service_toml):
     of_both = ("https://h/y", "json://h/x")
-    with_both = make_plan(CommandLine(config=service_toml('[notify]\nurls = ["json://h/z"]\n'), notify=of_both))
-    alone = make_plan(CommandLine(config=service_toml(""), notify=of_both, with_alertmanager=False))
+    with_both = make_plan(config=service_toml('[notify]\nurls = ["json://h/z"]\n'), notify=of_both)
+    alone = make_plan(config=service_toml(""), notify=of_both, with_alertmanager=False)
 
     assert ["https://h/y"] == [receiver.integrations[0].url for receiver in with_both.options.receivers]
     assert "json://h/z json://h/x" == with_both.environment["RANKSCOPE_NOTIFY"]
     assert "service notifies       2 addresses" == with_both.notification_lines[0]
     assert "https://h/y json://h/x" == alone.environment["RANKSCOPE_NOTIFY"]
     with pytest.raises(CommandError, match=r'1 addresses are for the service, but .* mode is "alertmanager"'):
-        make_plan(CommandLine(config=service_toml('[notify]\nmode = "alertmanager"\n'), notify=("json://h/y",)))
+        make_plan(config=service_toml('[notify]\nmode = "alertmanager"\n'), notify=("json://h/y",))
 
 
 def test_requested_port_in_use_and_invalid_retention_fail(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(CommandError, match=rf"{listen} is in use by \S+ \(process {os.getpid()}\): name another"):
-            make_plan(CommandLine(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False))
+            make_plan(store=tmp_path / "h", listen=listen, with_prometheus=False, with_alertmanager=False)
     with pytest.raises(CommandError, match="--retention a fortnight: write numbers with units, such as 15d"):
-        make_plan(CommandLine(store=tmp_path / "h", retention="a fortnight"))
+        make_plan(store=tmp_path / "h", retention="a fortnight")
 
 
 def test_closed_terminal_requests_one_orderly_stop_and_under_nohup_none():

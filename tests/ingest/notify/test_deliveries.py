@@ -21,7 +21,7 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
 
 from rankscope.commands.dashboards import _server
-from rankscope.service_client import get
+from rankscope.service_client import request
 from rankscope_dashboards.grafana.server import GrafanaError
 from rankscope_exporter.publish.registration import ServiceClient
 from rankscope_ingest.base.errors import ConfigError
@@ -195,7 +195,7 @@ def by_deployment(url: str) -> None:
 
 @pytest.mark.parametrize(
     "send",
-    [by_service, by_deployment, get, lambda url: ServiceClient(url, None).poke("incarnation")],
+    [by_service, by_deployment, request, lambda url: ServiceClient(url, None).poke("incarnation")],
     ids=["service", "deployment to Grafana", "command", "rank"],
 )
 def test_request_to_loopback_uses_neither_proxy_nor_netrc(serve, monkeypatch, send):

@@ -11,7 +11,7 @@ import pytest
 from tests.ingest.servers import Receiver
 
 from rankscope.commands.incidents import incidents
-from rankscope.commands.runs import Action, runs
+from rankscope.commands.runs import runs
 from rankscope.commands.summary import summary
 from rankscope.output.rows import Format
 from rankscope_view.site import Site
@@ -162,7 +162,7 @@ def texts_of(store, run):
     """Return the texts about `run` that people see: list, page, report, `runs`, `runs show` and `summary`."""
     listed, shown, report = (page_of(store, *path)[1] for path in ((), ("runs", run), ("runs", run, "report")))
     table = printed(runs, store=store)
-    details = printed(runs, Action.SHOW, [run], store=store)
+    details = printed(runs, "show", [run], store=store)
     return [listed, shown, report, table, details, printed(summary, run, store=store)]
 
 
