@@ -59,8 +59,8 @@ class Columns:
         if path.is_dir() or is_binary(head):
             return NOT_MINE
         texts = (line.decode(errors="replace") for line in sample_lines(path, head)[:200])
-        lines = [text for text in texts if _is_content(text, path)]
-        layout = layout_of(lines[0], path) if lines else None
+        lines = [text for text in texts if _is_content(text, path.stem)]
+        layout = layout_of(lines[0], path.stem) if lines else None
         if layout is None:
             return NOT_MINE
         rows = [row for line in lines[layout.has_heading :] if (row := row_of(line, layout))]
@@ -88,7 +88,7 @@ class _Rows:
     """The rows of one table, in order."""
 
     def __init__(self, path: Path, faults: Faults) -> None:
-        self._path = path
+        self._name = path.stem
         self.counts: dict[str, int] = {}
         self._faults = faults
         self._layout: Layout | None = None
@@ -96,10 +96,10 @@ class _Rows:
     def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
         """Return the row on a line of the table, if there is one."""
         text = line.decode(errors="replace")
-        if not _is_content(text, self._path):
+        if not _is_content(text, self._name):
             return ()
         if self._layout is None:
-            self._layout = layout_of(text, self._path)
+            self._layout = layout_of(text, self._name)
             if self._layout is None or self._layout.has_heading:
                 return ()
         row = None if self._faults.is_torn else row_of(text, self._layout)
@@ -113,21 +113,21 @@ class _Rows:
         return (row,)
 
 
-def layout_of(line: str, path: Path) -> Layout | None:
-    """Return the layout of a table at `path` whose first line is `line`.
+def layout_of(line: str, file: str) -> Layout | None:
+    """Return the layout of a table whose first line is `line`; `file` is the name of its file without the suffix.
 
     A column `Value`, and the values in a metric file of MLflow, have the name of the file. The result is None if the
     line is neither a heading with a step and a typical quantity nor a row of such a file or of a step and a loss.
     """
     if _METRIC_FILE.fullmatch(line.strip()):
-        return Layout(("timestamp", path.stem, "step"), None, has_heading=False)
+        return Layout(("timestamp", file, "step"), None, has_heading=False)
     for separator in (",", "\t", ";", None):
         cells = cells_of(line.lstrip("# "), separator)
         if len(cells) < len(_TWO_COLUMNS):
             continue
         if len(cells) == len(_TWO_COLUMNS) and whole(cells[0]) is not None and quantity(cells[1]) is not None:
             return Layout(_TWO_COLUMNS, separator, has_heading=False)
-        names = tuple(_name_of(cell, path) or f"column {place}" for place, cell in enumerate(cells, 1))
+        names = tuple(_name_of(cell, file) or f"column {place}" for place, cell in enumerate(cells, 1))
         is_heading = all(map(_HEADING_CELL.fullmatch, names)) and len(set(names)) == len(names)
         is_named = any(cell.lower() == _VALUE for cell in cells) or any(map(_is_typical, names))
         if is_heading and any(map(_is_counter, names)) and is_named:
@@ -135,10 +135,10 @@ def layout_of(line: str, path: Path) -> Layout | None:
     return None
 
 
-def _name_of(cell: str, path: Path) -> str:
+def _name_of(cell: str, file: str) -> str:
     """Return the name of a column; that of values of TensorBoard is in the name of the file, and `Wall time` a time."""
     if cell.lower() == _VALUE:
-        return _TAG.sub("", path.stem)
+        return _TAG.sub("", file)
     return "wall_time" if cell == "Wall time" else cell
 
 
@@ -176,8 +176,8 @@ def cells_of(line: str, separator: str | None) -> Sequence[str]:
         return []
 
 
-def _is_content(text: str, path: Path) -> bool:
-    return bool(text.strip()) and (not text.lstrip().startswith("#") or layout_of(text, path) is not None)
+def _is_content(text: str, file: str) -> bool:
+    return bool(text.strip()) and (not text.lstrip().startswith("#") or layout_of(text, file) is not None)
 
 
 IMPORTER = Columns()

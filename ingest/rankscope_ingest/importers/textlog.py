@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
-from rankscope_ingest.importers.common.bars import bar_lines
+from rankscope_ingest.importers.common.bars import states
+from rankscope_ingest.importers.common.boxes import Boxes
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import (
@@ -50,7 +51,7 @@ MAX_LINE_CHARACTERS: Final = 8192
 
 _COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*[/\]]|^s:|\b(?:ep|up)\. ?\d", re.IGNORECASE)
 _ALONE: Final = re.compile(
-    r"loss|perplexity|ppl|acc|per.step|[A-Za-z)\]%]\s?[:=]\s*[-+(\[]?(?:\.?\d|nan\b|inf\b)", re.IGNORECASE
+    r"loss|perplexity|ppl|acc|per.step|(?:[A-Za-z)\]%]\s?|\d\s)[:=]\s*[-+(\[]?(?:\.?\d|nan\b|inf\b)", re.IGNORECASE
 )
 """A regular expression that occurs in a line without a counter which may be read."""
 _CHECKPOINT: Final = re.compile(r"\b(?:checkpoint|ckpt)", re.IGNORECASE)
@@ -92,7 +93,7 @@ class TextLog:
         if path.is_dir() or is_binary(head):
             return NOT_MINE
         sample = [line.decode(errors="replace") for line in sample_lines(path, head) if line.strip()]
-        lines = [part for line in sample for part in bar_lines(line)]
+        lines = [part for line in sample for part in states(line)]
         first = next((place for place, line in enumerate(lines) if _MEGATRON.search(line)), None)
         if first is not None:  # the importer of Megatron logs reads them better: a few lines suffice
             lines = lines[first : first + _FEW_LINES]
@@ -139,6 +140,7 @@ class Lines:
         self._faults = faults
         self._patterns = [pattern_of(text) for text in faults.options.pattern]
         self._tables = Tables()
+        self._boxes = Boxes()
         self._counters: dict[str, Any] = {}
         self._epoch: float | None = None
         self._shown_epoch: float | None = None
@@ -150,7 +152,7 @@ class Lines:
     def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
         """Return the records on a line of the file, of which a progress bar may have printed several."""
         found = []
-        parts = [each for part in bar_lines(line.decode(errors="replace")) for each in records_on(part)]
+        parts = [each for part in states(line.decode(errors="replace")) for each in records_on(part)]
         for place, part in enumerate(parts, 1):
             text = without_colours(part)
             record = self.record(text) or self.checkpoint(text)
@@ -169,13 +171,21 @@ class Lines:
         """Return the counters and the numbers on `line` by name; None if the line is no record."""
         if len(line) > MAX_LINE_CHARACTERS or not line.strip():
             return None
+        if (row := self._boxes.read(line)) is not None:
+            return self._placed(row) if row else None
         line = line if line.isascii() else in_english(line)
         for pattern in self._patterns:
             if found := pattern.search(line):
                 return self._read(rewritten(found, self._counters), is_certain=True)
-        if (record := self._read(line)) is None and (row := self._tables.row(line, self._counters)) is not None:
-            return self._read(row)
+        if (record := self._read(line)) is None and (text := self._tables.row(line, self._counters)) is not None:
+            return self._read(text)
         return record or self._of_tool(line.strip())
+
+    def _placed(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row of a table with its counters, or those of the record before it."""
+        counters = {name: value for name, value in row.items() if role_of(name) is Role.STEP}
+        self._counters = counters or self._counters
+        return {**self._counters, **row}
 
     def _of_tool(self, text: str) -> dict[str, Any] | None:
         """Return the record on a line that has the pattern of a tool, or None."""

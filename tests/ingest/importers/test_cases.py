@@ -54,7 +54,7 @@ def test_page_uses_existing_names_and_formats():
 # Each tool of the table in the documentation is read as its entry states.
 
 TOOLS = tomllib.loads((DOCS / "tools.toml").read_text(encoding="utf-8"))["tool"]
-TOOLS_WITHOUT_ALL = {"fastai", "DeepSpeed", "icefall", "BigDL"}
+TOOLS_WITHOUT_ALL = {"fastai", "Darknet", "DeepSpeed", "icefall", "BigDL"}
 """Tools that print numbers without a name, or durations as the time."""
 
 
@@ -82,29 +82,18 @@ FOLDER = DATA / "field_logs"
 INPUTS = sorted(path.name.removesuffix(".expected.json") for path in FOLDER.glob("*.expected.json"))
 REFUSED = {"no_log_at_all.txt", "run-demo.wandb"}
 
-MISREAD = {
-    "sb3_table.log",
-}
-"""Logs that are refused, or read with a wrong axis or missing series. A repair has to remove the name of its log."""
-
 UNKEPT = {
     "bigdl_console.log": {"Train": 40, "in": 40},  # "Train 1792 in 4.3878seconds"
     "metriclogger_console.log": {"Total time": 2},  # "Total time: 0:03:45 (0.5645 s / it)"
 }
 
-READ = [name for name in INPUTS if name not in REFUSED | MISREAD]
+READ = [name for name in INPUTS if name not in REFUSED]
 needs_inputs = pytest.mark.skipif(not INPUTS, reason=f"the recorded logs are not here ({DATA})")
 ABSENT = [pytest.param("", marks=needs_inputs)]
 
 
 @pytest.mark.usual(21)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(READ or ABSENT),
-        *(pytest.param(name, marks=pytest.mark.xfail(strict=True)) for name in INPUTS if name in MISREAD),
-    ],
-)
+@pytest.mark.parametrize("name", READ or ABSENT)
 def test_log_of_a_tool_has_the_expected_series(logs, name):
     logs.import_log(FOLDER / name)
     want = json.loads((FOLDER / f"{name}.expected.json").read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.importers import Faults, LogGroup, find_importer, import_records
 from rankscope_ingest.importers.columns import Columns
-from rankscope_ingest.importers.common.bars import Bars, bar_lines
+from rankscope_ingest.importers.common.bars import Bars, states
 from rankscope_ingest.importers.common.failures import FailureLines
 from rankscope_ingest.importers.common.pairs import parse
 from rankscope_ingest.importers.textlog import TextLog
@@ -126,7 +126,7 @@ def test_long_lines_with_bars_are_read_without_backtracking(text):
     bars = Bars()
 
     assert not bars.see(text)
-    assert [text] == bar_lines(text)
+    assert [text] == states(text)
     FailureLines.found_in(text, {})
 
 
@@ -136,7 +136,7 @@ def test_bar_behind_blanks_or_another_bar_is_read():
 
     assert bars.see(text)
     assert {"loss": 1.0, "bar_step": "7/20"} == bars.with_step({"loss": 1.0})
-    assert ["epoch 3 bar_step 7 loss=2.5"] == bar_lines(text.replace("Eval:  50%|█ | 1/2 [0,1it/s]", ""))
+    assert ["epoch 3 bar_step 7 loss=2.5"] == states(text.replace("Eval:  50%|█ | 1/2 [0,1it/s]", ""))
 
 
 TEXT = b"step 1 loss 2.5\n" * 5_000

@@ -26,13 +26,14 @@ _MARKS: Final = ("%|", "it/s", "s/it")
 _OF_TRAINING: Final = {"loss", "learning_rate"}
 
 
-def bar_lines(text: str) -> list[str]:
-    """Return the successive states of a progress bar as lines such as `bar_step 10/100 loss=2.1`.
+def states(text: str) -> list[str]:
+    """Return the states of a line that is drawn again and again; those of a bar as `bar_step 10/100 loss=2.1`.
 
-    Text that is not a progress bar with numbers is returned unchanged.
+    Text that is not a progress bar with numbers, or of which all states are empty but the last, is returned unchanged.
     """
     if not has_bar(text):
-        return [text]
+        parts = [part for part in text.split("\r") if part.strip()] if "\r" in text else []
+        return list(dict.fromkeys(parts)) or [text]
     found = [line for part in text.split("\r") if (line := _bar_line(part) or _named_bar(part)) is not None]
     return list(dict.fromkeys(found)) or [text]
 

@@ -245,7 +245,8 @@ def _are_epochs_steps(records: Sequence[Record]) -> bool:
     epochs: dict[str, list[float]] = defaultdict(list)
     for record in records:
         if (epoch := record.epoch()) is not None:
-            epochs[next(iter(record.quantities()), "")].append(epoch)
+            for name in record.quantities():
+                epochs[name].append(epoch)
     pairs = [pair for found in epochs.values() for pair in pairwise(found)]
     changes = sum(later != earlier for earlier, later in pairs)
     return bool(epochs) and all(map(float.is_integer, chain(*epochs.values()))) and 2 * changes >= len(pairs)

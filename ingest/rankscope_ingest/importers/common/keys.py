@@ -41,7 +41,7 @@ STEP_KEYS: Final = (
     "global_step", "step", "current_steps", "current_step", "train/global_step", "trainer/global_step",
     "global_iteration", "global_iter", "iteration",
     "iter", "num_updates", "train_num_updates", "optimizer_step", "steps", "s", "train/step", "n_iter", "_step",
-    "training/global_step", "valid_num_updates", "samples_count",
+    "training/global_step", "valid_num_updates", "samples_count", "it", "nupdates",
 )  # fmt: skip
 """Keys that may contain the step, in descending priority.
 
@@ -57,7 +57,7 @@ BATCH: Final = "batch_in_epoch"
 
 COUNTER_NAME: Final = (
     r"(?:(?:train(?:ing|er)?|optim)/)?(?:(?:global|train(?:ing|er)?|current|completed|optim(?:izer)?|opt|local|env|total"
-    r"|num|grad(?:ient)?|update|micro|inner|outer|mini|bar)[_ -])*(?:(?:time)?steps?|iter(?:ation)?s?|updates?)"
+    r"|num|grad(?:ient)?|update|micro|inner|outer|mini|bar)[_ -])*(?:(?:time)?steps?|iter(?:ation)?s?|n?updates?)"
 )
 """A regular expression for the name of a counter of steps: `step`, `global_step`, `total_iterations` and others."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import datetime as dt
 import functools
 import io
 import re
@@ -24,7 +25,7 @@ SHOWN_CHARACTERS: Final = 60
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
     r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)"
-    r"|^\s*\[[\w@.-]{1,80},(\d{1,9})\]<std(?:out|err)>:",
+    r"|\[[\w@.-]{1,80},(?:mpirank:)?(\d{1,9})(?:,[^\[\]]{1,80})?\]<std(?:out|err)>:",
     re.IGNORECASE,
 )
 """A regular expression for the rank before a log message, as torchrun, srun, mpirun and many scripts print it."""
@@ -33,6 +34,12 @@ _TIME: Final = re.compile(
     r"[ T,]\d{2}:\d{2}:\d{2}(?:[.,]\d{1,9})?(?:Z|[-+]\d{2}:?\d{2})?)"
 )
 """A regular expression for a time with a complete date, such as `2026-01-17 10:00:00` or `I20260117 10:00:00`."""
+
+_CTIME: Final = re.compile(
+    r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) "
+    r"((?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) {1,2}\d{1,2} \d\d:\d\d:\d\d \d{4})"
+)
+"""A regular expression for a time as C prints it: `Thu Jan  1 00:00:05 2026`."""
 
 _WINDOW_BYTES: Final = 65_536
 _HOLE_BYTES: Final = 1 << 20
@@ -323,6 +330,8 @@ def prefix_fields(prefix: str) -> dict[str, Any]:
         found["timestamp"] = moment[1].replace("/", "-")
     elif moment := FORM.search(prefix):
         found["timestamp"] = moment[0]
+    elif moment := _CTIME.search(prefix):
+        found["timestamp"] = dt.datetime.strptime(f"{moment[1]} +0000", "%b %d %H:%M:%S %Y %z").isoformat()
     return found
 
 

@@ -84,7 +84,7 @@ class Alias:
 
 
 _NAMES: Final = """
-learning_rate              -         lr optim/lr train/lr current_lr current_learning_rate
+learning_rate              -         lr optim/lr train/lr current_lr current_learning_rate l.r.
 grad_norm                  -         gnorm norm gradient_norm global_grad_norm optim/grad_norm optim/total_grad_norm
 grad_norm                  -         global_norm total_grad_norm
 loss_scale                 -         grad_scale

@@ -26,7 +26,8 @@ def _of(group: str) -> str:
 
 
 _COUNTER: Final = re.compile(
-    rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|(?:ep|up)\.(?=\s?\d)|{COUNTER_NAME})(?:\((?P<split>[a-z]{{1,10}})\))?"
+    rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|(?:ep|up)\.(?=\s?\d)|it(?= \d+/\d)|{COUNTER_NAME})"
+    rf"(?:\((?P<split>[a-z]{{1,10}})\))?"
     rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?(?:\s*[\])])?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
     rf"(?:[:,\s]*\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
     rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
@@ -48,13 +49,13 @@ _HOW_MANY_CHARACTERS: Final = 60
 _LEVEL: Final = r"(?-i:\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b)"  # `error: 0.3` is a pair
 _CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _PREFIX: Final = re.compile(
-    rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}"
+    rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}(?::[a-z_][\w.]{{0,80}}:)?"
     r"|\[(?:info|warn(?:ing)?|error|debug|critical)\]:?"
     rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
     rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
     r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
     r"|(?<!\S)[\w.]{1,80}:[\w<>]{1,80}:\d{1,6} -\s"
-    r"|^\s*\[[\w@.-]{1,80},\d{1,9}\]<std(?:out|err)>:"
+    r"|\[[\w@.-]{1,80},(?:mpirank:)?\d{1,9}(?:,[^\[\]]{1,80})?\]<std(?:out|err)>:"
     r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
     re.IGNORECASE,
 )
@@ -65,7 +66,7 @@ _ASIDE: Final = re.compile(
 )
 """A regular expression for a time, or for file and line, which may also follow pairs."""
 
-_WORD: Final = r"(?:(?:val|valid|eval|avg|tr)\.|[A-Za-z](?:[\w/%@+-]|\.(?=\w)){0,60})"
+_WORD: Final = r"(?:(?:val|valid|eval|avg|tr)\.|[A-Za-z]\.[A-Za-z]\.|[A-Za-z](?:[\w/%@+-]|\.(?=\w)){0,60})"
 _UNITS: Final = "|".join(sorted(map(re.escape, UNITS.keys() - {"b"}), key=len, reverse=True))
 _DURATION: Final = (
     r"(?:\d{1,6} ?(?:d|days?),? )?\d+:\d\d(?::\d\d)?(?:\.\d{1,6})?"
@@ -79,7 +80,7 @@ _COUNTED: Final = (
 )
 """A regular expression behind `nan` or `inf` in the name of a number of such values: `nan iterations: 0`."""
 _PAIR: Final = re.compile(
-    rf"(?<![\w./])(?P<name>{_WORD}(?: (?:{_WORD}|\([\w/%]{{1,16}}\))){{0,4}}?)"
+    rf"(?<![\w./])(?P<name>{_WORD}(?:\(\w{{1,40}}\))?(?: (?:{_WORD}|\([\w/%]{{1,24}}\))){{0,4}}?)"
     r"(?P<mark>\s*[:=：]\s*|\s+is\s+|\s+)"
     rf"(?:(?P<list>\[[-+.,eE\d \[\]]{{1,400}}\]|\((?:{NUMBER},\s?)+(?:{NUMBER})?\))|(?P<clock>{_DURATION})"
     rf"|(?P<value>{NUMBER})(?!{_COUNTED})(?:(?P<unit>(?-i:[kKMGTB]))(?![\w/])|\s?(?P<unit_>{_UNITS})(?![\w/]|\s*[=:]))?"
@@ -87,7 +88,8 @@ _PAIR: Final = re.compile(
     r"(?:\s{0,2}\((?P<paren>[^()]{1,40})\))?(?=$|[\s,;|~)\]}>'\"]|\.(?:\s|$))",
     re.IGNORECASE,
 )
-_NAMED: Final = rf"\s*(?!(?:after|and|at|by|for|from|in|of|on|over|per|than|to|took|until|was|with)\b){_WORD}\s+"
+_NO_NAME: Final = r"(?:after|and|at|by|for|from|in|is|of|on|over|per|than|to|took|until|was|with)\b"
+_NAMED: Final = rf"\s*(?!{_NO_NAME}){_WORD}\s+"
 _BEHIND: Final = rf"(?:\s?(?:{_UNITS}))?(?![\w.:/%])"
 _RUN: Final = re.compile(
     rf"(?i)(?:^|(?<=[|,;:(\[{{]))(?:{_NAMED}{NUMBER}{_BEHIND})*(?:{_NAMED}{NUMBER}{_BEHIND}(?=\s*(?:$|[|,;)\]}}]))"
@@ -97,7 +99,21 @@ _RUN: Final = re.compile(
 
 A separator follows them, or the last value has a decimal point: `saved 3 files` is prose.
 """
+_PREPOSITION: Final = re.compile(_NO_NAME, re.IGNORECASE)
+_PLACED: Final = re.compile(
+    rf"(?P<name>{_WORD}(?: {_WORD}){{0,3}}) (?:at|for|after) "
+    rf"(?P<counter>(?:epoch|{COUNTER_NAME}):? {_COUNT}(?:/{_COUNT})?)"
+    rf"\s*(?:\bis\b|[:=])\s*(?={NUMBER}(?:[\s,;|%]|\.?$))",
+    re.IGNORECASE,
+)
+"""A regular expression for a counter between a name and its value: `Score at iteration 10 is 2.5`."""
+_NESTED: Final = re.compile(rf"(?P<name>{_WORD})\s?[:=]\s?\{{(?P<items>['\"][^{{}}]{{1,400}})\}}")
+"""A regular expression for a dictionary as a value: `grad_norm={{'0_default': 1.5}}` is `grad_norm/0_default: 1.5`."""
+_ITEM: Final = re.compile(r"['\"]([\w/.-]{1,60})['\"]\s*:")
+_RANGE: Final = re.compile(r"\b(batch(?:es)?|steps?|iterations?)\s?\[\d+\s?-\s?(\d+)\]", re.IGNORECASE)
+"""A regular expression for a range of batches, of which the last one is the counter: `Batch [0-20]`."""
 _VALUE: Final = re.compile(r"\d|nan|inf", re.IGNORECASE)  # a line without any of these has no pair
+_PREPOSITIONS: Final = re.compile(r" (?:at|for|after) ")
 _VALUE_FIRST: Final = re.compile(
     rf"(?:^|\|)\s*(?P<value>{NUMBER})\s*(?P<unit>{_UNITS})\s*(?P<name>(?:\w+ )?MFU)?\s*(?=\||$)", re.IGNORECASE
 )
@@ -115,8 +131,12 @@ _POINT: Final = re.compile(r"\d\.\d")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _LETTERS: Final = re.compile(r"[^\W\d_]{2,}")
 _SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
-_SPLIT: Final = r"(eval|valid|val)(?:(?:(?<=eval)u|(?<=valid))at(?:e|ion|ing))?"
-_EVALUATION: Final = re.compile(rf"(?:^|[\[|(\s]){_SPLIT}(?:[\])|:\s]|$)", re.IGNORECASE)
+_SPLIT: Final = r"(eval|valid|val)(?:(?:(?<=eval)u|(?<=valid))at(?:e|ion|ing))?(?: (?:metrics|results?|set))?"
+_TRAINING: Final = re.compile(r"^\W*train(?:ing)?(?: (?:metrics|results?|set))?\s?:\s", re.IGNORECASE)
+_EVALUATION: Final = re.compile(
+    rf"(?:^|[\[|(\s]){_SPLIT}(?:[\])|:\s]|$)|\bsaving dict(?= for)",
+    re.IGNORECASE,  # of TensorFlow's estimators
+)
 _EVALUATED: Final = re.compile(rf"[\[|(,\s-](?:{_SPLIT}|(test))\s?[\])|:]", re.IGNORECASE)
 """A regular expression for the name of an evaluation between the counters and the first pair of a line."""
 _TEST: Final = re.compile(r"(?::?[\s|-]+)?(test)\s?:", re.IGNORECASE)  # `[test]` may be the name of a logger
@@ -172,6 +192,9 @@ def parse(text: str) -> Line:
     """Return the content of a line of a text log."""
     line = Line()
     text = unwrapped(text) if "(" in text else text
+    text = _PLACED.sub(r"\g<counter> | \g<name>: ", text) if _PREPOSITIONS.search(text) else text
+    text = _NESTED.sub(_items, text) if "{" in text else text
+    text = _RANGE.sub(r"\1: \2, ", text) if "[" in text and "-" in text else text
     first: list[int] = []
 
     def counter(found: re.Match[str]) -> str:
@@ -212,9 +235,9 @@ def parse(text: str) -> Line:
     if not evaluation and len(ends) > 1:
         evaluation = _EVALUATED.search(whole, max(0, start - begin), ends[1])
     if evaluation:
-        word = evaluation[evaluation.lastindex or 0]
-        line.prefix["split"] = word.lower()
+        line.prefix["split"] = evaluation[evaluation.lastindex].lower() if evaluation.lastindex else "eval"
         left = left.replace(evaluation[0], "|", 1)
+    left = _TRAINING.sub("|", left)
     line.has_point = _POINT.search(body, begin) is not None
     if left.strip(_SEPARATORS):
         if line.pairs and line.counters:
@@ -244,6 +267,10 @@ def records_on(text: str) -> list[str]:
     found = [parse(part) for part in parts[:_MOST_RECORDS]]
     is_glued = all(line.pairs and line.counters.keys() == found[0].counters.keys() != set() for line in found)
     return parts if len(parts) > 1 and is_glued else [text]
+
+
+def _items(found: re.Match[str]) -> str:
+    return _ITEM.sub(lambda item: f"{found['name']}/{item[1]}:", found["items"])
 
 
 def _prefix_end(text: str, end: int) -> int:
@@ -299,6 +326,8 @@ def _is_pair(found: re.Match[str]) -> bool:
     if is_known(found["name"]) or (found["name"].lower() == "time" and unit is not None):
         return True
     text = found.string
+    if _PREPOSITION.match(found["name"]):
+        return False
     return _OPENS.search(text, 0, found.start()) is not None and _CLOSES.match(text, found.end()) is not None
 
 

@@ -40,6 +40,11 @@ _PATTERNS: Final = (
     r"^\[Eval batch=\d+/\d+\] (?P<evaluation>Eval) on .{0,80} data:$",
     r"^\[(?P<step>\d{1,15})\]\t",  # XGBoost, LightGBM
     rf"^(?P<step>\d{{1,15}}):\tlearn: (?P<loss>{NUMBER})",  # CatBoost
+    # Darknet
+    rf"^(?P<step>\d{{1,15}}): (?P<loss>{NUMBER}), (?P<avg_loss>{NUMBER}) avg(?: loss)?, (?P<lr>{NUMBER}) rate",
+    rf"^Train loss (?P<step>\d{{1,15}}) (?P<loss>{NUMBER})(?= Grad Norm)",  # Tacotron 2
+    rf"^Validation loss (?P<step>\d{{1,15}}): +(?P<val_loss>{NUMBER})",
+    r"^\[(?P<step>\d{1,15}) \| (?P<elapsed>\d+\.\d+)\]",  # gpt-2-simple
     # timm
     r"Train: (?P<epoch>\d{1,9}) \[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]",
     r"(?<=: )(?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",  # ESPnet
@@ -87,11 +92,15 @@ def rewritten(found: re.Match[str], counters: Mapping[str, Any]) -> str:
     return f"{before}{text}| {after}" if after.strip() else f"{before}{text}"
 
 
-_HEADING: Final = re.compile(r"^\s*#?\s*(?:epoch|step|iter(?:ation)?|class)\s{2,}[A-Za-z]", re.IGNORECASE)
-_HEADING_CELL: Final = re.compile(r"[A-Za-z_][\w./()@:%+-]{0,80}:?")
+_HEADING: Final = re.compile(
+    r"^\s*#?\s*(?:(?:epoch|step|iter(?:ation)?|class)\s{2,}[A-Za-z]|E\s{2,}#\s)", re.IGNORECASE
+)
+_HEADING_CELL: Final = re.compile(r"#|[A-Za-z_][\w./()@:%+ -]{0,80}:?")
+_SHORT_NAMES: Final = {"E": EPOCH, "#": "step"}  # of spaCy
+_COLUMNS: Final = re.compile(r"\s{2,}")
 _BAR_BEHIND: Final = re.compile(r":\s+(?P<percent>\d{1,3})%.*$")
 _CELL: Final = re.compile(
-    r"(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?[KMGTB%]?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?)", re.IGNORECASE
+    r"(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?[KMGTB%ms]?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?)", re.IGNORECASE
 )
 _OF_ALL: Final = "all"
 _FEWEST_CELLS: Final = 3
@@ -134,7 +143,8 @@ class Tables:
 
     def _begin(self, heading: str) -> None:
         """Begin the table with this heading. In `Box(P  R  mAP50)`, the cells are named Box/P, Box/R and Box/mAP50."""
-        cells = heading.lstrip("# ").split()
+        parts = _COLUMNS.split(heading.lstrip("# ").rstrip())
+        cells = parts if len(parts) >= _FEWEST_CELLS else heading.lstrip("# ").split()
         self._names = []
         group = ""
         if len(cells) < _FEWEST_CELLS or not all(map(_HEADING_CELL.fullmatch, cells)):
@@ -142,7 +152,8 @@ class Tables:
         for cell in cells:
             before, bracket, name = cell.partition("(")
             group = f"{before}/" if bracket else group
-            self._names.append(f"{group}{(name if bracket else cell).rstrip('):')}")
+            name = (name if bracket else cell).rstrip("):")
+            self._names.append(f"{group}{_SHORT_NAMES.get(name, name)}")
 
 
 def _listed(names: Iterable[str], values: Iterable[str]) -> str:

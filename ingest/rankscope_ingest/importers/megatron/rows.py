@@ -26,7 +26,7 @@ Prefixes such as time and rank may precede it. Arrow uses the same expression, s
 RE2.
 """
 
-LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\][ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
+LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\](?:<std(?:out|err)>)?[ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
 TIME_PATTERN: Final = r"\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
 
 MAX_PREFIX: Final = 400
@@ -39,6 +39,7 @@ _LABEL: Final = re.compile(LABEL_PATTERN)
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00\x08]")
 _COLOUR_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\n]*\x07")
 _RANK: Final = re.compile(r"\[(?:default|rank[ -]?)(?P<rank>\d{1,9})(?:/\d+)?\][ \t]*:?", re.IGNORECASE)
+_LAUNCHED: Final = re.compile(r"\[[\w@.-]+,(?P<rank>\d{1,9})\]<std(?:out|err)>:")
 _LOCAL: Final = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]*(?<!\.py)):(?P<rank>\d{1,9})\][ \t]*:?")
 _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
@@ -248,7 +249,7 @@ def printer(labels: str) -> Printer:
     rank = local = task = host = None
     for label in _LABEL.findall(labels):
         text = label.strip()
-        if found := _RANK.fullmatch(text):
+        if found := _RANK.fullmatch(text) or _LAUNCHED.fullmatch(text):
             rank = int(found["rank"])
         elif found := _LOCAL.fullmatch(text):
             host, local = found["host"], int(found["rank"])

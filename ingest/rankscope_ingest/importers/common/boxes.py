@@ -1,0 +1,72 @@
+"""Read tables with lines between their cells: boxes of names and numbers, and tables with a heading, as in Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
+from rankscope_ingest.importers.common.values import plain, quantity, seconds
+
+_BARS: Final = "|│┃║"
+_BAR: Final = re.compile(r"[|│┃║]")
+_RULE: Final = re.compile(r"[-+=|:─━═┄╌│┃║╭╮╰╯├┤┬┴┼┌┐└┘┏┓┗┛┡┩╇┳┻╋╞╡╪╤╧╔╗╚╝╠╣╦╩╬ ]{3,}")
+_WITHIN: Final = re.compile(r"[├╞╠┡]")
+"""A regular expression for the first character of a rule that does not end a box."""
+_COLUMNS: Final = re.compile(r"\s{2,}")
+_NAME: Final = re.compile(r"[A-Za-z#](?!.*[ :]\d)[\w ./()@:%+-]{0,80}")
+_FRACTION: Final = re.compile(r"\d{1,15}/\d{1,15}")
+
+
+class Boxes:
+    """The tables within one text log whose lines begin and end with a bar.
+
+    A box of two columns, names and numbers, is one record, which ends with the box. In another table, each row is one:
+    it has as many cells as the heading. A name without a number whose last character is a slash is the section of the
+    names below it, as in Stable-Baselines3.
+    """
+
+    def __init__(self) -> None:
+        self._heading: tuple[str, ...] = ()
+        self._section = ""
+        self._box: dict[str, Any] = {}
+
+    def read(self, line: str) -> dict[str, Any] | None:
+        """Return the record that ends with `line`, empty if none ends; None if `line` is not of a table."""
+        text = line.strip()
+        if not text or (text[0].isalnum() and not self._box):
+            return None
+        if _RULE.fullmatch(text):
+            return self._end() if not _WITHIN.match(text) else {}
+        if not (len(text) > 1 and text[0] in _BARS and text[-1] in _BARS):
+            self._heading = ()
+            return self._end() or None
+        cells = [cell.strip() for cell in _BAR.split(text[1:-1])]
+        return self._row(_COLUMNS.split(cells[0]) if len(cells) == 1 else cells)
+
+    def _end(self) -> dict[str, Any]:
+        box, self._box, self._section = self._box, {}, ""
+        return box
+
+    def _row(self, cells: list[str]) -> dict[str, Any] | None:
+        numbers = [_number(cell) for cell in cells]
+        row = {name: number for name, number in zip(self._heading, numbers, strict=False) if number is not None}
+        if len(cells) == len(self._heading) and len(row) > len(cells) // 2:
+            return row
+        if all(cell and number is None and _NAME.fullmatch(cell) for cell, number in zip(cells, numbers, strict=True)):
+            self._heading = tuple(cells) if len(cells) > 1 else ()
+        elif len(cells) == 2 and not cells[1]:
+            self._section = cells[0] if cells[0].endswith("/") else self._section
+        elif len(cells) == 2 and numbers[1] is not None and _NAME.fullmatch(cells[0]):
+            is_counter = role_of(cells[0]) is Role.STEP or cells[0].lower() == EPOCH
+            self._box[cells[0] if is_counter else f"{self._section}{cells[0]}"] = numbers[1]
+        else:
+            return None
+        return {}
+
+
+def _number(cell: str) -> Any:
+    """Return the number in a cell, or its text if it has a unit; None if it is no number."""
+    number = plain(cell)
+    is_text = isinstance(number, str) and not (_FRACTION.fullmatch(cell) or quantity(cell) or seconds(cell) is not None)
+    return None if is_text else number
