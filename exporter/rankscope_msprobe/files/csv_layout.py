@@ -185,6 +185,18 @@ TENSOR_FAMILIES: Final[dict[str, tuple[str, ...]]] = {
 
 KIND_OF_FAMILY: Final = {family: kinds[0] for family, kinds in TENSOR_FAMILIES.items() if family not in SLOTS}
 
+KIND_OF_TASK: Final[dict[str, str]] = {
+    "acc_grad": Kind.GRAD_UNREDUCED,
+    "pre_grad": Kind.GRAD_UNREDUCED,
+    "post_grad": Kind.GRAD_REDUCED,
+    **KIND_OF_FAMILY,
+}
+"""The kind of each task in msprobe's tags, except `actv` and `actv_grad`.
+
+For these two tasks, the kind depends on the slot in the name of the tensor. The place where msprobe reads a gradient
+determines its kind.
+"""
+
 _FOLDER: Final = re.compile(
     r"(?:(?P<time>[A-Z][a-z]{2}\d{2}_\d{2}-\d{2}-\d{2})-)?rank(?P<rank>\d{1,9})(?:-(?P<tail>.*))?"
 )
@@ -201,7 +213,7 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 _CALL: Final = re.compile(r"(?P<tensor>\w+@.*\[\d+\])(?:\.call_(?P<seq>\d{1,9}))?(?:_(?P<index>\d{1,9}))?", re.DOTALL)
 
-_SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for slot, kind in slots.items()}
+SLOT_OF: Final[dict[str, str]] = {kind: slot for slots in SLOTS.values() for slot, kind in slots.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +310,7 @@ def row_name(kind: str, tensor: str, index: int | None, call_seq: int | None = N
     """Return the row name: the tensor, then the slot of the module, or the number of a collective after the first."""
     if kind in CALLS and call_seq:
         tensor = f"{tensor}.call_{call_seq}"
-    return numbered(f"{tensor}.{_SLOT_OF[kind]}" if kind in _SLOT_OF else tensor, index)
+    return numbered(f"{tensor}.{SLOT_OF[kind]}" if kind in SLOT_OF else tensor, index)
 
 
 def parse_call(name: str) -> tuple[str, int | None, int | None]:

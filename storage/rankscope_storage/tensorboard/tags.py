@@ -14,25 +14,11 @@ from typing import Final
 
 from rankscope_contract.model.event_tags import event_tag, scalar_tag
 from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS, Kind
-from rankscope_msprobe.files.csv_layout import CALLS, FAMILY_OF, numbered, parse_call
+from rankscope_msprobe.files.csv_layout import CALLS, FAMILY_OF, KIND_OF_TASK, SLOT_OF, SLOTS, numbered, parse_call
 
 OPS: Final = (*VALUE_OPS, *COUNT_OPS, *BASELINE_OPS)
 
-# Tasks in msprobe's tags in addition to the family names. The place where msprobe reads a gradient determines its kind.
-_TASKS: Final[dict[str, str]] = {
-    "acc_grad": Kind.GRAD_UNREDUCED,
-    "pre_grad": Kind.GRAD_UNREDUCED,
-    "post_grad": Kind.GRAD_REDUCED,
-    **{kind: kind for kind in Kind},
-    **{family: kind for kind, family in FAMILY_OF.items() if family not in {"other", "actv", "actv_grad"}},
-}
-_SIDED: Final = {
-    ("actv", "input"): Kind.ACT_IN,
-    ("actv", "output"): Kind.ACT_OUT,
-    ("actv_grad", "input"): Kind.ACT_GRAD_IN,
-    ("actv_grad", "output"): Kind.ACT_GRAD_OUT,
-}
-_SIDE_OF: Final = {str(kind): side for (_, side), kind in _SIDED.items()}
+_TASKS: Final[dict[str, str]] = {**{kind: kind for kind in Kind}, **KIND_OF_TASK}
 
 _TAG: Final = re.compile(r"(-?\d{1,9}):(.*)/(?:rank)?(\d{1,9})/([a-z_]+)", re.DOTALL)
 _MICRO: Final = re.compile(r"(.*):(?:micro)?(\d{1,9})", re.DOTALL)
@@ -56,7 +42,7 @@ class TensorTag:
 
 def tensor_tag(parts: TensorTag) -> str:
     """Return the tag of a statistic. Without a virtual stage, the tag has stage 0, as in msprobe."""
-    side = _SIDE_OF.get(parts.kind)
+    side = SLOT_OF.get(parts.kind)
     family = FAMILY_OF.get(parts.kind, "other")
     task = f"{parts.kind if family == 'other' else family}_{parts.op}"
     name = numbered(f"{parts.tensor}.{side}", parts.index) if side else parts.tensor
@@ -78,7 +64,7 @@ def parse_tree_tag(tag: str, family: str, rank: int | None) -> TensorTag | None:
     Such a tag is `vp0:name:micro1/norm`, in the folder `rank0/<family>`.
     """
     match = _TREE_TAG.fullmatch(tag)
-    if match is None or match[3] not in OPS or (family not in _TASKS and (family, "input") not in _SIDED):
+    if match is None or match[3] not in OPS or family not in {*_TASKS, *SLOTS}:
         return None
     return _read(int(match[1]), match[2], rank, family, match[3])
 
@@ -88,12 +74,12 @@ def _read(vpp_stage: int, rest: str, rank: int | None, task: str, op: str) -> Te
     if match := _MICRO.fullmatch(rest):
         rest, micro_step = match[1], int(match[2])
     kind = _TASKS.get(task)
-    if task in {"actv", "actv_grad"}:
+    if task in SLOTS:
         sided = _SIDE.fullmatch(rest)
         if sided is None:
             return None
         rest, side = sided[1], "input" if sided[2].startswith("in") else "output"
-        kind, index = _SIDED[task, side], None if sided[3] is None else int(sided[3])
+        kind, index = SLOTS[task][side], None if sided[3] is None else int(sided[3])
     if kind is None:
         return None
     tensor, call_seq = rest.replace("%3A", ":").replace("%25", "%"), None
@@ -114,7 +100,7 @@ def _read(vpp_stage: int, rest: str, rank: int | None, task: str, op: str) -> Te
 def _task_and_op(text: str) -> tuple[str, str] | None:
     for op in OPS:
         task = text.removesuffix(f"_{op}")
-        if task != text and (task in _TASKS or task in {"actv", "actv_grad"}):
+        if task != text and task in {*_TASKS, *SLOTS}:
             return task, op
     return None
 

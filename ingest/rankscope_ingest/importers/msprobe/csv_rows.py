@@ -48,14 +48,14 @@ _DTYPES: Final = frozenset(
 )
 
 
-class Cells(NamedTuple):
+class _Cells(NamedTuple):
     """Rows of one file as columns of text. `lines` has the line number of each row, from 1."""
 
     columns: dict[str, pa.StringArray]
     lines: Integers
 
 
-def read_cells(path: Path, faults: Faults, report: Report) -> Iterator[Cells]:
+def _read_cells(path: Path, faults: Faults, report: Report) -> Iterator[_Cells]:
     """Yield the rows of the file at `path` in batches; call `report` for each unreadable line.
 
     A last line without line end may be incomplete. Such a line counts as a row only if it ends with a complete data
@@ -108,7 +108,7 @@ def _lines(path: Path, faults: Faults, report: Report) -> Iterator[tuple[int, by
             yield numbered
 
 
-def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int], report: Report) -> Cells:
+def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int], report: Report) -> _Cells:
     parsed = _parsed(header, lines)
     if parsed is None:
         good = [_LINE.fullmatch(line) is not None for line in lines]
@@ -120,7 +120,7 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
     if parsed is None:
         for number in numbers:
             report(number, "the line is in a batch of lines that cannot be split into rows")
-        return Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
+        return _Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
     table, misfits = parsed
     for row in misfits:
         report(
@@ -131,7 +131,7 @@ def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int]
         name: column.chunk(0) if column.num_chunks == 1 else pa.array([], pa.string())
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
-    return Cells(columns, np.delete(np.array(numbers, np.int64), [row.number - 1 for row in misfits]))
+    return _Cells(columns, np.delete(np.array(numbers, np.int64), [row.number - 1 for row in misfits]))
 
 
 def _parsed(header: Sequence[str], lines: Sequence[bytes]) -> tuple[pa.Table, list[pa_csv.InvalidRow]] | None:
@@ -268,11 +268,16 @@ class Rows:
         return pa.array(values, arrow_type).take(pa.array(self.codes))
 
 
-def read_rows(cells: Cells, passes: Passes, report: Report) -> Rows:
-    """Return the rows of `cells` with a valid pipeline stage, step, micro-batch and statistics.
+def read_rows(path: Path, faults: Faults, passes: Passes, report: Report) -> Iterator[Rows]:
+    """Yield the rows of the file at `path` with a valid pipeline stage, step, micro-batch and statistics, in batches.
 
     Call `report` with the line number and the reason for each other row.
     """
+    for cells in _read_cells(path, faults, report):
+        yield _numbered(cells, passes, report)
+
+
+def _numbered(cells: _Cells, passes: Passes, report: Report) -> Rows:
     count = len(cells.lines)
     steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
     vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)

@@ -20,35 +20,21 @@ from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
 from rankscope_ingest.importers.common.lines import read_chunks, read_lines
 from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
-from rankscope_msprobe.files.csv_layout import (
-    SLOTS,
-    STACKS_COLUMNS,
-    our_step,
-)
+from rankscope_msprobe.files.csv_layout import KIND_OF_TASK, SLOTS, STACKS_COLUMNS, our_step
 
 _CHUNK_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<module>.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"size=\((?P<shape>[\d,\s]*)\), dtype=(?:torch\.)?(?P<dtype>\w+)")
 _MAX_STACK: Final = 1 << 20
 _SMALL_LIMIT: Final = 1 << 31
-_KINDS_OF_TASKS: Final[dict[str, str]] = {
-    "acc_grad": Kind.GRAD_UNREDUCED,
-    "pre_grad": Kind.GRAD_UNREDUCED,
-    "post_grad": Kind.GRAD_REDUCED,
-    "exp_avg": Kind.EXP_AVG,
-    "exp_avg_sq": Kind.EXP_AVG_SQ,
-    "param_origin": Kind.PARAM_BEFORE,
-    "param_updated": Kind.PARAM_AFTER,
+_KIND_OF_TASK: Final[dict[str, str]] = {
+    **KIND_OF_TASK,
     # Older releases of msprobe write the slot of the module as the task.
     "input": Kind.ACT_IN,
     "output": Kind.ACT_OUT,
     "input_grad": Kind.ACT_GRAD_IN,
     "output_grad": Kind.ACT_GRAD_OUT,
 }
-"""The kind of each msprobe task, except `actv` and `actv_grad`.
-
-For these two tasks, the kind depends on the slot in the name of the tensor.
-"""
 
 _TAG: Final = re.compile(r"(?P<name>.*)/rank(?P<rank>\d+)/(?P<task>\w+)", re.DOTALL)
 _TAG_NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?", re.DOTALL)
@@ -188,7 +174,7 @@ def _anomaly_record(entry: Mapping[str, Any], step: int, *, attempt: int, source
     if tag.task in SLOTS:
         named = parse_name(tag.task, tag.name) or Named("", tag.name)
     else:
-        named = Named(str(_KINDS_OF_TASKS.get(tag.task, "")), tag.name)
+        named = Named(str(_KIND_OF_TASK.get(tag.task, "")), tag.name)
     details = {
         "group_mates": entry.get("group_mates"),
         "index": named.index,

@@ -35,7 +35,6 @@ from rankscope_ingest.importers.msprobe.csv_rows import (
     Passes,
     Report,
     Rows,
-    read_cells,
     read_header,
     read_rows,
 )
@@ -90,8 +89,7 @@ class FamilyReader:
         # If a run continued after repeated steps, the following files belong to the same attempt.
         first = max(0, self._last - _repeats(path)) if self._last else 0
         passes = Passes()
-        for cells in read_cells(path, faults, report_row):
-            rows = read_rows(cells, passes, report_row)
+        for rows in read_rows(path, faults, passes, report_row):
             yield ImportedBlock(
                 records=len(rows),
                 tables=self._tables(rows, self._attempt + first, report),
@@ -220,13 +218,9 @@ class FamilyReader:
 def _repeats(path: Path) -> int:
     """Return the number of times that the file at `path` repeats its steps; 0 if it contains each step once."""
     passes = Passes()
-    for cells in read_cells(path, Faults(), _ignore):
-        read_rows(cells, passes, _ignore)
+    for _ in read_rows(path, Faults(), passes, lambda *_: None):
+        pass
     return passes.current
-
-
-def _ignore(_line: int, _text: str) -> None:
-    """Ignore an unreadable line, because the line is reported when the rows of the file are stored."""
 
 
 def _descriptions(
