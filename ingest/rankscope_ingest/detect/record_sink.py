@@ -15,7 +15,6 @@ from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, symptoms
-from rankscope_ingest.record_channel.admission import PollBudget
 from rankscope_ingest.record_channel.decode import decode_one
 from rankscope_ingest.record_channel.validate import PlanColumns, ValidBody
 from rankscope_ingest.runs.models import Health, Target
@@ -30,20 +29,8 @@ class RecordSink:
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
-
-    @property
-    def poll_budget(self) -> PollBudget:
-        """Return the shared limit on the bytes that all polling loops together may request at the same time."""
-        return self._monitor.poll_budget
-
-    def ordinals(self, count: int) -> int:
-        """Reserve `count` new arrival numbers; return the first one."""
-        return self._monitor.ordinals(count)
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether polling must wait because too many rows are not committed yet."""
-        return self._monitor.batcher.is_full
+        self.poll_budget = monitor.poll_budget
+        self.ordinals = monitor.ordinals
 
     def on_answer(self, target: Target) -> None:
         """Record a successful poll of a target.

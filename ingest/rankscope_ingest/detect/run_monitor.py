@@ -205,7 +205,7 @@ class RunMonitor:
         self.stragglers = StragglerTracker(clock)
         self.batcher = batcher
         self.poll_budget = PollBudget(
-            lambda: batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
+            batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
         )
         self.metrics = metrics
         self.poll_now = poll_now

@@ -101,7 +101,6 @@ class FlushClock:
         """Return whether polls and scrapes must wait because too many rows are pending."""
         return self.pending_rows >= self.max_pending_rows
 
-    @property
     def free_rows(self) -> int:
         """Return how many more rows may become pending before polls and scrapes must wait."""
         return self.max_pending_rows - self.pending_rows

@@ -56,6 +56,11 @@ class PollBudget:
         self._records = self._rows = self._bytes = 0  # of all bodies so far
         self._healthy, self._failing = _Lane(), _Lane(max_rows=max_rows / _FAILING_SHARE)
 
+    @property
+    def is_used_up(self) -> bool:
+        """Return whether polls must wait for the next commit, because too many rows are waiting."""
+        return self._free_rows() <= 0
+
     def learn(self, *, records: int, rows: int, size: int) -> None:
         """Update the average numbers of rows and bytes per record with a received body of `size` uncompressed bytes.
 
@@ -76,7 +81,7 @@ class PollBudget:
         least = self._expected(1 if is_failing else records)
         while self._must_wait(lane, least):
             await self._wait_in(lane)
-        if self._free_rows() <= 0:
+        if self.is_used_up:
             self._wake_next()
             yield 0
             return

@@ -63,19 +63,10 @@ class RecordSource(Protocol):
 class RecordReceiver(Protocol):
     """Receiver of checked poll responses and of poll outcomes. Poll loops call all methods on the event loop."""
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether polls must wait for the next commit, because too many rows are waiting."""
-
-    @property
-    def poll_budget(self) -> PollBudget:
-        """Return the admission control of all poll loops, which limits the rows that their polls together request."""
-
-    def ordinals(self, count: int) -> int:
-        """Reserve `count` new ordinals and return the first one.
-
-        Ordinals number all records in the order of their arrival.
-        """
+    poll_budget: PollBudget
+    """The admission control of all poll loops, which limits the rows that their polls together request."""
+    ordinals: Callable[[int], int]
+    """Reserves a number of new ordinals and returns the first one: they number all records in the order of arrival."""
 
     def on_body(
         self, target: Target, body: ValidBody, plans: dict[str, PlanColumns], *, size: int, inflated: int
@@ -204,7 +195,7 @@ class TargetLoop:
     async def poll_once(self) -> float:
         """Poll the target once, and return the delay until the next poll in seconds."""
         target = self.target
-        if self._sink.is_full:
+        if self._sink.poll_budget.is_used_up:
             return self._pace.poll_seconds
         backlog, is_failing = target.head - target.cursor, target.failures_in_row > 0
         async with self._sink.poll_budget.reserved(backlog, is_failing=is_failing) as max_bytes:

@@ -82,8 +82,6 @@ def test_failures_back_off_with_jitter_up_to_the_cap():
 class Rank:
     """A rank that misses the polls for which `answers` is false. It is the source, and the sink of its loop."""
 
-    is_full = False
-
     def __init__(self, answers):
         self.asked, self.times, self._answers = [], [], itertools.cycle(answers)
         self.poll_budget = PollBudget(lambda: 100_000, max_rows=100_000, max_bytes=1 << 20)
