@@ -24,14 +24,23 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PageSeries:
-    """The series of one page, in the order of the page.
+    """The series of one scrape of `target`, in the order of its values.
 
-    Consecutive pages with the same series share one object, so that equal series can be recognized with `is`.
+    Consecutive scrapes with the same series share one object, so that equal series can be recognized with `is`.
     """
 
     target: str
     metrics: pa.DictionaryArray
     labels: pa.DictionaryArray
+
+    def without(self, others: PageSeries) -> PageSeries:
+        """Return the series that are in this set but not in `others`."""
+        is_left = pc.invert(pc.is_in(self._keys(), others._keys()))
+        return PageSeries(target=self.target, metrics=self.metrics.filter(is_left), labels=self.labels.filter(is_left))
+
+    def _keys(self) -> pa.Array:
+        texts = (column.cast(pa.string()) for column in (self.metrics, self.labels))
+        return pc.binary_join_element_wise(*texts, "\n", null_handling="replace", null_replacement="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -62,55 +62,44 @@ _MIN_REMEMBERED: Final = 1_000
 _Series = tuple[str, str | None]
 
 
-class ScrapeTables:
-    """Builds the scrapes of one exporter.
+OWN: Final = ("up", "scrape_duration_seconds", "scrape_samples_scraped")
+"""Names of the samples about a scrape. The last one is absent after a failed scrape."""
 
-    To save time, the names of the page's series and those of the samples about the scrape, such as `up`, are combined
-    only when the series of the page change.
+
+class ExporterSeries:
+    """The series of the scrapes of one exporter: those of its page, and those about the scrape, such as `up`.
+
+    To save time, they are combined only when the series of the page change.
     """
 
     def __init__(self, exporter: ScrapeTarget) -> None:
         self._exporter = exporter
         self._metrics: pa.Array | None = None  # those of the page from which the series were built
-        self._series: PageSeries | None = None
+        self._latest = self.own()
 
-    def scrape(self, rows: PageRows, ts: int, seconds: float) -> Scrape:
-        """Return the samples of a page that has no times, together with samples about the scrape, such as `up`.
+    def own(self, *, is_failed: bool = False) -> PageSeries:
+        """Return the series about a scrape."""
+        names = OWN[:-1] if is_failed else OWN
+        return PageSeries(
+            target=self._exporter.name,
+            metrics=pa.array(names, pa.string()).dictionary_encode(),
+            labels=constant(canonical_labels(dict(self._exporter.labels)), len(names)),
+        )
 
-        `ts` is the time of the scrape in UTC µs, `seconds` its duration.
-        """
-        own = np.array([1.0, seconds, rows.rows])
-        if self._series is None or rows.metrics is not self._metrics:
-            self._metrics = rows.metrics
-            series = own_samples(self._exporter, ts, seconds, rows.rows).series
-            self._series = PageSeries(
-                target=self._exporter.name,
-                metrics=_joined(rows.metrics, series.metrics),
-                labels=_joined(rows.labels, series.labels),
-            )
-        return Scrape(series=self._series, ts=ts, values=np.concatenate([rows.values.to_numpy(), own]))
+    def of_page(self, rows: PageRows) -> PageSeries:
+        """Return the series of a page whose samples have no times on the page, and those about the scrape."""
+        if rows.metrics is not self._metrics:
+            own, columns = self.own(), {"metrics": rows.metrics, "labels": rows.labels}
+            if rows.ts is not None:
+                columns = {name: column.filter(rows.ts.is_null()) for name, column in columns.items()}
+            joined = {name: _joined(column, getattr(own, name)) for name, column in columns.items()}
+            self._metrics, self._latest = rows.metrics, PageSeries(target=own.target, **joined)
+        return self._latest
 
 
 def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.DictionaryArray:
     joined = pa.chunked_array([one, other]).unify_dictionaries().combine_chunks()
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
-
-
-def own_samples(exporter: ScrapeTarget, ts: int, seconds: float, samples: int | None = None) -> Scrape:
-    """Return the samples about a scrape, such as `up`.
-
-    `samples` is the number of samples on the page, or None after a failure. `ts` is the time of the scrape in UTC µs,
-    `seconds` its duration.
-    """
-    values = {"up": float(samples is not None), "scrape_duration_seconds": seconds}
-    if samples is not None:
-        values["scrape_samples_scraped"] = float(samples)
-    series = PageSeries(
-        target=exporter.name,
-        metrics=pa.array(list(values), pa.string()).dictionary_encode(),
-        labels=constant(canonical_labels(dict(exporter.labels)), len(values)),
-    )
-    return Scrape(series=series, ts=ts, values=np.array(list(values.values())))
 
 
 def page_rows(exporter: ScrapeTarget, rows: PageRows, ts: int) -> pa.Table:
@@ -178,65 +167,14 @@ def _is_within(ts: int, scraped_at: int) -> bool:
     return scraped_at - OLDEST_DAYS * _DAY <= ts <= scraped_at + AHEAD_MINUTES * _MINUTE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SeriesNames:
-    """A set of series, each identified by its metric name and its labels."""
-
-    metrics: pa.Array
-    labels: pa.Array
-
-    @classmethod
-    def of(cls, named: PageRows | PageSeries) -> Self:
-        """Return the series of a page or a scrape. Series whose samples have times on the page are left out."""
-        names = cls(metrics=named.metrics, labels=named.labels)
-        if isinstance(named, PageSeries) or named.ts is None:
-            return names
-        return names._filtered(named.ts.is_null())
-
-    def without(self, others: SeriesNames) -> Self:
-        """Return the series that are in this set but not in `others`."""
-        return self._filtered(pc.invert(pc.is_in(self._keys(), others._keys())))
-
-    def _filtered(self, kept: pa.BooleanArray) -> Self:
-        return type(self)(metrics=self.metrics.filter(kept), labels=self.labels.filter(kept))
-
-    def _keys(self) -> pa.Array:
-        texts = (column.cast(pa.string()) for column in (self.metrics, self.labels))
-        return pc.binary_join_element_wise(*texts, "\n", null_handling="replace", null_replacement="")
-
-
-class ActiveSeries:
-    """The series on the latest page of one exporter, without those of which the samples have timestamps on the page."""
-
-    def __init__(self) -> None:
-        self._page: pa.Array | None = None  # its metrics: the same object for all pages with the same series
-        self._names: SeriesNames | None = None
-
-    def update(self, rows: PageRows) -> SeriesNames | None:
-        """Replace the series by those of a newer page, which has the samples `rows`.
-
-        Return the series of the previous page that are not on the newer page, or None if there are none.
-        """
-        if rows.metrics is self._page:
-            return None
-        before, self._page, self._names = self._names, rows.metrics, SeriesNames.of(rows)
-        ended = None if before is None else before.without(self._names)
-        return ended if ended is not None and len(ended.metrics) else None
-
-    def clear(self) -> SeriesNames | None:
-        """Remove all series, and return them as series that have ended. Return None if there were no series."""
-        before, self._page, self._names = self._names, None, None
-        return before if before is not None and len(before.metrics) else None
-
-
-def staleness_markers(target: str, ended: SeriesNames, ts: int) -> pa.Table:
-    """Return staleness markers as rows of `samples`: null values of the series `ended` of `target` at `ts` (UTC µs)."""
+def staleness_markers(ended: PageSeries, ts: int) -> pa.Table:
+    """Return staleness markers as rows of `samples`: null values of the series `ended` at `ts` (UTC µs)."""
     count = len(ended.metrics)
     return _samples_table(
         constant(NO_RUN, count),
         pa.repeat(pa.scalar(ts, TIME), count),
         constant(FROM_INGEST, count),
-        constant(target, count),
+        constant(ended.target, count),
         ended.metrics,
         ended.labels,
         pa.nulls(count, pa.float64()),
@@ -280,6 +218,7 @@ class Followed:
     """One exporter that is scraped, and the result of its last scrape.
 
     `is_up` is None before the first scrape. `read_at` is the start of the last successful scrape, in monotonic seconds.
+    `active` are the series of the last scrape, without those of which the samples have times on the page.
     """
 
     exporter: ScrapeTarget
@@ -289,12 +228,12 @@ class Followed:
     last_scrape_seconds: float | None = None
     last_samples: int | None = None
     own_times: OwnTimes = field(default_factory=OwnTimes)
-    active: ActiveSeries = field(default_factory=ActiveSeries)
+    active: PageSeries | None = None
     reader: PageReader = field(init=False)
-    tables: ScrapeTables = field(init=False)
+    series: ExporterSeries = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader, self.tables = PageReader(self.exporter.labels), ScrapeTables(self.exporter)
+        self.reader, self.series = PageReader(self.exporter.labels), ExporterSeries(self.exporter)
 
     def described(self, now: float) -> Mapping[str, object]:
         """Return this exporter and its last scrape as JSON values for the status page.
@@ -362,7 +301,7 @@ class Scraper:
         active = {name: self._stop(name, is_gone=name not in wanted) for name in changed}
         for name in [name for name in wanted if name not in self._followed]:
             # With a new address or new labels, series that do not occur again get staleness markers.
-            followed = Followed(exporter=wanted[name], active=active.get(name, ActiveSeries()))
+            followed = Followed(exporter=wanted[name], active=active.get(name))
             self._followed[name] = followed
             scraping = functools.partial(self._scrape_forever, followed)
             self._tasks[name] = start_task(f"scraping the exporter {name}", scraping, is_repeated=True)
@@ -389,12 +328,13 @@ class Scraper:
         self._count(rows, fresh)
         followed.is_up, followed.last_error, followed.read_at = True, None, started
         followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
-        self._end(exporter, followed.active.update(rows), ts)
+        series, own = followed.series.of_page(rows), np.array([1.0, seconds, rows.rows])
+        self._replace(followed, series, ts)
         if rows.ts is None:
-            sink.scrape(followed.tables.scrape(rows, ts, seconds))
+            sink.scrape(Scrape(series=series, ts=ts, values=np.concatenate([rows.values.to_numpy(), own])))
         else:
             sink.samples(page_rows(exporter, fresh, ts))
-            sink.scrape(own_samples(exporter, ts, seconds, rows.rows))
+            sink.scrape(Scrape(series=followed.series.own(), ts=ts, values=own))
 
     async def _page(self, exporter: ScrapeTarget, reader: PageReader) -> PageRows:
         document = await self._fetch.get(
@@ -415,19 +355,21 @@ class Scraper:
             log.warning(
                 "scrape of exporter %s failed, retrying at the scrape interval: %s", followed.exporter.name, error
             )
-        self._end(followed.exporter, followed.active.clear(), ts)
-        samples = own_samples(followed.exporter, ts, seconds)
-        if followed.is_up:
-            self._end(followed.exporter, _own_names(followed).without(SeriesNames.of(samples.series)), ts)
+        series = followed.series.own(is_failed=True)
+        self._replace(followed, series, ts)
         followed.is_up, followed.last_error = False, str(error)
         followed.last_scrape_seconds, followed.last_samples = seconds, None
         self._sink.count(EXPORTER_SCRAPES, 1, "failed")
-        self._sink.scrape(samples)
+        self._sink.scrape(Scrape(series=series, ts=ts, values=np.array([0.0, seconds])))
 
-    def _end(self, exporter: ScrapeTarget, ended: SeriesNames | None, ts: int) -> None:
-        """Write staleness markers for the series `ended`, if any, at `ts` (UTC µs)."""
-        if ended is not None:
-            self._sink.samples(staleness_markers(exporter.name, ended, ts))
+    def _replace(self, followed: Followed, series: PageSeries | None, ts: int) -> None:
+        """Replace the series of an exporter. Those that have ended get staleness markers at `ts` (UTC µs)."""
+        before, followed.active = followed.active, series
+        if before is None or before is series:
+            return
+        ended = before if series is None else before.without(series)
+        if len(ended.metrics):
+            self._sink.samples(staleness_markers(ended, ts))
 
     def _count(self, rows: PageRows, fresh: PageRows) -> None:
         self._sink.count(EXPORTER_SCRAPES, 1, "ok")
@@ -437,18 +379,15 @@ class Scraper:
             if count:
                 self._sink.count(EXPORTER_SAMPLES_DROPPED, count, reason)
 
-    def _stop(self, name: str, *, is_gone: bool) -> ActiveSeries:
-        """Stop scraping the exporter `name`, and return the series of its last page.
+    def _stop(self, name: str, *, is_gone: bool) -> PageSeries | None:
+        """Stop scraping the exporter `name`, and return the series of its last scrape.
 
         With `is_gone`, the exporter is no longer in any list, and staleness markers are written for all its series.
         """
         followed = self._followed.pop(name)
         self._tasks.pop(name).cancel()
         if is_gone:
-            ts = self._wall()
-            self._end(followed.exporter, followed.active.clear(), ts)
-            if followed.is_up is not None:
-                self._end(followed.exporter, _own_names(followed), ts)
+            self._replace(followed, None, self._wall())
         return followed.active
 
     async def _scrape_forever(self, followed: Followed) -> None:
@@ -463,9 +402,3 @@ class Scraper:
                 self._sink.count(
                     EXPORTER_SCRAPES, 1, "skipped"
                 )  # the scrape, with its waiting time, took longer than the interval
-
-
-def _own_names(followed: Followed) -> SeriesNames:
-    """Return the series that each scrape of the exporter adds to those of its page, such as `up`."""
-    samples = 0 if followed.is_up else None
-    return SeriesNames.of(own_samples(followed.exporter, 0, seconds=0.0, samples=samples).series)

@@ -46,10 +46,6 @@ class AttemptNumbers:
             return known, False
         return self._add(run, launch_id, self._highest.get(run, -1) + 1), True
 
-    def latest(self, run: str) -> int | None:
-        """Return the highest attempt of `run`; None for an unknown run."""
-        return self._highest.get(run)
-
     def _add(self, run: str, launch_id: str, number: int) -> int:
         self._numbers[run][launch_id] = number
         self._highest[run] = max(number, self._highest.get(run, 0))
