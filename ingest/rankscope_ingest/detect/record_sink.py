@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rankscope_contract.wire.channel import NOTHING, STATE_RUNNING
 from rankscope_ingest.base.errors import FetchError
@@ -30,7 +30,7 @@ class RecordSink:
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
         self.poll_budget = monitor.poll_budget
-        self.ordinals = monitor.ordinals
+        self.ordinals: Callable[[int], int] = monitor.ordinals
 
     def on_answer(self, target: Target) -> None:
         """Record a successful poll of a target.
