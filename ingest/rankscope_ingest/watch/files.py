@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.clock import Clock
 
+CHUNK_BYTES: Final = 1 << 20
 MAX_ROTATED: Final = 8
 """Maximum number of files next to the log that are compared with the log after a rotation."""
 
@@ -86,6 +88,24 @@ class LocalFile:
     async def clock(self) -> Clock | None:
         """Return the clock of this machine."""
         return Clock(offset_seconds=0.0, source="clock of this machine", zone_seconds=time.localtime().tm_gmtoff)
+
+
+async def unpack(file: LogFile, name: str, target: Path) -> bool:
+    """Write the content of `name`, a file in gzip format next to the log, to `target`.
+
+    Return False if the file is incomplete: the program that compresses it may still run.
+    """
+    size = (await file.state(name)).size
+    unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as unpacked:
+        for begin in range(0, size, CHUNK_BYTES):
+            data = await file.read(begin, CHUNK_BYTES, name)
+            try:
+                unpacked.write(await asyncio.to_thread(unpacker.decompress, data))
+            except zlib.error:
+                return False
+    return unpacker.eof
 
 
 def rotated_names(name: str, entries: Iterable[tuple[str, float]]) -> list[str]:

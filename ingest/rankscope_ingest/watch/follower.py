@@ -14,9 +14,9 @@ from typing import Final, Protocol
 
 from rankscope_ingest.importers import KnownImport
 from rankscope_ingest.importers.common.log_identity import has_equal_beginning, stored_path
-from rankscope_ingest.watch.files import FileState, LocalFile, LogFile, LogUnreadableError
+from rankscope_ingest.watch.files import CHUNK_BYTES, FileState, LocalFile, LogFile, LogUnreadableError, unpack
 
-CHUNK_BYTES: Final = 1 << 20
+PACKED: Final = ".gz"
 COMPARED_BYTES: Final = 512
 """Number of bytes at the beginning and at the end of the copy that are compared with the log.
 
@@ -55,8 +55,10 @@ class Follower(Protocol):
 class LocalFollower:
     """Follows a log of this machine."""
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: LocalFile, unpacked: Path) -> None:
+        """`unpacked` is the path for the content of a compressed older part."""
         self._file = file
+        self._unpacked = unpacked
         self.path = file.path
         self._last: FileState | None = None
 
@@ -69,18 +71,28 @@ class LocalFollower:
             size = last.marks[-1][0]
             note = f"the log was {'truncated' if state.size < size else 'replaced'}"
             if (old := await self._rotated(last)) is not None:
-                yield Part(path=old, state=state, has_grown=True, note=f"{note}; its older part is {old}", is_old=True)
+                path, name = old
+                yield Part(
+                    path=path, state=state, has_grown=True, note=f"{note}; its older part is {name}", is_old=True
+                )
+                self._unpacked.unlink(missing_ok=True)
                 note = None
         elif self._last is not None and state.size < self._last.size:
             note = "the log was truncated"
         yield Part(path=self.path, state=state, has_grown=has_grown, note=note)
         self._last = state
 
-    async def _rotated(self, last: KnownImport) -> Path | None:
+    async def _rotated(self, last: KnownImport) -> tuple[Path, Path] | None:
+        """Return the file with the older part of the log, and its own path if it is compressed."""
         for name in await self._file.rotated():
-            path = self.path.with_name(name)
-            if path.is_file() and path.stat().st_size >= last.marks[-1][0] and has_equal_beginning(path, last.marks):
-                return path
+            path = own = self.path.with_name(name)
+            if name.endswith(PACKED):
+                path = self._unpacked
+                if not await unpack(self._file, name, path):
+                    continue
+            is_whole = path.is_file() and path.stat().st_size >= last.marks[-1][0]
+            if is_whole and has_equal_beginning(path, last.marks):
+                return path, own
         return None
 
 
@@ -129,7 +141,14 @@ class RemoteFollower:
 
     async def _complete(self) -> str | None:
         """Append the rest of the older part of the log to the copy; return the name of this part, or None."""
+        unpacked = self.path.with_name(f"{self.path.name}.unpacked")
         for name in await self._file.rotated():
+            if name.endswith(PACKED):
+                is_whole = await unpack(self._file, name, unpacked)
+                if is_whole and await asyncio.to_thread(_begins_with, unpacked, self.path):
+                    unpacked.replace(self.path)
+                    return name
+                continue
             state = await self._file.state(name)
             if state.size >= self._size() and await self._equals(name):
                 await self._append(self._size(), state.size, name)
@@ -157,3 +176,9 @@ def _read(path: Path, offset: int, size: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
         return file.read(size)
+
+
+def _begins_with(path: Path, beginning: Path) -> bool:
+    """Return whether the file at `path` begins with the content of the file `beginning`."""
+    with path.open("rb") as file, beginning.open("rb") as expected:
+        return all(file.read(len(block)) == block for block in iter(lambda: expected.read(CHUNK_BYTES), b""))

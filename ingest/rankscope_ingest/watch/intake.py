@@ -1,8 +1,8 @@
 """Import the file of a followed log into the store, and keep the state of its run in the store up to date.
 
-The rows are those of a single import of the complete log: the importers read the file from its beginning, and the store
-drops the records that it has. The row about the state of the run and the event about the import are stored when the
-state changes, and otherwise every few minutes, because a followed log is imported many thousand times.
+The rows are those of a single import of the complete log: each import reads on from the state of the last one. The row
+about the state of the run and the event about the import are stored when the state changes, and otherwise every few
+minutes, because a followed log is imported many thousand times.
 """
 
 from __future__ import annotations

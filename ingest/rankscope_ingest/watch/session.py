@@ -150,6 +150,6 @@ def _source(section: WatchSection, folder: Path, hosts: SshHosts) -> tuple[LogFi
     address = LogAddress.parse(section.log)
     if address.host is None:
         local = LocalFile(address)
-        return local, LocalFollower(local)
+        return local, LocalFollower(local, address.copy_in(folder))
     remote = hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)
     return remote, RemoteFollower(remote, address.copy_in(folder))

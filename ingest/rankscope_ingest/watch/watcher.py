@@ -34,9 +34,6 @@ log = logging.getLogger(__name__)
 
 SETTLED_BYTES: Final = 1 << 16
 """Size of a log from which its format and its step do not change when the log grows."""
-IMPORT_SHARE: Final = 0.1
-LONG_IMPORT_SECONDS: Final = 1.0
-"""Duration from which imports of a large log are so far apart that they take at most IMPORT_SHARE of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +121,6 @@ class LogWatcher:
         self._seen_at: float | None = None  # time at which the log was first seen with content
         self._imported: FileState | None = None
         self._refusal: str | None = None  # reason why the present content of the log cannot be imported
-        self._import_due_at = 0.0  # monotonic
         self._values_stored = 0
         self._unkept: set[str] = set()  # names that were printed
         self.status = LogStatus(
@@ -197,7 +193,6 @@ class LogWatcher:
             self._clock.observe_change(part.state.modified, now)
         if not part.is_old and (self._imported == part.state or not self._is_due(part.state, now)):
             return
-        began = time.monotonic()
         try:
             outcome = await self._store.run(lambda: self._intake.import_file(part.path))
         except IngestError as error:
@@ -205,9 +200,6 @@ class LogWatcher:
             self._imported = self._imported if part.is_old else part.state
             return
         self._refusal = None
-        seconds = time.monotonic() - began
-        is_long = seconds > LONG_IMPORT_SECONDS and not outcome.is_first  # the first import stores the complete log
-        self._import_due_at = began + (seconds / IMPORT_SHARE if is_long else 0.0)
         self._values_stored += outcome.report.rows_stored
         for text in unkept_notes([name for name in outcome.report.unkept if name not in self._unkept]):
             log.warning("%s: %s", self.run_name, text)
@@ -248,14 +240,13 @@ class LogWatcher:
         if not state.size:
             return False
         self._seen_at = now if self._seen_at is None else self._seen_at
-        is_settled = (
+        return (
             self._imported is not None
             or self._intake.incarnation is not None
             or state.size >= SETTLED_BYTES
             or now - self._seen_at >= self._section.settle_seconds
             or self._clock.now(now) - state.modified >= self._section.settle_seconds
         )
-        return is_settled and time.monotonic() >= self._import_due_at
 
     async def _judge(self, state: FileState, now: float) -> None:
         last, remote = self._rows.last, self._clock.now(now)
@@ -350,7 +341,7 @@ class LogWatcher:
         self._set(self.status.condition, self.status.reason, silence=self.status.silence)
 
     def _cannot_import(self, error: Exception) -> None:
-        """Display an error of the store or an unexpected error. The next import reads the complete log again."""
+        """Display an error of the store or an unexpected error. The next poll imports the same bytes again."""
         if not isinstance(error, StoreError):
             log.error("unexpected error in following %s, retrying", self._address, exc_info=error)
         self._intake.incarnation = self._imported = None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.importers import megatron
-from rankscope_ingest.importers.common.importer import Faults, ImportedRun
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun
 from rankscope_ingest.importers.megatron import MegatronText, columns
 
 ROW = (
@@ -77,8 +77,8 @@ def said(path):
     faults = Faults()
     found, run = [], None
     for block in MegatronText().read(path, faults):
-        if isinstance(block, ImportedRun):
-            run = block
+        if not isinstance(block, ImportedBlock):
+            run = block if isinstance(block, ImportedRun) else run
             continue
         own = [[] for _ in range(block.records)]
         for name, table in block.tables.items():

@@ -48,7 +48,20 @@ def csv_line(place, step, loss, seconds):
     return ("step,loss,step_seconds\n" if not place else "") + f"{step},{loss:.4f},{seconds:.3f}\n"
 
 
-LINES = {"textlog": text_line, "jsonl": json_line, "columns": csv_line}
+def megatron_line(place, step, loss, seconds):
+    more = "".join(f" moe layer {layer} balance loss: {loss / 3:.6E} |" for layer in range(6))
+    row = (
+        f" [2026-01-17 10:{place // 60 % 60:02d}:{place % 60:02d}] iteration {step:8d}/   20000 | consumed samples: "
+        f"{step * 64:12d} | elapsed time per iteration (ms): {1000 * seconds:.1f} | learning rate: 1.000000E-04 | "
+        f"global batch size:    64 | lm loss: {loss:.6E} |{more} loss scale: 1.0 | grad norm: {loss / 2:.3f} | "
+        "number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+    )
+    extra = {400: "  successfully saved checkpoint from iteration     400 to /a/b\n"}.get(place, "")
+    validation = "validation loss at iteration 2000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.2E+01 |\n"
+    return row + extra + (validation if place == 2_200 else "")
+
+
+LINES = {"textlog": text_line, "jsonl": json_line, "columns": csv_line, "megatron": megatron_line}
 
 
 def stored(logs):

@@ -1,5 +1,6 @@
 """Logs that are followed on this machine and over SSH: the conditions of a training, restarts, and the rows."""
 
+import gzip
 import json
 import os
 import re
@@ -476,18 +477,28 @@ async def test_clock_without_commands_is_that_of_the_growing_log(sshd, remote, r
     assert reason in watch.receiver.messages[0].body
 
 
+def compress(path):
+    path.with_name(f"{path.name}.1.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("rotate", "suffix"),
+    [(lambda path: path.rename(path.with_name("train.log.1")), ".1"), (compress, ".1.gz")],
+    ids=["renamed", "compressed"],
+)
 @pytest.mark.parametrize("is_remote", [False, True])
-async def test_rotated_log_loses_no_row(request, replay, watch, slow_lines, caplog, is_remote):
+async def test_rotated_log_loses_no_row(request, replay, watch, slow_lines, caplog, is_remote, rotate, suffix):
     """The rest of the rotated part is read before the new log."""
     log = request.getfixturevalue("remote") if is_remote else str(replay.path)
     async with watch.session(log) as session:
         await watch.follow(session, slow_lines[:60], step=30)
         replay.write(slow_lines[60:80])
-        replay.path.rename(replay.path.with_name("train.log.1"))
+        rotate(replay.path)
         replay.write(slow_lines[80:120])
         await session.poll()
 
-    older = "train.log.1" if is_remote else f"{replay.path}.1"
+    older = f"train.log{suffix}" if is_remote else f"{replay.path}{suffix}"
     assert steps_in(slow_lines[:120]) == watch.steps()
     assert [f"{log}: the log was truncated; its older part is {older}"] == caplog.messages
 

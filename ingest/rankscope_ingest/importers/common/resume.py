@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
+from rankscope_contract.model.redaction import MASK, MAX_DOCUMENT, is_secret_name, redacted_text
 
 MAX_STATE: Final = 4 << 20
 """Largest number of characters of a state. Without a state, the next import reads the log from its beginning."""
@@ -68,6 +68,7 @@ class _Encoder:
         return self._rows
 
     def _of(self, value: Any) -> Any:
+        value = value.item() if isinstance(value, np.generic) else value
         if value is None or type(value) in {bool, int} or (type(value) is float and math.isfinite(value)):
             return value
         if type(value) is str:
@@ -90,7 +91,7 @@ class _Encoder:
             state = _attributes(value)
             row = [_name_of(type(value)), *(self._of(part) for pair in state.items() for part in pair)]
         elif isinstance(value, dict):
-            row = [kind, *(self._of(part) for pair in value.items() for part in pair)]
+            row = [kind, *(self._of(part) for pair in map(_masked, value.items()) for part in pair)]
         else:
             row = [kind, *map(self._of, value)]
         self._rows[number] = row
@@ -134,6 +135,11 @@ class _Decoder:
             for key, attribute in state.items():
                 object.__setattr__(made, key, attribute)  # of a frozen class, too
         return made
+
+
+def _masked(item: tuple[Any, Any]) -> tuple[Any, Any]:
+    key, value = item
+    return key, MASK if isinstance(key, str) and isinstance(value, str) and is_secret_name(key) else value
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -382,7 +382,7 @@ class _Intake:
             if rows >= BATCH_ROWS:
                 yield self._batch()
                 rows = 0
-        if self._numberings:
+        if self._touched:
             yield self._batch()
 
     def note(self, faults: Faults, key: str, *, is_settled: bool) -> KnownImport:

@@ -21,6 +21,7 @@ import numpy as np
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
+    Checkpoint,
     Detection,
     Faults,
     Imported,
@@ -62,6 +63,9 @@ _ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
 _SEARCHED_BYTES: Final = 16 << 20
 _PROBE_BYTES: Final = 4096
 _HEAD_BYTES: Final = 65_536
+_TAIL_BYTES: Final = 1 << 20
+_FINAL_BYTES: Final = 1 << 20
+"""Size of a log from which its dialect does not change when it grows."""
 _END_OF_HOLE: Final = re.compile(rb"(?<=\0{16})(?=[^\0\n])")
 _PLACES: Final = 64
 """The largest number of records in one line of a log.
@@ -99,10 +103,13 @@ class MegatronText:
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one block of records per chunk of the log (8 MiB), then the facts about the run."""
-        reading = _Reading(faults)
+        reading = faults.reader or _Reading(faults)
         buffer = b""
         for data in _chunks(path, faults):
             buffer += data
+            if not data and (offset := _offset_of(path, faults.read_bytes, buffer.count(b"\n"))) is not None:
+                is_final = faults.read_bytes >= _FINAL_BYTES
+                yield Checkpoint(reader=reading, offset=offset, lines=reading.lines, is_final=is_final)
             cut = buffer.rfind(b"\n") + 1 if data else len(buffer)
             if cut:
                 whole = clean_bytes(buffer[:cut])
@@ -119,10 +126,10 @@ def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
     A line that is longer than the size limit is shortened.
     """
     with open_log(path) as file:
-        faults.read_bytes += skip_hole(file)
-        start = file.tell()
+        hole = skip_hole(file)
         head = file.read(_HEAD_BYTES)
-        file.seek(start)
+        faults.read_bytes = max(faults.read_bytes, hole)
+        file.seek(faults.read_bytes)
         refuse_no_text(path, head[:_PROBE_BYTES])
         has_cr = line_end(head) == b"\r"
         data = file.read(CHUNK_BYTES)
@@ -141,6 +148,25 @@ def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
             faults.read_bytes += len(data)
             begin = data
     yield b""
+
+
+def _offset_of(path: Path, end: int, lines: int) -> int | None:
+    """Return the offset of the last `lines` complete lines before `end` and the line without end behind them.
+
+    Return None if these lines are very long, or if lines of the log end in another way than with a line feed.
+    """
+    with open_log(path) as file:
+        is_unusual = line_end(file.read(_HEAD_BYTES)) != b"\n"
+        file.seek(max(0, end - _TAIL_BYTES))
+        tail = file.read(min(end, _TAIL_BYTES))
+    begin = len(tail)
+    for _ in range(lines + 1):
+        begin = tail.rfind(b"\n", 0, begin)
+        if begin < 0:
+            break
+    if is_unusual or b"\0" in tail or (begin < 0 and end > _TAIL_BYTES):
+        return None
+    return end - len(tail) + begin + 1
 
 
 def _ended_holes(data: bytes) -> bytes:
@@ -205,7 +231,8 @@ class _Reading:
         self._last_keys: set[str] = set()  # of the rows that ended with a bar
         self._whole_keys: dict[tuple[str, ...], None] = {}  # of the rows with a loss
         self._once: dict[Hashable, None] = {}
-        self._line = 0  # number of lines in earlier chunks
+        self.lines = 0
+        """Number of lines in earlier chunks."""
         self._last = [NO_NUMBER, 0, NO_TIME]  # step, attempt and time of the last row
         self._planned = 0
 
@@ -222,7 +249,7 @@ class _Reading:
         for line in np.flatnonzero(lines.too_long).tolist():
             self._fault(line, f"longer than {MAX_LINE_BYTES:,} bytes: {shown(lines.raw(line))}…")
         block = self._assemble(self._read(lines))
-        self._line += len(lines)
+        self.lines += len(lines)
         return block, int(lines.lengths.sum())
 
     def run(self) -> ImportedRun:
@@ -237,7 +264,7 @@ class _Reading:
         )
 
     def _fault(self, line: int, text: str) -> None:
-        self._faults.add(self._line + line + 1, text)
+        self._faults.add(self.lines + line + 1, text)
 
     def _read(self, lines: Lines) -> _Found:
         single = lines.may_continue()
