@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.commands import build
-from rankscope.output.rows import Format, as_text, cell, distinct_names, interval_text, write_rows
+from rankscope.output.rows import as_text, cell, distinct_names, interval_text, write_rows
 from rankscope.output.summary_text import anomaly_table
 from rankscope_storage.api.summaries import AnomalyRow
 
@@ -30,16 +30,16 @@ ROWS = pa.table(
 
 
 def test_json_writes_nan_and_inf_as_strings():
-    rows = json.loads(as_text(ROWS, Format.JSON), parse_constant=lambda word: pytest.fail(f"not JSON: {word}"))
+    rows = json.loads(as_text(ROWS, "json"), parse_constant=lambda word: pytest.fail(f"not JSON: {word}"))
 
     assert [0.0, "NaN", "Infinity", "-Infinity", None] == [row["value"] for row in rows]
     assert ["", 'a "b", c', "line\nbreak", "学习", None] == [row["text"] for row in rows]
     assert [[1, 2], [], None, [None], [3]] == [row["list"] for row in rows]
-    assert [] == json.loads(as_text(ROWS.slice(0, 0), Format.JSON))
+    assert [] == json.loads(as_text(ROWS.slice(0, 0), "json"))
 
 
 def test_csv_writes_null_empty_and_quotes_the_empty_string():
-    lines = as_text(ROWS.select(["value", "text"]), Format.CSV)
+    lines = as_text(ROWS.select(["value", "text"]), "csv")
 
     assert lines.startswith('value,text\n0.0,""\nNaN,"a ""b"", c"\nInfinity,"line\nbreak"\n-Infinity,学习\n,\n')
 
@@ -48,21 +48,21 @@ def test_csv_writes_null_empty_and_quotes_the_empty_string():
 def test_csv_can_be_read_by_the_csv_module(rows):
     texts, numbers = [text for text, _ in rows], [number for _, number in rows]
     table = pa.table({"text": pa.array(texts, pa.string()), "number": pa.array(numbers, pa.int64())})
-    read = list(csv.reader(io.StringIO(as_text(table, Format.CSV), newline="")))
+    read = list(csv.reader(io.StringIO(as_text(table, "csv"), newline="")))
 
     assert [["text", "number"]] == read[:1]
     assert [[text or "", "" if number is None else str(number)] for text, number in rows] == read[1:]
 
 
 def test_table_shows_every_value_and_counts_hidden_rows():
-    text = as_text(ROWS, Format.TABLE, limit=4)
+    text = as_text(ROWS, "table", limit=4)
 
     for word in ("0", "NaN", "Infinity", "-Infinity", "(5 rows, 1 not shown: --rows 5)"):
         assert word in text
 
 
 def test_table_in_a_file_has_whole_values_without_control_characters():
-    text = as_text(pa.table({"tensor": ["[red]w[/red] \x1b[2J" + "x" * 500]}), Format.TABLE)
+    text = as_text(pa.table({"tensor": ["[red]w[/red] \x1b[2J" + "x" * 500]}), "table")
 
     assert "[red]w[/red]" in text
     assert "x" * 500 in text
@@ -70,7 +70,7 @@ def test_table_in_a_file_has_whole_values_without_control_characters():
 
 
 def test_parquet_preserves_rows_and_types(tmp_path):
-    write_rows(ROWS, Format.PARQUET, tmp_path / "rows.parquet")
+    write_rows(ROWS, "parquet", tmp_path / "rows.parquet")
     read = pq.read_table(tmp_path / "rows.parquet")
 
     assert ROWS.schema == read.schema
@@ -80,12 +80,12 @@ def test_parquet_preserves_rows_and_types(tmp_path):
 def test_columns_with_equal_names_keep_their_values(tmp_path):
     """A join can return a name twice; CSV and tables repeat it, JSON and Parquet append a number."""
     rows = pa.Table.from_arrays([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "a", "a_1"])
-    write_rows(rows, Format.PARQUET, tmp_path / "rows.parquet")
+    write_rows(rows, "parquet", tmp_path / "rows.parquet")
 
-    assert "a,a,a_1\n1,2,3\n" == as_text(rows, Format.CSV)
-    assert [{"a": 1, "a_2": 2, "a_1": 3}] == json.loads(as_text(rows, Format.JSON))
+    assert "a,a,a_1\n1,2,3\n" == as_text(rows, "csv")
+    assert [{"a": 1, "a_2": 2, "a_1": 3}] == json.loads(as_text(rows, "json"))
     assert [{"a": 1, "a_2": 2, "a_1": 3}] == pq.read_table(tmp_path / "rows.parquet").to_pylist()
-    assert ["1", "2", "3"] == as_text(rows, Format.TABLE).splitlines()[2].split()
+    assert ["1", "2", "3"] == as_text(rows, "table").splitlines()[2].split()
 
 
 @given(st.lists(st.sampled_from(["a", "a_1", "a_2", "b", ""])))
@@ -101,8 +101,8 @@ def test_times_out_of_range_are_shown_with_all_other_values():
     shown = ["1970-01-01T00:00:00+00:00", "Infinity", "-Infinity", "4611686018427387904 us after 1970", None]
     dates = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
 
-    assert shown == [row["ts"] for row in json.loads(as_text(pa.table({"ts": times}), Format.JSON))]
-    assert "d\n1970-01-01\nInfinity\n" == as_text(pa.table({"d": dates}), Format.CSV)
+    assert shown == [row["ts"] for row in json.loads(as_text(pa.table({"ts": times}), "json"))]
+    assert "d\n1970-01-01\nInfinity\n" == as_text(pa.table({"d": dates}), "csv")
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_cell_text_of_each_type(value, shown):
     assert shown == cell(value)
 
 
-@pytest.mark.parametrize(("form", "start"), [(Format.CSV, "attempt,rank,step,"), (Format.JSON, "[\n")])
+@pytest.mark.parametrize(("form", "start"), [("csv", "attempt,rank,step,"), ("json", "[\n")])
 def test_an_anomaly_of_no_single_rank_has_no_number(form, start):
     nothing = dict.fromkeys(field.name for field in dataclasses.fields(AnomalyRow))
     row = AnomalyRow(**{**nothing, "step": 5, "rule": "ReplicaDesync"})
     text = as_text(anomaly_table([row]), form)
 
     assert text.startswith(start)
-    assert form is Format.JSON or text.splitlines()[1].startswith(",,5,")
-    assert form is Format.CSV or None is json.loads(text)[0]["rank"]
+    assert form == "json" or text.splitlines()[1].startswith(",,5,")
+    assert form == "csv" or None is json.loads(text)[0]["rank"]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_an_interval_is_written_as_duckdb_writes_it(value, text):
 def test_an_interval_of_a_query_is_readable_in_each_format(tmp_path):
     query = "select timestamp '2026-03-02 13:00:00' - timestamp '2026-03-01 12:00:00' as took union all select null"
     rows = duckdb.sql(query).to_arrow_table()
-    write_rows(rows, Format.PARQUET, tmp_path / "rows.parquet")
+    write_rows(rows, "parquet", tmp_path / "rows.parquet")
 
-    assert all("1 day 01:00:00" in as_text(rows, form) for form in (Format.TABLE, Format.CSV, Format.JSON))
+    assert all("1 day 01:00:00" in as_text(rows, form) for form in ("table", "csv", "json"))
     assert {"1 day 01:00:00", None} == {*pq.read_table(tmp_path / "rows.parquet")["took"].to_pylist()}
 
 

@@ -17,8 +17,7 @@ from tests.programs import start_module
 
 from rankscope.commands.serve import _run, load_settings
 from rankscope.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.output.log_lines import LineHandler
-from rankscope.output.progress import fetch_runs
+from rankscope.output.progress import LineHandler, fetch_runs
 from rankscope_storage.base.errors import ShardLostError
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.options import STANDARD_OUTPUT, Store, step_range
-from rankscope.output.rows import Format, Output, OutputFormat, write_rows
+from rankscope.output.rows import Output, OutputFormat, write_rows
 from rankscope.output.summary_text import anomaly_table, line_table
 from rankscope.store_access import Choice, RunOption, Source, open_run
 
@@ -23,7 +23,7 @@ def anomalies(
     run: RunOption = None,
     top: Annotated[int, typer.Option(min=1, help="Largest number of anomalies to show.")] = 8,
     steps: Annotated[str | None, typer.Option(help="Only these steps: first:last.", show_default=False)] = None,
-    form: OutputFormat = Format.TABLE,
+    form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
 ) -> None:
     """Show the first anomalies of a run or log: by step, then by the stage of the step in which they appear.
@@ -43,7 +43,7 @@ def anomalies(
 
     bounds = step_range(steps)
     with open_run(Choice(source=source, store=store, run=run)) as chosen:
-        if form is not Format.TABLE:
+        if form != "table":
             found = summaries.anomalies(chosen.connection, chosen.run, top=top, steps=bounds)
             write_rows(anomaly_table(found), form, output)
             return

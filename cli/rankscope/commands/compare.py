@@ -12,7 +12,7 @@ from rankscope.errors import USAGE, CommandError
 from rankscope.options import Store
 from rankscope.output.compare_text import compare_text
 from rankscope.output.figure_files import AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
-from rankscope.output.summary_text import FormatOption, TextFormat
+from rankscope.output.summary_text import FormatOption
 from rankscope.store_access import OpenRun, open_runs
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def compare(
     output: FigureFile = None,
     dpi: Dpi = 300,
     no_figure: Annotated[bool, typer.Option("--no-figure", help="Only print the table.")] = False,
-    form: FormatOption = TextFormat.TEXT,
+    form: FormatOption = "text",
 ) -> None:
     """Compare runs at a glance: write a figure with one line per run, and print the values and settings that differ.
 

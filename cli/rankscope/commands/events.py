@@ -11,7 +11,7 @@ import typer
 from rankscope.errors import USAGE, CommandError, suggestion
 from rankscope.options import Store
 from rankscope.output.events_text import events_text
-from rankscope.output.summary_text import FormatOption, TextFormat
+from rankscope.output.summary_text import FormatOption
 from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 from rankscope_contract.model.events import Severity
 
@@ -38,7 +38,7 @@ def events(
     ] = Severity.INFO,
     rank: Annotated[int | None, typer.Option(help="Only events of this rank.", show_default=False)] = None,
     newest: Annotated[int, typer.Option("--newest", "-n", min=1, help="Largest number of lines.")] = 200,
-    form: FormatOption = TextFormat.TEXT,
+    form: FormatOption = "text",
 ) -> None:
     """Print the newest lines of the event log of a run, the newest first. --type step has a line for each logged step.
 
@@ -62,7 +62,7 @@ def events(
     with open_run(choice) as chosen:
         detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     # Lines of steps repeat the loss: as on a page, they are listed if they are chosen, and if their loss is NaN.
-    has_steps = form is TextFormat.JSON or severity is not Severity.INFO
+    has_steps = form == "json" or severity is not Severity.INFO
     query = EventQuery(
         types=tuple(type_ or (() if has_steps else EVENT_GROUPS)), severity=severity, rank=rank, newest=newest
     )

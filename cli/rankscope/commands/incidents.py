@@ -37,7 +37,7 @@ def incidents(
     ] = None,
     store: Store = Path("history"),
     note: Annotated[str, typer.Option("--note", help="close: a text that is stored with the end.")] = "",
-    form: OutputFormat = Format.TABLE,
+    form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
 ) -> None:
     """List the incidents of a run or log, open ones first; or close open incidents.
@@ -74,7 +74,7 @@ def _found(choice: Choice) -> tuple[str, Sequence[Incident]]:
 def _list(store: Path, source: str | None, form: Format, output: Path) -> None:
     choice = Choice(source=source, store=store)
     name, found = _found(choice)
-    is_table = form is Format.TABLE
+    is_table = form == "table"
     if not found and is_table and output == STANDARD_OUTPUT:
         print(f"no incident in {name}")
         return

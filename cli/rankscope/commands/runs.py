@@ -50,7 +50,7 @@ def runs(
         typer.Option("--tag", "-t", help="list: only runs with this tag, KEY=VALUE or KEY; may be repeated."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="rm: do not ask for confirmation.")] = False,
-    form: OutputFormat = Format.TABLE,
+    form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
 ) -> None:
     """List the runs of a store, the latest first; or show, tag, remove, rename or merge runs.
@@ -132,13 +132,13 @@ def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
         rows, damaged = connection.undamaged(lambda: summaries.runs(connection))
         listed, more = connection.undamaged(lambda: incidents(connection, rows["run"].to_pylist()))
     open_ = [[one for one in listed.get(run, ()) if one.is_open] for run in rows["run"].to_pylist()]
-    name, sentence = ("sentence", open_sentence) if form is Format.TABLE else ("end", end_sentence)
+    name, sentence = ("sentence", open_sentence) if form == "table" else ("end", end_sentence)
     sentences = map(sentence, rows["state"].to_pylist(), open_)
     rows = rows.append_column("open_incidents", pa.array(map(len, open_), pa.int64()))
     rows = rows.append_column(name, pa.array(sentences, pa.string()))
     if tags:
         rows = _having(rows, tags)
-    if form is Format.TABLE:
+    if form == "table":
         width = terminal_width() if output == STANDARD_OUTPUT else None
         write_text("".join(f"{line}\n" for line in run_lines(rows, width)), output)
     else:
@@ -165,13 +165,11 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
 def _show(store: Path, run: str, form: Format, output: Path) -> None:
     from rankscope.output.runs_text import run_detail_lines, run_details
 
-    if form not in (Format.TABLE, Format.JSON):
+    if form not in ("table", "json"):
         raise CommandError("runs show prints text, or JSON with --format json", code=USAGE)
     with open_store(store) as connection:
         facts = run_details(connection, run)
-    write_text(
-        as_json(facts) if form is Format.JSON else "".join(f"{line}\n" for line in run_detail_lines(facts)), output
-    )
+    write_text(as_json(facts) if form == "json" else "".join(f"{line}\n" for line in run_detail_lines(facts)), output)
 
 
 def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:

@@ -16,7 +16,7 @@ import typer
 
 from rankscope.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.options import Listen, Notify, OptionalStore
-from rankscope.output.log_lines import log_to
+from rankscope.output.progress import log_to
 from rankscope.service_client import load_settings
 from rankscope.terminal import live_console
 

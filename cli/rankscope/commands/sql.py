@@ -10,7 +10,7 @@ import typer
 
 from rankscope.errors import USAGE, CommandError
 from rankscope.options import STANDARD_OUTPUT, Store
-from rankscope.output.rows import TABLE_ROWS, Format, Output, OutputFormat, write_rows, write_text
+from rankscope.output.rows import TABLE_ROWS, Output, OutputFormat, write_rows, write_text
 from rankscope.store_access import open_store
 
 
@@ -18,7 +18,7 @@ def sql(
     query: Annotated[str | None, typer.Argument(help="One SELECT statement. Default: standard input.")] = None,
     store: Store = Path("history"),
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the query from this file.")] = None,
-    form: OutputFormat = Format.TABLE,
+    form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
     rows: Annotated[int, typer.Option(min=0, help="Largest number of rows in a table.")] = TABLE_ROWS,
     emit_views: Annotated[

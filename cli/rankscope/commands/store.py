@@ -56,7 +56,7 @@ def store(
     samples_days: SamplesDays = None,
     rollup_days: RollupDays = None,
     by: Annotated[By, typer.Option(help="stats: column by which the rows are grouped.")] = "dataset",
-    form: OutputFormat = Format.TABLE,
+    form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
 ) -> None:
     """Check a store, print its size, compact small files, delete old rows, or repair damage.
@@ -124,7 +124,7 @@ def _stats(root: Path, by: By, form: Format, output: Path) -> None:
     from rankscope_storage.maintenance.stats import store_stats
 
     found = store_stats(Log.open(root, sync_to_disk), by=by)
-    if form is Format.TABLE and output == STANDARD_OUTPUT:
+    if form == "table" and output == STANDARD_OUTPUT:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
         print(
             f"store version {found.version}: {found.files} files, {found.rows:,} rows, {found.size_bytes:,} bytes{span}"
@@ -188,7 +188,7 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_ru
     with progress_bar("commits") as progress:
         report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
-    if form is Format.TABLE and output == STANDARD_OUTPUT:
+    if form == "table" and output == STANDARD_OUTPUT:
         _print_retention(report, dry_run=dry_run)
     if report.failed:
         raise CommandError("; ".join(report.failed))

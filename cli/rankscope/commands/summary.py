@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rankscope.options import Store
-from rankscope.output.summary_text import FormatOption, TextFormat, summary_text
+from rankscope.output.summary_text import FormatOption, summary_text
 from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
 
 
@@ -20,7 +20,7 @@ def summary(
     checkpoint: Checkpoint = None,
     outputs: Outputs = None,
     latest: Latest = False,
-    form: FormatOption = TextFormat.TEXT,
+    form: FormatOption = "text",
     peak_tflops: Annotated[
         float | None,
         typer.Option(min=0, help="Peak TFLOP/s of one GPU, to estimate its utilisation.", show_default=False),

@@ -15,7 +15,7 @@ import typer
 
 from rankscope.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
 from rankscope.options import Notify, OptionalStore
-from rankscope.output.log_lines import log_to
+from rankscope.output.progress import log_to
 from rankscope.output.watch_text import WatchView
 from rankscope.service_client import load_settings
 from rankscope.terminal import live_console

@@ -18,7 +18,7 @@ from rankscope.demo.checks import ExpectedRun, Query, checks, delays
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
 from rankscope.output.rows import columns, print_table
-from rankscope.output.summary_text import TextFormat, line_table, summary_text
+from rankscope.output.summary_text import line_table, summary_text
 from rankscope.store_access import open_store
 
 
@@ -90,7 +90,7 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
         _heading(console, "Summary")
         known = read_summary(connection, expected.run)
         if known is not None:
-            console.print(summary_text(known, TextFormat.TEXT), markup=False, soft_wrap=True, end="")
+            console.print(summary_text(known, "text"), markup=False, soft_wrap=True, end="")
         _heading(console, "Anomalies in causal order")
         if found := summaries.anomaly_lines(connection, expected.run)[:8]:
             print_table(line_table(found))

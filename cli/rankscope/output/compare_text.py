@@ -25,7 +25,7 @@ def compare_text(runs: Sequence[Summary], difference: Divergence | None, form: T
 
     values = compared_values(runs)
     settings, equal = differing_settings([one.detail for one in runs])
-    if form is TextFormat.JSON:
+    if form == "json":
         return as_json(
             {
                 "runs": [one.run for one in runs],
@@ -35,7 +35,7 @@ def compare_text(runs: Sequence[Summary], difference: Divergence | None, form: T
                 "difference": None if difference is None else diff_document(difference),
             }
         )
-    is_markdown = form is TextFormat.MARKDOWN
+    is_markdown = form == "markdown"
     names = [printable(one.run) for one in runs]
     rows = [(value.name, *_texts(value)) for at, value in enumerate(values) if at < STATES or value.differs]
     lines = list(_table("States, and values that differ", ("", *names), rows, is_markdown=is_markdown))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.output.rows import cell
+from rankscope_contract.model import collective_format
 
 if TYPE_CHECKING:
     from rankscope_storage.diff.diff import Divergence, Point, StepDifference
@@ -116,13 +116,10 @@ def _missing(found: Divergence) -> Iterator[tuple[str, str]]:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as a text of ranges, such as `1-3, 7`."""
-    groups = itertools.groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
-    runs = [[number for _, number in members] for _, members in groups]
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(parts[:_SHOWN_NAMES]) + (
-        f" and {len(parts) - _SHOWN_NAMES} more" if len(parts) > _SHOWN_NAMES else ""
-    )
+    """Return numbers as a text of ranges, such as `1-3, 7`, of which the first ones are shown."""
+    parts = collective_format.spans(numbers).split(",")
+    more = f" and {len(parts) - _SHOWN_NAMES} more" if len(parts) > _SHOWN_NAMES else ""
+    return ", ".join(parts[:_SHOWN_NAMES]) + more
 
 
 def _named(point: Point) -> str:

@@ -22,14 +22,14 @@ def events_text(run: str, log: EventLog, form: TextFormat) -> str:
     """Return the lines of an event log in the format `form`; JSON has the numbers of all lines by group too."""
     from rankscope_view.pages.format import count
 
-    if form is TextFormat.JSON:
+    if form == "json":
         return as_json({"run": run, "counts": log.counts, "lines": [asdict(line) for line in log.lines]})
     rows = [_cells(line) for line in log.lines]
     known = ", ".join(
         f"{count(number)} {_OF_GROUP.get(group, group)}" for group, number in log.counts.items() if number
     )
     total = f"{count(len(rows))} of {count(sum(log.counts.values()))} events: {known or 'none'}"
-    if form is TextFormat.MARKDOWN:
+    if form == "markdown":
         lines = [f"# Events of {markdown_cell(run)}", "", total]
         return "\n".join([*lines, "", *markdown_table(_HEAD, rows)] if rows else lines) + "\n"
     return "\n".join([*(columns(_HEAD, rows) if rows else ()), f"({total})"]) + "\n"

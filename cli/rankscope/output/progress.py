@@ -1,12 +1,17 @@
-"""Fetch the progress of runs from the service and display it: progress bars on a terminal, lines elsewhere."""
+"""Fetch the progress of runs from the service and display it: progress bars on a terminal, lines elsewhere.
+
+Log messages are printed as lines above a live display.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,6 +23,7 @@ from rankscope.output.rows import printable
 from rankscope.service_client import ClientTls, UnreachableError, request
 from rankscope.terminal import masked
 from rankscope_contract.model.events import RunState
+from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 from rankscope_contract.wire.channel import RUNS_PATH
 from rankscope_ingest.live.progress import RunProgress
 
@@ -29,23 +35,22 @@ _FIELDS: Final = frozenset(field.name for field in dataclasses.fields(RunProgres
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-class View(Protocol):
+class View(contextlib.AbstractContextManager["View"]):
     """A display of the progress of runs that can also print lines."""
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
+    @abstractmethod
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
         """Update the display with the current state of `runs`.
 
         `now` is a time in seconds of any clock; only differences matter.
         """
 
+    @abstractmethod
     def print_line(self, line: str) -> None:
         """Print one line that remains on the screen."""
+
+    def __exit__(self, *_: object) -> None:
+        """Leave what was printed on the screen."""
 
 
 def view_for(console: Console) -> View:
@@ -75,7 +80,7 @@ def _progress(run: Mapping[str, Any]) -> RunProgress:
     return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
 
 
-class PlainView:
+class PlainView(View):
     """Progress of runs as lines of text, for a file or a pipe.
 
     A line is printed for a run when its state changes. If only its step changes, a line is printed at most every
@@ -86,14 +91,6 @@ class PlainView:
         self._console = console
         self._every_seconds = every_seconds
         self._last: dict[str, tuple[float, int | None, str]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Do nothing at the end of the context: there are no bars to remove."""
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
         """Print a line for each run of which the state or the step changed.
@@ -112,7 +109,7 @@ class PlainView:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-class BarView:
+class BarView(View):
     """Progress of runs at the bottom of a terminal: for each run, a progress bar and below it a line of numbers."""
 
     def __init__(self, console: Console) -> None:
@@ -122,9 +119,7 @@ class BarView:
         self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the updates of the progress bars; the last ones remain on the screen."""
         self._live.stop()
 
@@ -196,3 +191,37 @@ def _number(value: Any, key: str) -> Any:
         if isinstance(value, str) and key not in ("run", "state", "reason", "nonfinite_loss")
         else value
     )
+
+
+class LineHandler(logging.Handler):
+    """A log handler that prints log records above the progress bars, so that they do not disturb the bars."""
+
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._print_line = print_line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line with the level, the message and the context of `record`."""
+        fields = ((key, value) for key, value in vars(record).items() if key not in _RECORD_FIELDS)
+        about = "".join(f", {key} {value}" for key, value in fields if value is not None)
+        line = redacted_text(f"{record.levelname.lower()}: {record.getMessage()}{about}", MAX_LABEL)
+        self._print_line(printable(line))
+
+
+_RECORD_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "taskName"}
+"""Attributes that every log record has. All other attributes of a record are its context and are printed."""
+
+
+@contextlib.contextmanager
+def log_to(print_line: Callable[[str], None]) -> Iterator[None]:
+    """Print the log messages of the service and of the store with `print_line` in the body of the context."""
+    handler = LineHandler(print_line)
+    loggers = [logging.getLogger(name) for name in ("rankscope_ingest", "rankscope_storage", "rankscope_contract")]
+    loggers[0].setLevel(logging.INFO)
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)

@@ -7,7 +7,6 @@ empty field, and the empty string as two quotation marks.
 from __future__ import annotations
 
 import csv
-import enum
 import io
 import itertools
 import json
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,14 +30,8 @@ TABLE_ROWS = 40
 """Number of rows that a table shows by default. All other formats write every row."""
 
 
-class Format(enum.StrEnum):
-    """Formats in which a command can write rows."""
-
-    TABLE = "table"
-    CSV = "csv"
-    JSON = "json"
-    PARQUET = "parquet"
-
+Format = Literal["table", "csv", "json", "parquet"]
+"""Formats in which a command can write rows."""
 
 OutputFormat = Annotated[Format, typer.Option("--format", help="Output format of the rows.")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="File for the rows; - is standard output.")]
@@ -46,9 +39,9 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="File for the rows;
 
 def write_rows(rows: pa.Table, form: Format, output: Path, *, limit: int = TABLE_ROWS) -> None:
     """Write `rows` in the selected format to the file `output`, or to standard output if `output` is `-`."""
-    if form is Format.TABLE and output == STANDARD_OUTPUT:
+    if form == "table" and output == STANDARD_OUTPUT:
         print_table(rows, limit=limit)
-    elif form is Format.PARQUET:
+    elif form == "parquet":
         named = rows.rename_columns(distinct_names(rows.column_names))
         with output_file(output) as file:
             pq.write_table(_with_interval_texts(named), file)
@@ -64,13 +57,13 @@ def write_text(text: str, output: Path) -> None:
 
 def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
     """Return `rows` as text in the format `form`, which must not be parquet."""
-    if form is Format.JSON:
+    if form == "json":
         names = distinct_names(rows.column_names)
         documents = (_plain(dict(zip(names, row, strict=True))) for row in _rows(rows))
         lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
         return f"[\n{lines}\n]\n" if lines else "[]\n"
     text = io.StringIO()
-    if form is Format.CSV:
+    if form == "csv":
         _write_csv(rows, text)
     else:
         print_table(rows, limit=limit, file=text)

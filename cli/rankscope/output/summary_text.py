@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import pyarrow as pa
 import typer
@@ -23,13 +22,8 @@ RULE: Final = "=" * 60
 _SHOWN: Final = ("rule", "kind", "tensor", "op", "value", "baseline", "threshold")
 
 
-class TextFormat(enum.StrEnum):
-    """Formats in which a command writes a summary, a comparison or a list of events."""
-
-    TEXT = "text"
-    JSON = "json"
-    MARKDOWN = "markdown"
-
+TextFormat = Literal["text", "json", "markdown"]
+"""Formats in which a command writes a summary, a comparison or a list of events."""
 
 FormatOption = Annotated[TextFormat, typer.Option("--format", help="Output format.")]
 
@@ -42,9 +36,9 @@ def summary_text(found: Summary, form: TextFormat) -> str:
     from rankscope_view.data.summary import summary_document
     from rankscope_view.pages.sections import sections, title
 
-    if form is TextFormat.JSON:
+    if form == "json":
         return as_json(summary_document(found))
-    if form is TextFormat.MARKDOWN:
+    if form == "markdown":
         lines = [f"# {markdown_cell(title(found))}"]
         for section in sections(found):
             lines += ["", f"## {section.title.capitalize()}", "", *markdown_table(("", ""), section.rows)]

@@ -8,7 +8,7 @@ from aiohttp import web
 from tests.ingest.remote_write.messages import post, write_request
 from tests.ingest.servers import FakeExporter, serving
 
-from rankscope.output.log_lines import log_to
+from rankscope.output.progress import log_to
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_storage.base.datasets import DATASETS
 

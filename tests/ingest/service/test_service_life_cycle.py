@@ -13,7 +13,6 @@ from tests.ingest.servers import Receiver
 from rankscope.commands.incidents import incidents
 from rankscope.commands.runs import runs
 from rankscope.commands.summary import summary
-from rankscope.output.rows import Format
 from rankscope_view.site import Site
 
 STALLING = {"runs.stalled_after_seconds": 2.0, "runs.stalled_in_phase_after_seconds": 30.0}
@@ -205,7 +204,7 @@ async def test_nan_that_is_over_before_the_end_and_an_open_one_of_two(start_serv
         await service.end()
         store = service.store
     printed(incidents, ["close", "crash", "1"], store=store, note="bad disk")
-    rows = json.loads(printed(incidents, ["crash"], store=store, form=Format.JSON))
+    rows = json.loads(printed(incidents, ["crash"], store=store, form="json"))
     (closing,) = service.rows("SELECT ts, details->>'$.user' AS user FROM events WHERE details->>'$.state' = 'closed'")
 
     assert [0] * 6 == [text.count("Completed with") for text in texts_of(store, "r")]
@@ -243,7 +242,7 @@ async def test_crash_is_shown_with_its_exception_and_the_step_of_its_rank(start_
     crash = "Failed at step 30: rank 1: OSError: disk full."
     assert [1] * 6 == [text.count(crash) for text in texts_of(store, "r")]
     assert [True] * 3 == [text in page for text in ("step 30 ·", "0.2500 s/step", "Throughput, all ranks600 tok/s")]
-    assert [30] * 2 == [row["last_step"] for row in json.loads(printed(runs, store=store, form=Format.JSON))]
+    assert [30] * 2 == [row["last_step"] for row in json.loads(printed(runs, store=store, form="json"))]
     (title,) = (title for title in receiver.titles if "] r:" in title)
     assert title.endswith(", step 30: OSError: disk full")
     assert [] == [found for text in unknown for found in re.findall("rank unknown|step 30 at step 30", text)]

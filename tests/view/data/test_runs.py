@@ -10,7 +10,7 @@ import pytest
 from tests.view.data.test_curves import history
 from tests.view.training import HOSTILE, MAIN, event, events, run_row, scalars
 
-from rankscope.output.summary_text import TextFormat, summary_text
+from rankscope.output.summary_text import summary_text
 from rankscope_storage.connection import connect
 from rankscope_view.data.advice import early_stopping, logging_interval, perplexity
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
@@ -84,7 +84,7 @@ def test_loss_that_ended_before_the_newest_step_is_named(stored):
     store = stored(*batches)
     with connect(store) as opened:
         found = {row.run: row for row in run_list(opened, RunQuery()).rows}
-        words = summary_text(read_summary(opened, "ended"), TextFormat.TEXT)
+        words = summary_text(read_summary(opened, "ended"), "text")
     page = Site(store).respond(("runs", "ended"), {}).body.decode()
 
     assert {"ended": 90, "every": 90, "again": 21} == {run: row.step for run, row in found.items()}
