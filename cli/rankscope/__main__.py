@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
-from rankscope.overview import need, overview
-from rankscope.terminal import prepare_streams
+from rankscope.shell.overview import need, overview
+from rankscope.shell.streams import prepare_streams
 from rankscope_contract import __version__
 
 

@@ -51,7 +51,7 @@ class OpenedRun:
 
     def summary(self) -> Summary:
         """Return progress, losses, parameters, times, speed and hints of the run."""
-        from rankscope.store_access import open_store
+        from rankscope.access.stores import open_store
         from rankscope_view.data.summary import read_summary
 
         with open_store(self.store) as connection:
@@ -62,7 +62,7 @@ class OpenedRun:
 
     def curve(self, name: str = "loss") -> History:
         """Return all rows of a scalar as arrays, one element per attempt and step."""
-        from rankscope.store_access import open_store
+        from rankscope.access.stores import open_store
         from rankscope_view.data.detail import read_chart
 
         with open_store(self.store) as connection:
@@ -70,8 +70,8 @@ class OpenedRun:
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the report of the run as an HTML file, and return its path."""
+        from rankscope.access.stores import open_store
         from rankscope.output.report_file import make_report
-        from rankscope.store_access import open_store
 
         with open_store(self.store) as connection:
             made = make_report(connection, self.run, str(self.store))
@@ -81,7 +81,7 @@ class OpenedRun:
         return f"OpenedRun(store={str(self.store)!r}, run={self.run!r})"
 
     def _repr_html_(self) -> str:
-        from rankscope.store_access import open_store
+        from rankscope.access.stores import open_store
         from rankscope_view.pages.fragment import fragment
         from rankscope_view.report import read_content
 
@@ -95,7 +95,7 @@ def open_run(store: str | Path = "history", run: str | None = None) -> OpenedRun
 
     Raises CommandError if there is no such store or run. Its message names the nearest name.
     """
-    from rankscope.store_access import open_store, resolve_run
+    from rankscope.access.stores import open_store, resolve_run
 
     folder = Path(store)
     with open_store(folder) as connection:

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.msprobe.conftest import TWO_RANKS
 
 from rankscope.commands import subcommands
-from rankscope.terminal import masked
+from rankscope.shell.streams import masked
 from rankscope_storage.connection import connect
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"

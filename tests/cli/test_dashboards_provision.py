@@ -6,7 +6,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rankscope.commands.dashboards import provision
-from rankscope.errors import USAGE, CommandError
+from rankscope.shell.errors import USAGE, CommandError
 
 
 def run(*arguments):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.log_import import ImportResults
+from rankscope.access.log_import import ImportResults
 from rankscope_ingest.importers import GROUP_ROWS, ImportReport
 from rankscope_storage.files.encoding import STAGING
 

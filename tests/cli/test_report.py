@@ -6,8 +6,8 @@ import pytest
 from tests.view.served import served
 
 import rankscope
-from rankscope.errors import CommandError
 from rankscope.output.report_file import fetch_report, make_report
+from rankscope.shell.errors import CommandError
 from rankscope_storage.connection import connect
 from rankscope_view.site import Site
 

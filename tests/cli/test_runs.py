@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rankscope.commands import build
-from rankscope.errors import CommandError
 from rankscope.output.runs_text import run_lines, shortened
+from rankscope.shell.errors import CommandError
 from rankscope_storage.base.errors import StoreError
 
 OLD_STORE = Path(__file__).parents[1] / "storage" / "data" / "store_without_labels"

@@ -16,8 +16,8 @@ from tests.end_to_end.lives import until
 from tests.programs import start_module
 
 from rankscope.commands.serve import _run, load_settings
-from rankscope.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.output.progress import LineHandler, fetch_runs
+from rankscope.shell.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope_storage.base.errors import ShardLostError
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"

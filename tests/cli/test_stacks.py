@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.commands.stacks import stacks
-from rankscope.errors import CommandError
+from rankscope.shell.errors import CommandError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 SITE = "/env/lib/python3.11/site-packages"

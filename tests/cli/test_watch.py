@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from rankscope.commands.watch import watch, with_password
-from rankscope.errors import CommandError
 from rankscope.output.watch_text import WatchView
+from rankscope.shell.errors import CommandError
 from rankscope_ingest.watch.judge import Condition
 from rankscope_ingest.watch.watcher import LogStatus
 

@@ -18,7 +18,7 @@ from tests.ingest.conftest import encode_records
 from tests.ingest.importers.cases import framed
 from tests.ingest.remote_write.messages import write_request
 
-from rankscope.service_client import Response
+from rankscope.access.service import Response
 from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.model.schema import Plan, PlanEntry, plan_hash
 from rankscope_contract.model.stacks import FlightRecord, StackDump

@@ -16,7 +16,7 @@ import pytest
 from tests.programs import run_command
 
 import rankscope
-from rankscope.overview import MODULES, NEEDED, USUAL, command_files
+from rankscope.shell.overview import MODULES, NEEDED, USUAL, command_files
 
 ROOT = Path(__file__).parents[2]
 RANK_NEEDS = ("torch", "numpy", "pyarrow", "prometheus_client")

@@ -20,8 +20,8 @@ from typing import Any
 
 import typer
 
-from rankscope.errors import FAILED, CommandError
-from rankscope.overview import HELP, command_files
+from rankscope.shell.errors import FAILED, CommandError
+from rankscope.shell.overview import HELP, command_files
 from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
 
 _UsageError: Any = typer.BadParameter.__base__  # of click, or of its copy in typer

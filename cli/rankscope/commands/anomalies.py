@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.options import STANDARD_OUTPUT, Store, step_range
+from rankscope.access.stores import RunOption, RunOrPath, RunSelection, open_run
 from rankscope.output.rows import Output, OutputFormat, write_rows
 from rankscope.output.summary_text import anomaly_table, line_table
-from rankscope.store_access import Choice, RunOption, Source, open_run
+from rankscope.shell.options import STANDARD_OUTPUT, Store, step_range
 
 if TYPE_CHECKING:
     from rankscope_storage.api.summaries import AnomalyLine
 
 
 def anomalies(
-    source: Source = None,
+    source: RunOrPath = None,
     store: Store = Path("history"),
     run: RunOption = None,
     top: Annotated[int, typer.Option(min=1, help="Largest number of anomalies to show.")] = 8,
@@ -42,7 +42,7 @@ def anomalies(
     from rankscope_storage.api import summaries
 
     bounds = step_range(steps)
-    with open_run(Choice(source=source, store=store, run=run)) as chosen:
+    with open_run(RunSelection(source=source, store=store, run=run)) as chosen:
         if form != "table":
             found = summaries.anomalies(chosen.connection, chosen.run, top=top, steps=bounds)
             write_rows(anomaly_table(found), form, output)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, command_errors
-from rankscope.options import named_folder
+from rankscope.shell.errors import USAGE, CommandError, command_errors
+from rankscope.shell.options import named_folder
 
 if TYPE_CHECKING:
     from rankscope_dashboards.grafana.server import Server

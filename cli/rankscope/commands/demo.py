@@ -19,8 +19,8 @@ from rich.console import Console
 
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
-from rankscope.errors import USAGE, CommandError
 from rankscope.output.progress import View, fetch_runs, view_for
+from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS, free_port
 from rankscope.up.programs import LOOPBACK, SERVICE, ServiceOptions, UpOptions, files, programs
 from rankscope.up.state_dir import StateDir

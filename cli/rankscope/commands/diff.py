@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import Store, step_range
+from rankscope.access.stores import open_store, resolve_run
 from rankscope.output.rows import as_json as json_text
-from rankscope.store_access import open_store, resolve_run
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import Store, step_range
 from rankscope_contract.model.collective_format import spans
 
 if TYPE_CHECKING:

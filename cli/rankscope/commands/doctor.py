@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import CommandError
-from rankscope.options import OptionalStore
-from rankscope.service_client import load_settings
+from rankscope.access.service import load_settings
+from rankscope.shell.errors import CommandError
+from rankscope.shell.options import OptionalStore
 
 if TYPE_CHECKING:
     from rankscope.doctor.endpoints import Endpoints

@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, suggestion
-from rankscope.options import Store
+from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
 from rankscope.output.events_text import events_text
 from rankscope.output.summary_text import FormatOption
-from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.shell.errors import USAGE, CommandError, suggestion
+from rankscope.shell.options import Store
 from rankscope_contract.model.events import Severity
 
 
 def events(
-    source: Source = None,
+    source: RunOrPath = None,
     store: Store = Path("history"),
     run: RunOption = None,
     checkpoint: Checkpoint = None,
@@ -58,8 +58,8 @@ def events(
         if name not in TYPES:
             hint = suggestion(name, TYPES) or f" Known: {', '.join(TYPES)}."
             raise CommandError(f"--type {name!r} is no type of events.{hint}", code=USAGE)
-    choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
-    with open_run(choice) as chosen:
+    selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+    with open_run(selection) as chosen:
         detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     # Lines of steps repeat the loss: as on a page, they are listed if they are chosen, and if their loss is NaN.
     has_steps = form == "json" or severity is not Severity.INFO

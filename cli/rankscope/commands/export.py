@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, command_errors, suggestion
-from rankscope.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
-from rankscope.store_access import open_store, resolve_run
-from rankscope.terminal import progress_bar
+from rankscope.access.stores import open_store, resolve_run
+from rankscope.shell.errors import USAGE, CommandError, command_errors, suggestion
+from rankscope.shell.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
+from rankscope.shell.streams import progress_bar
 from rankscope_contract.wire.escaping import file_name
 
 if TYPE_CHECKING:
@@ -84,27 +84,28 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
+    from rankscope_storage.base.errors import ExportError
     from rankscope_storage.formats import ExportOptions
 
     exporter = _exporter(form, output)
     with open_store(store) as connection:
         name = resolve_run(connection, run)
-        start, end = _times(connection, name, time_start, time_end)
-        options = ExportOptions(
-            time_start=start,
-            time_end=end,
-            steps=step_range(steps),
-            ranks=_ranks(ranks),
-            attempt=attempt,
-            data_type_list=tuple(filter(None, (data_type_list or "").replace(" ", "").split(","))),
-            process_num=process_num,
-            step_count_per_record=step_count_per_record,
-            seed_rounding=seed_rounding,
-            append_output=append_output,
-            step_partition=step_partition,
-            time_zone=time_zone,
-            all_points=all_points,
-        )
+        with command_errors(usage=(ExportError,)):
+            options = ExportOptions(
+                time_start=_time(connection, name, time_start),
+                time_end=_time(connection, name, time_end),
+                steps=step_range(steps),
+                ranks=_ranks(ranks),
+                attempt=attempt,
+                data_type_list=tuple(filter(None, (data_type_list or "").replace(" ", "").split(","))),
+                process_num=process_num,
+                step_count_per_record=step_count_per_record,
+                seed_rounding=seed_rounding,
+                append_output=append_output,
+                step_partition=step_partition,
+                time_zone=time_zone,
+                all_points=all_points,
+            )
         target = output or Path(f"{file_name(name, form)}{exporter.suffix}")
         with output_file(target, exporter.suffix) as file, progress_bar("rows", name) as progress:
             report = exporter.export(connection, name, file, options, progress)
@@ -123,13 +124,10 @@ def _exporter(name: str, output: Path | None) -> ExportFormat:
     return known[name]
 
 
-def _times(connection: Connection, run: str, *texts: str | None) -> list[dt.datetime | None]:
-    from rankscope_storage.base.errors import ExportError
+def _time(connection: Connection, run: str, text: str | None) -> dt.datetime | None:
     from rankscope_storage.formats.common.base import parse_time
 
-    with command_errors(usage=(ExportError,)):
-        near = _began(connection, run)
-        return [None if text is None else parse_time(text, near) for text in texts]
+    return None if text is None else parse_time(text, _began(connection, run))
 
 
 def _began(connection: Connection, run: str) -> dt.datetime:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, command_errors
-from rankscope.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
-from rankscope.options import WrittenStore
-from rankscope.store_access import processes, store_spools
+from rankscope.access.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
+from rankscope.access.stores import processes, store_spools
+from rankscope.shell.errors import USAGE, CommandError, command_errors
+from rankscope.shell.options import WrittenStore
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule

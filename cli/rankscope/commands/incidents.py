@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import STANDARD_OUTPUT, Store
+from rankscope.access.stores import RunSelection, open_run
 from rankscope.output.rows import Format, Output, OutputFormat, printable, write_rows
-from rankscope.store_access import Choice, open_run
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import STANDARD_OUTPUT, Store
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,22 +64,22 @@ def incidents(
         _close(store, given[1], int(given[2]) if given[2:] else None, note)
 
 
-def _found(choice: Choice) -> tuple[str, Sequence[Incident]]:
+def _found(selection: RunSelection) -> tuple[str, Sequence[Incident]]:
     from rankscope_view.data.incidents import incidents as read
 
-    with open_run(choice) as chosen:
+    with open_run(selection) as chosen:
         return chosen.run, read(chosen.connection, [chosen.run]).get(chosen.run, [])
 
 
 def _list(store: Path, source: str | None, form: Format, output: Path) -> None:
-    choice = Choice(source=source, store=store)
-    name, found = _found(choice)
+    selection = RunSelection(source=source, store=store)
+    name, found = _found(selection)
     is_table = form == "table"
     if not found and is_table and output == STANDARD_OUTPUT:
         print(f"no incident in {name}")
         return
     write_rows(_table(found, _SHOWN if is_table else (*_SHOWN, *_FURTHER)), form, output)
-    if is_table and output == STANDARD_OUTPUT and any(one.is_open for one in found) and choice.path() is None:
+    if is_table and output == STANDARD_OUTPUT and any(one.is_open for one in found) and selection.path() is None:
         print(f"close one with: rankscope incidents close {shlex.quote(name)} N --store {shlex.quote(str(store))}")
 
 
@@ -111,7 +111,7 @@ def _close(store: Path, run: str, number: int | None, note: str) -> None:
 
     if spool_folders(store):
         raise CommandError(f"{store} has records of ranks: store them with `rankscope import {store}`, then close")
-    name, found = _found(Choice(run=run, store=store))
+    name, found = _found(RunSelection(run=run, store=store))
     chosen = [one for one in found if (one.is_open if number is None else one.number == number)]
     if not chosen and number is not None:
         raise CommandError(f"{name} has no incident {number}: its incidents are 1 to {len(found)}", code=USAGE)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import command_errors
-from rankscope.options import named_folder
+from rankscope.shell.errors import command_errors
+from rankscope.shell.options import named_folder
 
 msprobe = typer.Typer(
     help="""Convert or analyse the output folder of msprobe's monitor, without a store.

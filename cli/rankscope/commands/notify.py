@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import Notify
-from rankscope.service_client import load_settings
+from rankscope.access.service import load_settings
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import Notify
 
 if TYPE_CHECKING:
     from rankscope_ingest.notify.notifiers import Notifier

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import Store
+from rankscope.access.stores import Checkpoint, Latest, OpenRun, Outputs, RunOption, RunOrPath, RunSelection, open_run
 from rankscope.output.figure_files import AverageName, AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
-from rankscope.store_access import Checkpoint, Choice, Latest, OpenRun, Outputs, RunOption, Source, open_run
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +62,7 @@ Absolute = Annotated[
 
 
 def plot(
-    source: Source = None,
+    source: RunOrPath = None,
     store: Store = Path("history"),
     run: RunOption = None,
     checkpoint: Checkpoint = None,
@@ -98,13 +98,13 @@ def plot(
 
     rankscope plot --latest --output training.png
     """
-    choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+    selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
     options = _Options(
         axis=axis, smoothing=smoothing, is_cut=cut, tensor=tensor, kind=tensor_kind, op=op, rank=rank,
         is_relative=not absolute,
     )  # fmt: skip
-    with open_run(choice) as chosen, drawing():
+    with open_run(selection) as chosen, drawing():
         figure = _figure(chosen, kind, options) if scalar is None else _metric(chosen, scalar, axis)
         write_figure(figure, figure_path(output, chosen.run, scalar or kind), dpi)
 

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import STANDARD_OUTPUT, Store
-from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import STANDARD_OUTPUT, Store
 
 Output = Annotated[
     Path | None,
@@ -22,7 +22,7 @@ Summary = Annotated[bool, typer.Option("--summary", help="Print the summary of t
 
 
 def report(
-    source: Source = None,
+    source: RunOrPath = None,
     store: Store = Path("history"),
     run: RunOption = None,
     checkpoint: Checkpoint = None,
@@ -51,9 +51,11 @@ def report(
             raise CommandError("--run is missing: name the run whose report the service makes", code=USAGE)
         made, name = fetch_report(source, run), run
     else:
-        choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
-        path = choice.path()
-        named = choice if path is None else Choice(source=str(path), store=store, run=run)
+        selection = RunSelection(
+            source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest
+        )
+        path = selection.path()
+        named = selection if path is None else RunSelection(source=str(path), store=store, run=run)
         with open_run(named) as chosen:
             made, name = make_report(chosen.connection, chosen.run, str(path or store)), chosen.run
     written = made.write(output, name)

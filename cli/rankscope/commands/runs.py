@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import STANDARD_OUTPUT, Store
+from rankscope.access.stores import open_store, resolve_run, store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
 from rankscope.output.runs_text import run_lines, terminal_width
-from rankscope.store_access import open_store, resolve_run, store_errors
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import STANDARD_OUTPUT, Store
 
 if TYPE_CHECKING:
     import pyarrow as pa

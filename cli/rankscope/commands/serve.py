@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import TAKEN_OVER, USAGE, CommandError
-from rankscope.options import Listen, Notify, OptionalStore
+from rankscope.access.service import load_settings
 from rankscope.output.progress import log_to
-from rankscope.service_client import load_settings
-from rankscope.terminal import live_console
+from rankscope.shell.errors import TAKEN_OVER, USAGE, CommandError
+from rankscope.shell.options import Listen, Notify, OptionalStore
+from rankscope.shell.streams import live_console
 
 if TYPE_CHECKING:
     from rankscope.output.progress import View

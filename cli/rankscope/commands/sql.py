@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import STANDARD_OUTPUT, Store
+from rankscope.access.stores import open_store
 from rankscope.output.rows import TABLE_ROWS, Output, OutputFormat, write_rows, write_text
-from rankscope.store_access import open_store
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import STANDARD_OUTPUT, Store
 
 
 def sql(

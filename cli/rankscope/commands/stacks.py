@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.shell.errors import USAGE, CommandError
 
 T = TypeVar("T")
 TIMEOUT_SECONDS: Final = 60.0
@@ -79,7 +79,7 @@ def _only_run(service: str) -> str:
 
 def _answer(service: str, path: str, kind: type[T], document: object = None) -> T:
     """Return the answer of the service, which is JSON of the type `kind`. Raises CommandError."""
-    from rankscope.service_client import UnreachableError, environment_tls, environment_token, request
+    from rankscope.access.service import UnreachableError, environment_tls, environment_token, request
 
     token, tls = environment_token(), environment_tls()
     try:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, command_errors
-from rankscope.options import STANDARD_OUTPUT
-from rankscope.options import WrittenStore as Folder
+from rankscope.access.stores import store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
-from rankscope.store_access import store_errors
-from rankscope.terminal import progress_bar
+from rankscope.shell.errors import USAGE, CommandError, command_errors
+from rankscope.shell.options import STANDARD_OUTPUT
+from rankscope.shell.options import WrittenStore as Folder
+from rankscope.shell.streams import progress_bar
 
 if TYPE_CHECKING:
     from rankscope_storage.maintenance.check import CheckReport

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from rankscope.options import Store
+from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
 from rankscope.output.summary_text import FormatOption, summary_text
-from rankscope.store_access import Checkpoint, Choice, Latest, Outputs, RunOption, Source, open_run
+from rankscope.shell.options import Store
 
 
 def summary(
-    source: Source = None,
+    source: RunOrPath = None,
     store: Store = Path("history"),
     run: RunOption = None,
     checkpoint: Checkpoint = None,
@@ -43,7 +43,7 @@ def summary(
     """
     from rankscope_view.data.summary import read_summary
 
-    choice = Choice(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
-    with open_run(choice) as chosen:
+    selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
+    with open_run(selection) as chosen:
         found = chosen.stored(read_summary(chosen.connection, chosen.run, peak_tflops=peak_tflops or None))
     sys.stdout.write(summary_text(found, form))

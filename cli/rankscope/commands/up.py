@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.errors import CommandError
-from rankscope.options import Listen, Notify, OptionalStore
 from rankscope.output.rows import columns
-from rankscope.terminal import live_console
+from rankscope.shell.errors import CommandError
+from rankscope.shell.options import Listen, Notify, OptionalStore
+from rankscope.shell.streams import live_console
 from rankscope.up.machine import PortChoice
 
 if TYPE_CHECKING:

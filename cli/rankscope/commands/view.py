@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import Listen, Store, store_folder
-from rankscope.store_access import readable_store, store_errors
+from rankscope.access.stores import readable_store, store_errors
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import Listen, Store, store_folder
 
 
 def view(

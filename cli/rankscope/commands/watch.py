@@ -13,12 +13,12 @@ from urllib.parse import quote, urlsplit
 
 import typer
 
-from rankscope.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
-from rankscope.options import Notify, OptionalStore
+from rankscope.access.service import load_settings
 from rankscope.output.progress import log_to
 from rankscope.output.watch_text import WatchView
-from rankscope.service_client import load_settings
-from rankscope.terminal import live_console
+from rankscope.shell.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
+from rankscope.shell.options import Notify, OptionalStore
+from rankscope.shell.streams import live_console
 
 if TYPE_CHECKING:
     from rankscope_ingest.base.config import ServiceConfig

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from rankscope.access.stores import open_store
 from rankscope.demo.checks import ExpectedRun, Query, checks, delays
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
 from rankscope.output.rows import columns, print_table
 from rankscope.output.summary_text import line_table, summary_text
-from rankscope.store_access import open_store
 
 
 def has_desktop(environment: Mapping[str, str], platform: str) -> bool:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.service_client import ClientTls, Response, request
+from rankscope.access.service import ClientTls, Response, request
 from rankscope.up.machine import Executable, Listener, executable_version, listeners
 
 

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from rankscope.access.service import UnreachableError
 from rankscope.doctor.environment import Environment
 from rankscope.doctor.result import CheckResult, fail, ok, warn
 from rankscope.output.rows import printable
-from rankscope.service_client import UnreachableError
 from rankscope_contract.wire.channel import SERVICE_DISCOVERY_PATH
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, SERVICE_JOB
 

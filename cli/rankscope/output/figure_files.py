@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.options import STANDARD_OUTPUT, output_file
+from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.options import STANDARD_OUTPUT, output_file
 from rankscope_contract.wire.escaping import file_name
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rankscope.access.service import ClientTls, UnreachableError, request
 from rankscope.output.rows import printable
-from rankscope.service_client import ClientTls, UnreachableError, request
-from rankscope.terminal import masked
+from rankscope.shell.streams import masked
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_text
 from rankscope_contract.wire.channel import RUNS_PATH

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from rankscope.errors import USAGE, CommandError, command_errors
-from rankscope.options import output_file
+from rankscope.access.service import UnreachableError, environment_tls, environment_token, request
 from rankscope.output.summary_text import lines_of
-from rankscope.service_client import UnreachableError, environment_tls, environment_token, request
+from rankscope.shell.errors import USAGE, CommandError, command_errors
+from rankscope.shell.options import output_file
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.escaping import path_segment
 

@@ -24,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rankscope.options import STANDARD_OUTPUT, output_file
+from rankscope.shell.options import STANDARD_OUTPUT, output_file
 
 TABLE_ROWS = 40
 """Number of rows that a table shows by default. All other formats write every row."""

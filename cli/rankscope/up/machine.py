@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from rankscope.errors import CommandError
+from rankscope.shell.errors import CommandError
 
 DEFAULT_PORTS: Final = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
 PROC: Final = Path("/proc")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from rankscope.errors import USAGE, CommandError
-from rankscope.service_client import ClientTls, load_settings, service_tls
+from rankscope.access.service import ClientTls, load_settings, service_tls
+from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up import machine
 from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, PortChoice, find_required
 from rankscope.up.programs import (

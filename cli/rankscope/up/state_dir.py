@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope.errors import CommandError
+from rankscope.shell.errors import CommandError
 
 DEFAULT: Final = "rankscope-live"
 _NOTES: Final = "live.json"

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
 
-from rankscope.errors import CommandError
-from rankscope.service_client import ClientTls, UnreachableError, request
+from rankscope.access.service import ClientTls, UnreachableError, request
+from rankscope.shell.errors import CommandError
 from rankscope.up.programs import Program
 from rankscope.up.state_dir import StateDir
 from rankscope_ingest.base.stop_signals import handling

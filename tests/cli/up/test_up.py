@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.lives import until
 
 from rankscope.commands.up import exports, overview
-from rankscope.errors import CommandError
+from rankscope.shell.errors import CommandError
 from rankscope.up.machine import Executable, choose, find_required, free_port, is_free, valid_ports
 from rankscope.up.plan import make_plan, receivers
 from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs

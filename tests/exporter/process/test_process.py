@@ -13,7 +13,7 @@ import torch
 from tests.programs import run_program
 from torch import nn
 
-from rankscope.store_access import store_spools
+from rankscope.access.stores import store_spools
 from rankscope_exporter import ConfigError, Monitor, MonitorConfig
 from rankscope_exporter.process import threads
 from rankscope_exporter.process.threads import OwnThread

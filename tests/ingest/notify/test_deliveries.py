@@ -20,8 +20,8 @@ import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult
 
+from rankscope.access.service import request
 from rankscope.commands.dashboards import _server
-from rankscope.service_client import request
 from rankscope_dashboards.grafana.server import GrafanaError
 from rankscope_exporter.publish.registration import ServiceClient
 from rankscope_ingest.base.errors import ConfigError

@@ -90,7 +90,7 @@ def rename_run(root: Path, _: Acknowledge) -> None:
 
 def import_small_logs(root: Path, _: Acknowledge) -> None:
     """Import five small logs with three commits. Their folder is next to the store. The time is constant."""
-    from rankscope.log_import import import_logs, plan_logs
+    from rankscope.access.log_import import import_logs, plan_logs
     from rankscope_ingest import importers
 
     folder = root.parent / "logs"

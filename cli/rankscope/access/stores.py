@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from rankscope.errors import USAGE, CommandError, suggestion
-from rankscope.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, plan_logs
-from rankscope.terminal import progress_bar
+from rankscope.access.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, plan_logs
+from rankscope.shell.errors import USAGE, CommandError, suggestion
+from rankscope.shell.streams import progress_bar
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ OUTPUTS: Final = Path("outputs")
 STATE_FILE: Final = "trainer_state.json"
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 
-Source = Annotated[
+RunOrPath = Annotated[
     str | None,
     typer.Argument(
         help="Run of the store; or a store, log, checkpoint or folder of records. Default: the latest run.",
@@ -140,8 +140,8 @@ class OpenRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The run that the options of a command name: see `Source`, `RunOption`, `Checkpoint`, `Outputs`, `Latest`."""
+class RunSelection:
+    """The run that the options of a command name: see `RunOrPath`, `RunOption`, `Checkpoint`, `Outputs`, `Latest`."""
 
     source: str | None = None
     store: Path
@@ -188,15 +188,15 @@ class Choice:
 
 
 @contextlib.contextmanager
-def open_run(choice: Choice) -> Iterator[OpenRun]:
-    """Yield the run that `choice` names, or the latest one. Raises CommandError if there is none."""
-    path = choice.path()
+def open_run(selection: RunSelection) -> Iterator[OpenRun]:
+    """Yield the run that `selection` names, or the latest one. Raises CommandError if there is none."""
+    path = selection.path()
     with contextlib.ExitStack() as stack:
         if path is not None:
-            yield stack.enter_context(_open_path(path, choice.run))
+            yield stack.enter_context(_open_path(path, selection.run))
             return
-        connection = stack.enter_context(open_store(choice.store))
-        run = resolve_run(connection, choice.source or choice.run)
+        connection = stack.enter_context(open_store(selection.store))
+        run = resolve_run(connection, selection.source or selection.run)
         connection.restrict([run])  # a damaged file of other runs is not read
         yield OpenRun(connection, run)
 
@@ -207,7 +207,7 @@ def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
 
     A log that cannot be read is reported on standard error and left out.
     """
-    paths = {source: Choice(source=source, store=store).path() for source in sources}
+    paths = {source: RunSelection(source=source, store=store).path() for source in sources}
     logs = {source: path for source, path in paths.items() if path is not None and not _has_store(path)}
     with contextlib.ExitStack() as stack:
         found: dict[str, OpenRun] = {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from rankscope.errors import command_errors
+from rankscope.shell.errors import command_errors
 from rankscope_contract.wire.tls import WebConfigError, client_context, explain_to_client
 
 if TYPE_CHECKING:

@@ -52,7 +52,7 @@ _INDENT: Final = 24
 
 def command_files() -> dict[str, Path]:
     """Return the file of each command, by name. `import` is a keyword of Python: its file is `import_.py`."""
-    files = sorted((Path(__file__).parent / "commands").glob("[!_]*.py"))
+    files = sorted((Path(__file__).parents[1] / "commands").glob("[!_]*.py"))
     return {file.stem.rstrip("_"): file for file in files}
 
 

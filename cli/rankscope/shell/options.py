@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from rankscope.errors import USAGE, CommandError
+from rankscope.shell.errors import USAGE, CommandError
 
 STANDARD_OUTPUT: Final = Path("-")
 """Value of an option for an output file: standard output."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
-from rankscope.errors import USAGE, CommandError, suggestion
-from rankscope.terminal import live_console, masked
+from rankscope.shell.errors import USAGE, CommandError, suggestion
+from rankscope.shell.streams import live_console, masked
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule

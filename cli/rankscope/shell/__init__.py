@@ -1,0 +1,1 @@
+"""A command and its shell: options, standard streams, help, exit codes and messages."""
