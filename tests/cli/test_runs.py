@@ -15,6 +15,8 @@ from rankscope.commands import build
 from rankscope.output.runs_text import run_lines, shortened
 from rankscope.shell.errors import CommandError
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.maintenance.upgrade import upgrade
 
 OLD_STORE = Path(__file__).parents[1] / "storage" / "data" / "store_without_labels"
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli" / "runs_show.txt"
@@ -25,6 +27,7 @@ def runs(tmp_path):
     """Return a function that runs `rankscope runs …` on a store with the run `before` and returns the printed text."""
     store, application = tmp_path / "store", build()
     shutil.copytree(OLD_STORE, store)
+    upgrade(store, sync_to_disk)
 
     def run(*arguments):
         done = CliRunner().invoke(application, ["runs", *arguments, "--store", str(store)])

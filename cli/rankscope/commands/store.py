@@ -1,4 +1,4 @@
-"""`rankscope store`: check, measure, compact and repair a store, and apply retention."""
+"""`rankscope store`: check, measure, compact, repair and upgrade a store, and apply retention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_ERRORS: Final = 3
 """Largest number of errors of merges in one message. On a full disk, all merges fail."""
 
 
-Action = Literal["check", "stats", "compact", "retain", "repair"]
+Action = Literal["check", "stats", "compact", "retain", "repair", "upgrade"]
 By = Literal["dataset", "part", "run", "tier"]
 Days = Annotated[
     float | None, typer.Option(min=0, help="retain: days to keep raw tensor statistics.", show_default=False)
@@ -38,7 +38,7 @@ RollupDays = Annotated[float | None, typer.Option(min=0, help="retain: days to k
 
 
 def store(
-    action: Annotated[Action, typer.Argument(help="check, stats, compact, retain or repair.")],
+    action: Annotated[Action, typer.Argument(help="check, stats, compact, retain, repair or upgrade.")],
     store: Folder = Path("history"),
     deep: Annotated[
         bool, typer.Option("--deep", help="check, repair: decode every value; check: search for duplicate rows.")
@@ -59,7 +59,7 @@ def store(
     form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
 ) -> None:
-    """Check a store, print its size, compact small files, delete old rows, or repair damage.
+    """Check a store, print its size, compact small files, delete old rows, repair damage, or convert an old store.
 
     check compares the log of the store with every file; exit code 1 means lost, duplicate or missing data. check and
     stats only read. compact merges small files, also while a service writes. With --rewrite, it also rewrites the files
@@ -68,7 +68,8 @@ def store(
     hashes and collectives older than --days, samples older than --samples-days and rollups older than --rollup-days. If
     one of these options is missing, the rows that it limits are kept; events and runs are always kept. repair moves a
     torn log entry and unreadable files to _damaged/, reports lost rows, and deletes files that killed processes left.
-    repair fails while a service writes. Without --force it also fails if a disk or mount may be offline.
+    repair fails while a service writes. Without --force it also fails if a disk or mount may be offline. upgrade
+    converts a store of an earlier release, once; a service and an import do so too. It fails while a service writes.
 
     [bold]Examples[/bold]
 
@@ -90,6 +91,8 @@ def store(
             _compact(root, rewrite=rewrite)
         elif action == "retain":
             _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
+        elif action == "upgrade":
+            _upgrade(root)
         else:
             _repair(root, deep=deep, dry_run=dry_run, force=force)
 
@@ -204,6 +207,15 @@ def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
     print(f"deleted: {old}; maintenance of the store deletes the old files from disk after two hours")
     if report.added_rows:
         print(f"added rollups: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
+
+
+def _upgrade(root: Path) -> None:
+    from rankscope_storage.base.fsync import sync_to_disk
+    from rankscope_storage.maintenance.upgrade import upgrade
+
+    report = upgrade(root, sync_to_disk)
+    done = f"{report.files} files with {report.rows:,} rows were converted"
+    print(done if report.is_converted else "the store has the current schema version")
 
 
 def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:

@@ -32,7 +32,7 @@ _ATTEMPTS: Final = "SELECT * FROM attempts WHERE source_kind = 'live' ORDER BY r
 _IMPORTED: Final = """\
 SELECT run, max(attempt) AS attempt FROM attempts WHERE source_kind <> 'live' AND attempt IS NOT NULL GROUP BY run"""
 _RANKS: Final = """\
-SELECT run, attempt, rank, incarnation, type, details, ts FROM events_without_jumps
+SELECT run, attempt, rank, incarnation, type, details, ts FROM events
 WHERE (type = 'launch' AND ts_origin = 'ingest' OR type = 'exit') AND rank IS NOT NULL AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped'))
 ORDER BY ordinal"""

@@ -104,7 +104,7 @@ class RecordSink:
         if (tensors := monitor.versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
         events = decode_one(body, "events")
-        first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events, body.clock_offset)
+        first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events)
         monitor.stalls.add(key, rank, events, now)
         monitor.replicas.add(decode_one(body, "hashes"), now)
         monitor.stragglers.add(key, rank, body)

@@ -45,23 +45,17 @@ def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
     return str(reason or ""), None if error is None else redacted_text(str(error), _LONGEST_ERROR)
 
 
-def exit_reports(
-    events: pa.Table | None, clock_offset: int = 0
-) -> list[tuple[str, str | None, int | None, int | None]]:
+def exit_reports(events: pa.Table | None) -> list[tuple[str, str | None, int | None, int | None]]:
     """Return (reason, error, time in UTC µs, last completed step) of the exit event among `events`.
 
-    The list has at most one element, because a process exits once. Its time is that of the process's clock minus
-    `clock_offset`, the jumps of this clock in µs.
+    The list has at most one element, because a process exits once.
     """
     if events is None:
         return []
     exits = events.filter(pc.equal(events["type"], EventType.EXIT))
     times = exits["ts"].cast(pa.int64()).to_pylist()
     found = [(parse_details(text), at) for text, at in zip(exits["details"].to_pylist(), times, strict=True)]
-    return [
-        (*exit_report(details), None if at is None else at - clock_offset, details.get("last_step"))
-        for details, at in found
-    ]
+    return [(*exit_report(details), at, details.get("last_step")) for details, at in found]
 
 
 def symptoms(events: pa.Table | None, *, is_past: bool = False) -> list[Symptom]:

@@ -190,9 +190,10 @@ class ValidBody:
     """One checked body of the record channel.
 
     `missing` has the ranges of sequence numbers (first, last) that were no longer in the ring of the rank. `last_step`
-    is the highest step, or None if no record has a step. `last_ts` is the latest time in UTC µs by the clock of the
-    rank without its jumps. `offsets` has the sum of these jumps up to each record in µs, or is None if the clock has
-    not jumped. `tables` caches nested datasets that are already decoded, so that each is decoded once.
+    is the highest step, or None if no record has a step. The times in `columns`, and `last_ts`, the latest of them in
+    UTC µs, are by the clock of the rank without its jumps. `offsets` has the sum of these jumps up to each record in
+    µs, or is None if the clock has not jumped. `tables` caches nested datasets that are already decoded, so that each
+    is decoded once.
     """
 
     context: RowContext
@@ -212,11 +213,6 @@ class ValidBody:
     def records(self) -> int:
         """Return the number of records in this body."""
         return len(self.seqs)
-
-    @property
-    def clock_offset(self) -> int:
-        """Return the sum of the jumps of the clock of the rank up to the last record, in µs."""
-        return 0 if self.offsets is None else int(self.offsets[-1])
 
     @property
     def first(self) -> int:
@@ -262,6 +258,9 @@ def check(
     times = flat["ts"].view(pa.int64()).to_numpy()
     offsets = flat["clock_offset"]
     jumps = None if offsets.null_count == len(offsets) else offsets.fill_null(0).to_numpy()
+    if jumps is not None:
+        times = times - jumps
+        flat["ts"] = pa.array(times).view(flat["ts"].type)
     return ValidBody(
         context=context,
         first_ordinal=first_ordinal,
@@ -272,7 +271,7 @@ def check(
         rows=sum(map(_present, statistics)) + sum(map(len, nested.values())),
         missing=missing,
         last_step=_highest(flat["step"]),
-        last_ts=int((times if jumps is None else times - jumps).max()),
+        last_ts=int(times.max()),
         offsets=jumps,
     )
 

@@ -22,6 +22,7 @@ from rankscope_storage.files.encoding import STAGING, check_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import has_entries
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
+from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.query.sql_script import write_sql_script
 from rankscope_storage.writer.writer import Batch, Commit, Writer
 
@@ -53,7 +54,13 @@ class Store:
         if mantissa_bits is not None:
             check_bits(mantissa_bits)
         root = local_folder(path)
-        if root.exists() and not root.is_dir():
+        try:
+            is_file = root.exists() and not root.is_dir()
+        except PermissionError as error:
+            raise UnwritableError(
+                f"cannot access {root}: {error.strerror}. Choose another folder, or change the permissions above it"
+            ) from error
+        if is_file:
             raise NotAStoreError(f"{root} is a file, but a store is a folder: name a folder")
         if not has_entries(root):
             if not create:
@@ -62,7 +69,7 @@ class Store:
             Log.create(root, sync)
             write_sql_script(root)
         else:
-            Log.open(root, sync)
+            Log.open(root, sync, may_be_older=True)
             _prepare_folder(root)
         make_folders(root / STAGING, root, sync)
         return cls(root, sync, mantissa_bits)
@@ -73,11 +80,13 @@ class Store:
         A claim takes the shard from every older owner. An older owner that still runs on another machine gets an error
         at its next append and stops. Raises ShardLockError, which names the owner, in two cases: a process on this
         machine holds the shard's lock file, which the kernel releases when the process exits, or another claim is
-        committed concurrently. `owner` (host and pid) names this process in the errors of other services.
+        committed concurrently. A store of an earlier release is upgraded first. `owner` (host and pid) names this
+        process in the errors of other services.
         """
         match = _SHARD.fullmatch(shard)
         if not match or not int(match[1]) < int(match[2]):
             raise ShardLockError(f"shard {shard!r} must be i/N with 0 <= i < N, as in 0/1 or 2/4")
+        upgrade(self.root, self._sync)
         lock = ShardLock.take(self.root, shard, owner)
         try:
             log = Log.open(self.root, self._sync)

@@ -17,7 +17,7 @@ from rankscope_contract.model.events import EventType, causal_key
 from rankscope_storage.base.datasets import DATASETS, IMPORT_PREFIX
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import IS_IMPORTED, POSITIONS, is_main_source
+from rankscope_storage.sql.scalar_history import IS_IMPORTED, is_main_source
 from rankscope_storage.sql.views import files_select
 
 INCIDENT_GAP_STEPS: Final = 20
@@ -29,9 +29,9 @@ WITH known AS (
   SELECT run, max(attempt) + 1 AS attempts, count(DISTINCT rank) AS ranks,
     coalesce(max(step) FILTER (attempt = shown), max(step)) AS last_step, min(ts) AS first_ts, max(ts) AS last_ts
   FROM (
-    SELECT run, attempt, rank, step, ts FROM scalars_without_jumps WHERE {is_main_source()}
+    SELECT run, attempt, rank, step, ts FROM scalars WHERE {is_main_source()}
     UNION ALL
-    SELECT run, attempt, rank, step, if(type IN ('import', 'incident'), NULL, ts) AS ts FROM events_without_jumps
+    SELECT run, attempt, rank, step, if(type IN ('import', 'incident'), NULL, ts) AS ts FROM events
     WHERE coalesce(NOT starts_with(incarnation, '{IMPORT_PREFIX}'), true)
       OR run NOT IN (SELECT run FROM attempts WHERE source_kind = 'live')
     UNION ALL
@@ -60,7 +60,7 @@ FROM (SELECT attempt, rank, step FROM {{scalars}} WHERE run = $run AND {is_main_
 # contains a step twice, `repeat` distinguishes its records.
 _LOSS: Final = f"""\
 WITH logged AS (
-  SELECT *, coalesce({IS_IMPORTED}, false) AS is_imported FROM {POSITIONS}
+  SELECT *, coalesce({IS_IMPORTED}, false) AS is_imported FROM scalars
   WHERE run = $run AND name = 'loss' AND {is_main_source()} AND labels IS NOT DISTINCT FROM (
     SELECT labels FROM scalars WHERE run = $run AND name = 'loss' AND {is_main_source()}
     ORDER BY labels NULLS FIRST LIMIT 1)
@@ -86,7 +86,7 @@ SELECT coalesce(
   (SELECT sum(tokens) / nullif(sum(seconds), 0) FROM (
     SELECT sum(tokens) AS tokens, max(seconds) AS seconds FROM (
       SELECT attempt, max(value) - min(value) AS tokens, epoch(max(ts)) - epoch(min(ts)) AS seconds
-      FROM scalars_without_jumps WHERE run = $run AND name = 'tokens_total' AND {is_main_source()}
+      FROM scalars WHERE run = $run AND name = 'tokens_total' AND {is_main_source()}
       GROUP BY attempt, rank, incarnation
     ) GROUP BY attempt)),
   (SELECT avg(value) FROM {{scalars}}

@@ -120,7 +120,14 @@ DATASETS: Final[dict[str, tuple[Field, ...]]] = {
     "hashes": dataset_fields(*HASH_FIELDS),
     "collectives": dataset_fields(*COLLECTIVE_FIELDS),
     "modules": dataset_fields(*MODULE_FIELDS),
-    "scalars": dataset_fields(*SCALAR_FIELDS),
+    "scalars": dataset_fields(
+        *SCALAR_FIELDS,
+        Field(
+            "position",
+            "int64",
+            "Place of the row on the axis of its run: the step, unless a log has none or restarts it.",
+        ),
+    ),
     "events": dataset_fields(*EVENT_FIELDS),
     "samples": dataset_fields(
         required("target", "string"),

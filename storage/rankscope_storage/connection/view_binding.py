@@ -20,10 +20,9 @@ from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.pruning import ViewReference, row_ranges, view_references
 from rankscope_storage.query.statements import StatementCache, needed_definitions
-from rankscope_storage.sql.clock_jumps import JUMPS, NO_JUMPS
 from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
-from rankscope_storage.sql.scalar_history import LOSS_LOGGED_ONCE, LOSS_OF_SOLE_ATTEMPT, POSITIONS, STEPS_ARE_POSITIONS
-from rankscope_storage.sql.views import bucket_deviations, common_columns, raw_select, tensor_latest
+from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT
+from rankscope_storage.sql.views import bucket_deviations, common_columns, has_positions, raw_select, tensor_latest
 
 LATEST: Final = "tensor_latest"
 CURVE: Final = "scalar_curve"
@@ -99,7 +98,7 @@ class BoundViews:
         definitions of these views rely, are computed and stored.
         """
         needed: dict[str, list[RowRanges]] = {}
-        rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: [], POSITIONS: [], JUMPS: []}
+        rewritten: dict[str, list[RowRanges]] = {LATEST: [], CURVE: [], LOSS: []}
         for reference in references:
             ranges = row_ranges(reference, parameters)
             for name in rewritten.keys() & _closure(reference.name):
@@ -109,15 +108,6 @@ class BoundViews:
                     needed.setdefault(dataset, []).append(ranges)
         if rewritten[LATEST]:
             needed.setdefault("tensor_stats", []).extend(self._find_newest_steps(rewritten[LATEST], snapshot))
-        if rewritten[POSITIONS]:
-            files, runs = self._files("scalars", rewritten[POSITIONS], snapshot), _runs(rewritten[POSITIONS])
-            self._find(POSITIONS, (files, runs), lambda: file_facts.steps_are_positions(files, runs, self._table))
-        if rewritten[JUMPS]:
-            # A jump is in force for all later steps of the process.
-            of_runs = [RowRanges(runs=ranges.runs) for ranges in rewritten[JUMPS]]
-            needed.setdefault("events", []).extend(of_runs)
-            files, runs = self._files("events", of_runs, snapshot), _runs(of_runs)
-            self._find(JUMPS, (files, runs), lambda: file_facts.has_clock_jumps(files, runs, self._table))
         if rewritten[CURVE]:
             files, runs = self._files("scalars", rewritten[CURVE], snapshot), _runs(rewritten[CURVE])
             self._find(CURVE, (files, runs), lambda: self._fill_extents(files, runs))
@@ -195,18 +185,14 @@ class BoundViews:
             return general
         if name == LATEST:
             return LATEST_MEASURED_ONCE if self._fact(LATEST) else LATEST_OF_KNOWN
-        if name == POSITIONS and self._fact(POSITIONS):
-            return STEPS_ARE_POSITIONS
-        if name in NO_JUMPS and self._fact(JUMPS) is False:
-            return NO_JUMPS[name]
-        if name in {CURVE, LOSS} and not self._fact(POSITIONS):
+        if name in {CURVE, LOSS} and has_positions(self.files["scalars"]):
             return general
         if name == CURVE and self.files["scalar_rollups"]:
             return CURVE_OF_KNOWN
         if name == CURVE:
             return SOLE_ATTEMPT_CURVE if snapshot.is_of_attempt_0("scalars", self.files["scalars"]) else RAW_CURVE
         if name == LOSS and (losses := self._fact(LOSS)) is not None and losses.are_logged_once:
-            return LOSS_OF_SOLE_ATTEMPT if losses.are_of_attempt_0 else LOSS_LOGGED_ONCE
+            return LOSS_OF_SOLE_ATTEMPT if losses.are_of_attempt_0 else general
         if name == BUCKETS:
             return bucket_deviations(file_facts.absent_keys(self.files["tensor_stats"], self._table))
         return general

@@ -23,7 +23,6 @@ from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
-from rankscope_storage.sql.scalar_history import POSITIONS
 
 TIMING: Final = "timing"
 """Name that represents the scalars of times, hosts and Rankscope itself, which differ between any two runs."""
@@ -202,12 +201,12 @@ class DiffSource:
     @functools.cached_property
     def _has_positions(self) -> bool:
         """Return whether the position of any scalar of the run is not its step."""
-        query = f"SELECT 1 FROM {POSITIONS} WHERE run = $run AND position IS DISTINCT FROM step LIMIT 1"
+        query = "SELECT 1 FROM scalars WHERE run = $run AND position IS DISTINCT FROM step LIMIT 1"
         return bool(self._connection.query(query, {"run": self.side.run}).num_rows)
 
     def _relation(self, dataset: str, steps: tuple[int, int] | None) -> str:
         if dataset == "scalars" and self._has_positions:
-            return f"(SELECT * REPLACE (position AS step) FROM {POSITIONS})"
+            return "(SELECT * REPLACE (position AS step) FROM scalars)"
         return self._connection.relation(dataset, run=self.side.run, steps=steps)
 
     def _datasets(self) -> list[str]:

@@ -27,10 +27,9 @@ from deltalake import DeltaTable, Schema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, CommitProperties, PostCommitHookProperties, RemoveAction, Transaction
 
-from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.base.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError, TornLogError
 from rankscope_storage.base.fsync import Sync
-from rankscope_storage.base.schema import PARTITION_COLUMNS, table_schema
+from rankscope_storage.base.schema import PARTITION_COLUMNS, STORE_VERSION, table_schema
 from rankscope_storage.files.encoding import DataFile, discard
 from rankscope_storage.log.entries import (
     ACTIONS,
@@ -164,11 +163,14 @@ _COLUMN_MAPPING_VERSION: Final = 2
 """Version of the Delta protocol for readers that has column mapping, which version 3 lists as a feature."""
 
 _VERSION_PROPERTY: Final = "rankscope.schema_version"
+_UPGRADE_PROPERTY: Final = "rankscope.upgrade"
+"""Property of a store of an earlier schema version: begun while its files are converted, done afterwards."""
+_BEGUN, _DONE = "begun", "done"
 _CONFIGURATION: Final = {
     "delta.checkpointInterval": str(CHECKPOINT_COMMITS),
     "delta.logRetentionDuration": f"interval {_ENTRIES_HOURS} hours",
     "delta.deletedFileRetentionDuration": f"interval {REMOVED_FILES_HOURS} hours",
-    _VERSION_PROPERTY: str(SCHEMA_VERSION),
+    _VERSION_PROPERTY: str(STORE_VERSION),
 }
 # Clean-up lists the whole log folder at each commit: 94 instead of 30 ms with 6,000 entries. A checkpoint would take at
 # least 20 ms of a commit.
@@ -210,11 +212,12 @@ class Log:
         return log
 
     @classmethod
-    def open(cls, root: Path, sync: Sync, version: int | None = None) -> Log:
+    def open(cls, root: Path, sync: Sync, version: int | None = None, *, may_be_older: bool = False) -> Log:
         """Open the store at `root`, at `version` or at the newest version.
 
-        Raises NotAStoreError if there is no store, and SchemaVersionError if a newer Rankscope wrote the store. Raises
-        TornLogError if the newest entry was cut between two lines, which delta-rs cannot detect.
+        Raises NotAStoreError if there is no store. Raises SchemaVersionError if a newer Rankscope wrote the store, or
+        an older one, unless the caller permits the latter. Raises TornLogError if the newest entry was cut between two
+        lines, which delta-rs cannot detect.
         """
         check_path(root)
         base = newest_checkpoint(root)
@@ -228,6 +231,10 @@ class Log:
         _check_schema_version(table, root)
         _check_features(table, root)
         log = cls(root, table, sync, base)
+        if not (may_be_older or log.is_current):
+            raise SchemaVersionError(
+                f"{root} was written by an earlier release: convert it once, `rankscope store upgrade --store {root}`"
+            )
         newest = read_entry(entry(root, log.version)) if version is None else None
         if newest is not None and is_cut(newest.text):
             raise torn(root, "the entry has fewer lines than its first line declares")
@@ -237,6 +244,28 @@ class Log:
     def version(self) -> int:
         """Version of the store that the handle shows."""
         return self._table.version()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the store has the current schema version and no unfinished upgrade."""
+        configuration = self._table.metadata().configuration
+        return int(configuration[_VERSION_PROPERTY]) == STORE_VERSION and configuration.get(_UPGRADE_PROPERTY) != _BEGUN
+
+    def begin_upgrade(self) -> None:
+        """Add the new columns, and raise the schema version of the store, so that earlier releases refuse it."""
+        self.add_missing_columns()
+        self._set_properties({_VERSION_PROPERTY: str(STORE_VERSION), _UPGRADE_PROPERTY: _BEGUN})
+
+    def end_upgrade(self) -> None:
+        """Permit reading the store, whose files are converted."""
+        self._set_properties({_UPGRADE_PROPERTY: _DONE})
+
+    def _set_properties(self, properties: Mapping[str, str]) -> None:
+        self.refresh()
+        with _delta_errors(self.root):
+            self._table.alter.set_table_properties(dict(properties), raise_if_not_exists=False)
+        self.refresh()
+        self.make_durable()
 
     def refresh(self) -> None:
         """Advance the handle to the newest version of the store.
@@ -406,9 +435,6 @@ class Log:
         if missing:
             with _delta_errors(self.root):
                 self._table.alter.add_columns(missing, post_commithook_properties=_HOOKS)
-                self._table.alter.set_table_properties(
-                    {_VERSION_PROPERTY: str(SCHEMA_VERSION)}, raise_if_not_exists=False
-                )
             self.refresh()
             self.make_durable()
         return [column.name for column in missing]
@@ -512,7 +538,7 @@ def _check_schema_version(table: DeltaTable, root: Path) -> None:
     if _VERSION_PROPERTY not in configuration:
         raise NotAStoreError(f"{root} is a Delta table, but not a Rankscope store: choose another folder")
     found = int(configuration[_VERSION_PROPERTY])
-    if found > SCHEMA_VERSION:
+    if found > STORE_VERSION:
         raise SchemaVersionError(
-            f"{root} has schema version {found}, and this Rankscope supports up to {SCHEMA_VERSION}: upgrade Rankscope"
+            f"{root} has schema version {found}, and this Rankscope supports up to {STORE_VERSION}: upgrade Rankscope"
         )

@@ -43,6 +43,13 @@ def current_owner(log: Log, shard: str) -> str:
     return "an unknown owner"
 
 
+def shard_numbers(log: Log) -> dict[str, int]:
+    """Return the transaction number of each shard that the store ever had, by the name of the transaction."""
+    shards = (from_path_segment(path.stem) for path in (log.root / LOCKS).glob("*.lock"))
+    numbers = ((name, log.transaction(name)) for name in map(shard_transaction, shards))
+    return {name: number for name, number in numbers if number is not None}
+
+
 @contextlib.contextmanager
 def all_shards(root: Path, owner: str) -> Iterator[None]:
     """Hold the locks of all shards that the store at `root` ever had, so that no service on this machine can write.

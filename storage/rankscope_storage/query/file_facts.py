@@ -3,8 +3,6 @@
 - The optional keys of tensor series that are null in all rows: queries need not compare these keys.
 - The first and last step of each scalar, which the macro `scalar_curve` needs. Without this fact, finding these steps
   would take a sixth of the time of the macro.
-- The steps of each epoch of imported logs, and whether imported records lack a step. Without such steps and records,
-  the position of each scalar is its step, and the view `scalar_positions` need not calculate it.
 - The newest step of each rank and kind, which the view `tensor_latest` needs. Neither the Delta log nor the Parquet
   footers show that a rank is behind or that a kind is sampled rarely. Five columns of each file are therefore read,
   which takes 30 ms of CPU time per million rows.
@@ -28,8 +26,7 @@ import pyarrow.compute as pc
 
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.log.snapshot import RowRanges, divided
-from rankscope_storage.sql.clock_jumps import IS_JUMP
-from rankscope_storage.sql.scalar_history import EPOCHS, LOSSES, STEPLESS
+from rankscope_storage.sql.scalar_history import LOSSES
 from rankscope_storage.sql.views import OPTIONAL_KEYS, empty_select
 
 _KEPT_FILES: Final = 10_000
@@ -155,51 +152,6 @@ def scalar_extents(files: Sequence[str], runs: Collection[str] | None, run_sql: 
         [("first_step", "min"), ("last_step", "max")]
     )
     return summed.rename_columns(EXTENTS_SCHEMA.names)
-
-
-_EPOCH_STEPS: Final = FileFact(
-    "scalars",
-    "run, coalesce(attempt, 0) AS attempt, CASE WHEN step IS NOT NULL THEN floor(value) END AS epoch, "
-    "min(step) AS first_step, max(step) AS last_step",
-    where=f"({EPOCHS}) OR ({STEPLESS})",
-    schema=pa.schema(
-        {
-            "run": pa.string(),
-            "attempt": pa.int32(),
-            "epoch": pa.float64(),
-            "first_step": pa.int64(),
-            "last_step": pa.int64(),
-        }
-    ),
-)
-
-
-def steps_are_positions(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> bool:
-    """Return whether the position of each scalar of `runs` (None: all runs) in `files` is its step.
-
-    All imported records then have a step, and their steps do not restart with an epoch. `run_sql` executes SQL.
-    """
-    facts = _EPOCH_STEPS.of(files, run_sql)
-    if runs is not None:
-        facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
-    epochs = facts.group_by(["run", "attempt", "epoch"]).aggregate([("first_step", "min"), ("last_step", "max")])
-    last: dict[tuple[str, int], int] = {}
-    for run, attempt, epoch, first_step, last_step in zip(
-        *(column.to_pylist() for column in epochs.sort_by("epoch").columns), strict=True
-    ):
-        if epoch is None or first_step <= last.get((run, attempt), first_step - 1):
-            return False
-        last[run, attempt] = last_step
-    return True
-
-
-_JUMPS: Final = FileFact("events", "run", where=IS_JUMP, schema=pa.schema({"run": pa.string()}))
-
-
-def has_clock_jumps(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> bool:
-    """Return whether `files` have the event of a clock jump of `runs` (None: all runs). `run_sql` executes SQL."""
-    found = set(_JUMPS.of(files, run_sql).column("run").to_pylist())
-    return bool(found if runs is None else found.intersection(runs))
 
 
 NEWEST_TABLE: Final = "rankscope_raw.tensor_newest"

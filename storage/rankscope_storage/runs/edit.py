@@ -171,6 +171,8 @@ def _rewritten(
 LONGEST_NAME: Final = 1000
 """Largest number of characters of a run's name, as the service permits in names from ranks."""
 
+_NUMBERS: Final = {"scalars": "CASE WHEN step IS NULL THEN position END"}
+
 _LIVE: Final = (RunState.PENDING, RunState.RUNNING, RunState.STALLED)
 _IMPORTED: Final = "SELECT source_kind FROM runs WHERE run = $run AND source_kind <> 'live'"
 
@@ -262,16 +264,19 @@ def _without_services(root: Path, *runs: str) -> Iterator[None]:
 
 
 def _highest(root: Path, version: int, run: str) -> dict[str, int] | None:
-    """Return the highest `attempt` and the highest `ordinal` (order of arrival) of the rows of `run`.
+    """Return the highest `attempt`, `ordinal` (order of arrival), and position of a record without a step, of `run`.
 
     The value is -1 for a column without values.
 
     Returns None if the run has no rows.
     """
     with connect(root, locked=True, version=version) as connection:
-        sources = (connection.relation(name, run=run) for name in DATASETS)
-        rows = " UNION ALL ".join(f"SELECT attempt, ordinal FROM {source} WHERE run = $run" for source in sources)
-        highest = "coalesce(max(attempt), -1) AS attempt, coalesce(max(ordinal), -1) AS ordinal"
+        sources = ((name, connection.relation(name, run=run)) for name in DATASETS)
+        rows = " UNION ALL BY NAME ".join(
+            f"SELECT attempt, ordinal, {_NUMBERS.get(name, 'NULL')} AS position FROM {source} WHERE run = $run"
+            for name, source in sources
+        )
+        highest = ", ".join(f"coalesce(max({name}), -1) AS {name}" for name in ("attempt", "ordinal", "position"))
         found: list[dict[str, int]] = connection.query(
             f"SELECT {highest} FROM ({rows}) HAVING count(*) > 0", {"run": run}
         ).to_pylist()
@@ -284,9 +289,16 @@ def _named(rows: pa.Table, name: str) -> pa.Table:
 
 
 def _shifted(rows: pa.Table, last: Mapping[str, int]) -> pa.Table:
-    """Return `rows` with increased values: `last` maps each column to a number after which its values continue."""
+    """Return `rows` with increased values: `last` maps each column to a number after which its values continue.
+
+    Only the positions of records without a step increase.
+    """
     for column, value in last.items():
-        position = rows.schema.get_field_index(column)
-        moved = pc.add(rows.column(column), pa.scalar(value + 1, rows.schema.field(column).type))
-        rows = rows.set_column(position, column, moved)
+        if column not in rows.column_names:
+            continue
+        before = rows.column(column)
+        moved = pc.add(before, pa.scalar(value + 1, before.type))
+        if column == "position":
+            moved = pc.if_else(pc.is_null(rows.column("step")), moved, before)
+        rows = rows.set_column(rows.schema.get_field_index(column), column, moved)
     return rows

@@ -1,10 +1,9 @@
 """SQL text of views that divide the wall time of a run: useful steps, lost steps, and time outside of steps.
 
-The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times; jumps of the
-clock are removed. A step ends at the time of its record and lasts as long as the record states; steps never overlap.
-Time between two steps is classified by the records before and after it. The parts therefore always add up to the wall
-time. A run without rows that a rank sent (such as an imported run) has no parts. `launch_order` has the order of the
-launches, and the time between them.
+The wall time of a launch is divided along the clock of one rank, the lowest one that logs step times. A step ends at
+the time of its record and lasts as long as the record states; steps never overlap. Time between two steps is classified
+by the records before and after it. The parts therefore always add up to the wall time. A run without rows that a rank
+sent (such as an imported run) has no parts. `launch_order` has the order of the launches, and the time between them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Final
 
 from rankscope_contract.model.phases import STEP_PHASE_SECONDS, WITHIN_A_STEP, Phase
 from rankscope_storage.base.escaping import sql_string
-from rankscope_storage.sql import clock_jumps
-from rankscope_storage.sql.launch_order import LAUNCHES
+from rankscope_storage.sql.launch_order import CLOCK_JUMPS, LAUNCHES
 from rankscope_storage.sql.scalar_history import is_main_source
 
 PARTS: Final = (
@@ -47,20 +45,20 @@ CREATE OR REPLACE VIEW goodput_attempts AS
 WITH rank_scalars AS (
   SELECT run, attempt, min(rank) FILTER (name = 'step_seconds') AS rank,
     max(epoch(ts)) AS last_ts, min(epoch(ts)) AS first_ts
-  FROM scalars_without_jumps WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
+  FROM scalars WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND {is_main_source()} GROUP BY ALL
 ), reporter AS (
   SELECT run, attempt, rank FROM rank_scalars WHERE rank IS NOT NULL
 ), seen AS (
   SELECT run, attempt, max(last_ts) AS last_ts, min(first_ts) AS first_ts FROM (
     SELECT run, attempt, last_ts, first_ts FROM rank_scalars
     UNION ALL
-    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events_without_jumps
+    SELECT run, attempt, max(epoch(ts)), min(epoch(ts)) FROM events
     WHERE incarnation IS NOT NULL AND ts IS NOT NULL AND ts_origin = 'rank' GROUP BY ALL
   ) GROUP BY ALL
 ), {LAUNCHES}, logged AS (
   SELECT run, attempt, rank, incarnation, seq, step, epoch(ts) AS ts, name, value AS seconds,
     labels->>'$.phase' AS phase
-  FROM scalars_without_jumps JOIN reporter USING (run, attempt, rank)
+  FROM scalars JOIN reporter USING (run, attempt, rank)
   WHERE name IN ('step_seconds', '{STEP_PHASE_SECONDS}') AND {is_main_source()}
 ), phase_seconds AS (
   SELECT run, incarnation, seq,
@@ -86,7 +84,7 @@ WITH rank_scalars AS (
   SELECT run, attempt, incarnation, epoch(ts) AS ts, details->>'$.state' AS state, value AS seconds,
     coalesce(lead(details->>'$.state') OVER (PARTITION BY run, attempt, incarnation ORDER BY ts) = 'ended', false)
       AS is_ended
-  FROM events_without_jumps JOIN reporter USING (run, attempt, rank)
+  FROM events JOIN reporter USING (run, attempt, rank)
   WHERE type = 'hang' AND ts IS NOT NULL AND json_valid(details)
 ), placed AS (
   SELECT *, coalesce(lag(stop) OVER (PARTITION BY run, attempt ORDER BY step_ended, seq), began) AS before FROM (
@@ -156,4 +154,4 @@ SELECT run, count(*) AS attempts, min_by(began, place) AS began,
 FROM goodput_attempts GROUP BY run
 """
 
-STATEMENTS: Final = (*clock_jumps.STATEMENTS, STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)
+STATEMENTS: Final = (CLOCK_JUMPS, STEP_PHASES, GOODPUT_ATTEMPTS, GOODPUT)

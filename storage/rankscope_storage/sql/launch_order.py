@@ -1,4 +1,7 @@
-"""SQL text of the order of the launches of a run, and of the time between them.
+"""SQL text of the jumps of the clocks of ranks, of the order of the launches of a run, and of the time between them.
+
+A rank reports a jump if its wall clock and its monotonic clock move apart by more than 2 s from one record to the next.
+The service subtracts the jumps from the times of its records before it stores them.
 
 Wall clocks measure the time between two launches. A launch after a jump of the clock may begin at an earlier time than
 the launch before it, so the attempt numbers determine the order.
@@ -8,8 +11,25 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_contract.model.events import JUMP_MICROSECONDS
-from rankscope_storage.sql.clock_jumps import JUMPS
+from rankscope_contract.model.events import JUMP_MICROSECONDS, EventType
+
+JUMPS: Final = "clock_jumps"
+"""Name of the view of jumps."""
+
+CLOCK_JUMPS: Final = f"""\
+CREATE OR REPLACE VIEW {JUMPS} AS
+SELECT run, attempt, rank, incarnation, seq, step, make_timestamptz(epoch_us(ts) + offset_us) AS ts, value AS seconds,
+  offset_us, lead(seq, 1, 9223372036854775807) OVER (PARTITION BY run, incarnation ORDER BY seq) AS next_seq
+FROM (
+  SELECT *, CASE WHEN json_valid(details) THEN TRY_CAST(details->>'$.offset_us' AS BIGINT) END AS offset_us
+  FROM events WHERE type = '{EventType.CLOCK}' AND incarnation IS NOT NULL AND seq IS NOT NULL
+) WHERE offset_us IS NOT NULL
+"""
+"""View with one row per jump of a rank's clock. `seconds` is negative if the clock was set back.
+
+`offset_us` is the sum of the jumps of the process so far, in microseconds. It was subtracted from the times of the
+records of the process with the numbers from `seq` up to, but not including, `next_seq`. `ts` is the time that the clock
+showed."""
 
 _JUMP_SECONDS: Final = JUMP_MICROSECONDS // 1_000_000
 

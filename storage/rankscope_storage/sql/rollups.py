@@ -235,7 +235,7 @@ def raw_columns(dataset: str) -> str:
     Columns that rollups do not have are null.
     """
     shown = {name: sql_identifier(name) for name in SERIES[dataset]}
-    shown |= {"step": "coalesce(last_step, step)", "ts": "ts", "ordinal": "ordinal"}
+    shown |= dict.fromkeys(("step", "position"), "coalesce(last_step, step)") | {"ts": "ts", "ordinal": "ordinal"}
     shown |= {number: _number(number) for number in NUMBERS[dataset]}
     shown |= {total: f"{total} / nullif({total}_rows, 0)" for total in TOTALS[dataset]}
     names = dataset_schema(dataset).names

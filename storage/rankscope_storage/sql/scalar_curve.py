@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rankscope_storage.sql.scalar_history import FOLLOWS, POSITIONS, is_main_source
+from rankscope_storage.sql.scalar_history import FOLLOWS, is_main_source
 
 MOST_POINTS: Final = 32_767
 """Largest number of buckets in the result of `scalar_curve`.
@@ -18,7 +18,7 @@ _HEAD: Final = (
     "CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE"
 )
 _READ: Final = "run = of_run AND name IN (of_name, 'loss')"
-_BY_POSITION: Final = f"(SELECT * REPLACE (position AS step) FROM {POSITIONS})"
+_BY_POSITION: Final = "(SELECT * REPLACE (position AS step) FROM scalars)"
 _SCANNED_EXTENTS: Final = f"""\
 SELECT name, labels, coalesce(attempt, 0) AS of_attempt, min(step) AS first_step, max(step) AS last_step
     FROM {_BY_POSITION} WHERE {_READ} AND step IS NOT NULL AND value IS NOT NULL GROUP BY name, labels, of_attempt"""

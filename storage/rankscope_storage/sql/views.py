@@ -18,11 +18,10 @@ from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
 from rankscope_storage.files.sorting import file_fingerprint
 from rankscope_storage.sql import goodput
-from rankscope_storage.sql.clock_jumps import TIMED_POSITIONS
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
 from rankscope_storage.sql.rollups import TIMELINES, rollup_view
 from rankscope_storage.sql.scalar_curve import SCALAR_CURVE
-from rankscope_storage.sql.scalar_history import HISTORY_VIEWS, SCALAR_POSITIONS
+from rankscope_storage.sql.scalar_history import HISTORY_VIEWS
 from rankscope_storage.sql.smoothing import DOWNSAMPLE, SMOOTHING_MACROS
 from rankscope_storage.sql.tensor_global import TENSOR_GLOBAL
 
@@ -184,8 +183,6 @@ If no hash has a majority, the row has all ranks."""
 
 
 MACROS: Final = (
-    SCALAR_POSITIONS,
-    TIMED_POSITIONS,
     *HISTORY_VIEWS,
     TENSOR_LATEST,
     NONFINITE,
@@ -224,6 +221,15 @@ _LABELS: Final = ", ".join(  # DuckDB 1.4.0 permits no nullif() of a window
 _ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
 
 
+SAME_ROWS: Final = {
+    "scalar_positions": "scalars",
+    "scalars_without_jumps": "scalars",
+    "events_without_jumps": "events",
+    "scalar_positions_without_jumps": "scalars",
+}
+"""Views with the rows of a dataset, from when the store had neither positions nor corrected times."""
+
+
 def view_statements(*, prefix: str = "") -> Iterator[str]:
     """Yield the statements that create the public views and macros.
 
@@ -244,6 +250,8 @@ def view_statements(*, prefix: str = "") -> Iterator[str]:
             yield rollup_view(_ROLLED_UP[dataset], raw)
         else:
             yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
+    for name, dataset in SAME_ROWS.items():
+        yield f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {dataset}"
     yield from (TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS)
 
 
@@ -282,23 +290,28 @@ def _own_columns(dataset: str) -> str:
     Files that another tool rewrote have all columns of the Delta table, and its type where that type is wider.
     """
     table = table_schema()
-    return ", ".join(
-        sql_identifier(field.name)
+    columns = {
+        field.name: sql_identifier(field.name)
         if table.field(field.name).type == field.type
         else f"{sql_identifier(field.name)}::{sql_type(field.type)} AS {sql_identifier(field.name)}"
         for field in dataset_schema(dataset)
-    )
+    }
+    if dataset == "scalars":
+        columns["position"] = "coalesce(position, step) AS position"
+    return ", ".join(columns.values())
 
 
 @functools.cache
 def _usual_columns(dataset: str) -> str:
     """Return the select list for files of `dataset` without the UNWRITTEN columns, which it adds as null columns.
 
-    UNWRITTEN names the columns of a dataset that are null in most files.
+    UNWRITTEN names the columns of a dataset that are null in most files. A null position of a scalar is its step.
     """
     unwritten = UNWRITTEN.get(dataset, ())
     if not unwritten:
         return "*"
+    if dataset == "scalars":
+        return "*, step AS position"
     return ", ".join(
         sql_null(field) if field.name in unwritten else sql_identifier(field.name) for field in dataset_schema(dataset)
     )
@@ -308,6 +321,11 @@ def files_select(dataset: str, files: Sequence[str]) -> str:
     """Return a query for the rows of `dataset` in `files`, a list of paths."""
     listed = f"[{', '.join(map(sql_string, files))}]::VARCHAR[]"
     return raw_select(dataset, listed, empty=not files, columns=common_columns(dataset, files))
+
+
+def has_positions(files: Sequence[str]) -> bool:
+    """Return whether any of `files`, which have scalars, may have a row whose position is not its step."""
+    return not {file_fingerprint(file) for file in files} <= {fingerprint("scalars")}
 
 
 def common_columns(dataset: str, files: Sequence[str]) -> str | None:

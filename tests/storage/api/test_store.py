@@ -20,7 +20,6 @@ from tests.properties import few
 from tests.storage.rows import ask, entries
 from tests.storage.rows import put as append
 
-from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import (
@@ -32,6 +31,7 @@ from rankscope_storage.base.errors import (
     UnwritableError,
 )
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.schema import STORE_VERSION
 from rankscope_storage.connection import connect
 from rankscope_storage.log import delta as log_module
 from rankscope_storage.log.delta import Change, Log
@@ -88,6 +88,15 @@ def test_folder_without_write_permission_is_reported(tmp_path):
     assert "UnwritableError: cannot write to" in done.stderr
 
 
+def test_unreadable_parent_folder_is_reported(folder, monkeypatch):
+    def denied(path: Path, **_: object) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+    with pytest.raises(UnwritableError, match=f"cannot access {folder}: Permission denied"):
+        Store.open(folder)
+
+
 def test_folder_without_hard_links_is_reported_at_open(folder):
     program = f"from rankscope_storage.api.store import Store\nStore.open({str(folder)!r}, create=True)"
     done = subprocess.run([sys.executable, NO_LINKS, program], capture_output=True, text=True, check=False)
@@ -100,7 +109,7 @@ def test_folder_without_hard_links_is_reported_at_open(folder):
 
 def test_newer_schema_version_asks_for_an_upgrade(store, monkeypatch):
     table = DeltaTable(str(store.root))
-    table.alter.set_table_properties({"rankscope.schema_version": str(SCHEMA_VERSION + 1)}, raise_if_not_exists=False)
+    table.alter.set_table_properties({"rankscope.schema_version": str(STORE_VERSION + 1)}, raise_if_not_exists=False)
     for opening in (lambda: Store.open(store.root), lambda: connect(store.root)):
         with pytest.raises(SchemaVersionError, match="upgrade"):
             opening()

@@ -2,6 +2,7 @@
 
 import datetime as dt
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,12 +23,14 @@ from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.retention import Retention, retain
+from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.maintenance.vacuum import maintain
 from rankscope_storage.runs.edit import merge as join
 from rankscope_storage.runs.edit import remove, rename
 
 Acknowledge = Callable[[int], None]
 
+STORE_1: Final = Path(__file__).parents[1] / "data" / "store_1"
 RANKS: Final = 2
 RECORDS: Final = 15
 _BEGAN: Final = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -119,11 +122,15 @@ OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], object]]] = {
     "join": lambda root, _: join(root, "other", "r", sync_to_disk),
     "repair": lambda root, _: repair(root, sync_to_disk),  # a torn newest entry and a missing file
     "import": import_small_logs,
+    "upgrade": lambda root, _: upgrade(root, sync_to_disk),  # of a store of an earlier release
 }
 
 
 def prepare(operation: str, root: Path) -> None:
     if operation == "create":
+        return
+    if operation == "upgrade":
+        shutil.copytree(STORE_1, root)
         return
     if operation == "append":  # a checkpoint becomes due during the operation
         append(root, silent, records=2)
@@ -167,7 +174,7 @@ def content(root: Path) -> dict[str, list[dict[str, Any]]]:
     """Return all rows of the newest version, by dataset and sorted, without the query code of the package."""
     # The details of import events are omitted, because they contain the path of the log.
     found: dict[str, list[dict[str, Any]]] = {}
-    for file in Log.open(root, sync_to_disk).snapshot().files.to_pylist():
+    for file in Log.open(root, sync_to_disk, may_be_older=True).snapshot().files.to_pylist():
         table = pq.ParquetFile(root / file["path"]).read()
         kept = [name for name in table.column_names if (file["dataset"], name) != ("events", "details")]
         found.setdefault(file["dataset"], []).extend(table.select(kept).to_pylist())
@@ -179,7 +186,7 @@ def after(operation: str, root: Path) -> dict[str, Any]:
     # No step may fail: the next process needs no repair after a kill.
     readable = has_entries(root) and operation != "repair"
     found = content(root) if readable else {}
-    whole = not readable or check(root).is_intact
+    whole = not readable or operation == "upgrade" or check(root).is_intact
     OPERATIONS[operation](root, silent)
     redone = content(root)
     with Store.open(root).claim(owner="next") as writer:

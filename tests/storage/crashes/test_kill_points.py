@@ -19,7 +19,7 @@ ROWS = {"scalars": 1, "tensor_stats": 2}  # Rows of a record in each dataset
 TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
 """Datasets that change together in one commit."""
 
-ONE_COMMIT = ("rename", "remove", "join")  # Operations that change all datasets in one commit
+ONE_COMMIT = ("rename", "remove", "join", "upgrade")  # Operations that change all datasets in one commit
 
 A_FEW = [("append", 24), ("compact", 10)]
 

@@ -30,6 +30,7 @@ from rankscope_storage.maintenance.compaction import compact
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.retention import RAW, Retention, RetentionReport, retain
 from rankscope_storage.maintenance.stats import store_stats
+from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.maintenance.vacuum import STAGED_SECONDS
 from rankscope_storage.runs import edit
 
@@ -146,7 +147,9 @@ def test_file_whose_rows_the_log_does_not_count_is_rewritten(older):
 
 @pytest.fixture
 def without_tags(tmp_path):
-    return Path(shutil.copytree(Path(__file__).parents[1] / "data" / "store_without_labels", tmp_path / "old"))
+    root = Path(shutil.copytree(Path(__file__).parents[1] / "data" / "store_without_labels", tmp_path / "old"))
+    upgrade(root, sync_to_disk)
+    return root
 
 
 def test_files_that_lack_columns_are_merged_into_files_with_all_columns(without_tags, monkeypatch):

@@ -141,7 +141,7 @@ CASES = [
     ("FROM scalars WHERE run = ?", [None], {}),
     ("FROM scalars WHERE run = ? AND attempt = ?", [Named.RUN, True], {}),
     ("FROM scalars WHERE step = 1.5 AND step < '7'", None, {}),
-    ("FROM loss_curve WHERE run = 'a' AND step < 5", None, {"scalars": 4, "runs": 4, "scalar_rollups": 4}),
+    ("FROM loss_curve WHERE run = 'a' AND step < 5", None, {"scalars": 4, "scalar_rollups": 4}),
     ("FROM runs WHERE run = 'a' AND attempt = 1", None, {"runs": 4}),
     *(("FROM top_deviations('a')", None, {"tensor_stats": 4}), ("FROM top_deviations(of_run := 'a')", None, {})),
     ("WITH c AS (FROM scalars WHERE run = 'a') FROM downsample(c, step, value, 9)", None, {"scalars": 4}),

@@ -14,13 +14,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
-from tests.storage.rows import ask, put
+from tests.storage.rows import ask, put, table
 
+from rankscope_ingest.importers.common.positions import Positions
 from rankscope_storage.api import summaries
-from rankscope_storage.api.store import Store
+from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import connect
 from rankscope_storage.diff.diff import DiffSide, divergence
-from rankscope_storage.sql.scalar_history import STEPS_ARE_POSITIONS
+from rankscope_storage.sql.views import has_positions
 
 # Curves over the attempts of a run, and its expected end.
 
@@ -352,11 +353,20 @@ HISTORY = (
 )
 
 
-def append_log(writer, rows: Iterable[dict]) -> None:
-    """Append scalars; rows with a seq are covered by a watermark."""
-    listed = list(rows)
-    watermarks = dict(sorted((row["incarnation"], row["seq"]) for row in listed if "seq" in row))
-    put(writer, "scalars", listed, watermarks, run="r", attempt=0, ts=START, ts_origin="log")
+@pytest.fixture
+def append_log(writer):
+    """Return a function that appends scalars of a log with the positions that an import gives them."""
+    axes: dict[str, list[Positions]] = defaultdict(list)
+
+    def append(rows: Iterable[dict]) -> None:
+        listed = list(rows)
+        scalars = table("scalars", listed, run="r", attempt=0, ts=START, ts_origin="log")
+        earlier = axes[listed[0].get("run", "r")]
+        earlier.append(Positions([axis.state for axis in earlier]))
+        watermarks = dict(sorted((row["incarnation"], row["seq"]) for row in listed))
+        writer.append(Batch(tables={"scalars": earlier[-1].placed(scalars)}, watermarks=watermarks))
+
+    return append
 
 
 def log(records: Iterable[dict[str, float | None]], *, incarnation: str = "import-a", ordinal: int = 0, **columns):
@@ -384,10 +394,10 @@ def drawn_positions(connection) -> list[tuple]:
     return both(connection, "SELECT step, mean FROM scalar_curve('r') ORDER BY step")
 
 
-def test_cumulative_step_continues_over_epochs_and_step_does_not(writer, connection):
+def test_cumulative_step_continues_over_epochs_and_step_does_not(append_log, connection):
     """One evaluation has no epoch, and its own counter of batches does not decide."""
     evaluation = [{"step": 30, "eval_loss": 5.0}, {"epoch": 2.0, "step": 99, "accuracy": 0.5}]
-    append_log(writer, log([*epoch(1, (10, 20, 30)), *evaluation, *epoch(2, (5, 15, 25)), *epoch(3, (10, 20))]))
+    append_log(log([*epoch(1, (10, 20, 30)), *evaluation, *epoch(2, (5, 15, 25)), *epoch(3, (10, 20))]))
     places = [(1, 10, 10), (1, 20, 20), (1, 30, 30), (2, 5, 35), (2, 15, 45), (2, 25, 55), (3, 10, 65), (3, 20, 75)]
     expected = [(0, step, at, 10.0 * number + step) for number, step, at in places]
     curve = "SELECT step, cumulative_step FROM loss_curve WHERE run = 'r' AND cumulative_step IN (10, 35) ORDER BY 2"
@@ -398,17 +408,17 @@ def test_cumulative_step_continues_over_epochs_and_step_does_not(writer, connect
     assert [(at, value) for _, _, at, value in expected] == drawn_positions(connection)
 
 
-def test_steps_from_0_continue_behind_the_last_step(writer, connection):
-    append_log(writer, log([*epoch(0, (0, 1)), *epoch(1, (0, 1))]))
+def test_steps_from_0_continue_behind_the_last_step(append_log, connection):
+    append_log(log([*epoch(0, (0, 1)), *epoch(1, (0, 1))]))
 
     assert [0, 1, 2, 3] == [row[2] for row in both(connection, HISTORY.format("loss", ""))]
 
 
-def test_restart_in_mid_epoch_supersedes_later_steps_only(writer, connection):
+def test_restart_in_mid_epoch_supersedes_later_steps_only(append_log, connection):
     """The second attempt begins at step 20 of epoch 2: step 20 of epoch 1 is not superseded."""
     first = [*epoch(1, (10, 20, 30)), *epoch(2, (10, 20, 30))]
     again = [*epoch(2, (20, 30), attempt=1), *epoch(3, (10,), attempt=1)]
-    append_log(writer, log([*first, *again]))
+    append_log(log([*first, *again]))
     standing, superseded = (
         both(connection, HISTORY.format("loss", f" AND {which}")) for which in ("stands", "NOT stands")
     )
@@ -418,21 +428,20 @@ def test_restart_in_mid_epoch_supersedes_later_steps_only(writer, connection):
     assert [(0, 20, 50), (0, 30, 60)] == [row[:3] for row in superseded]
 
 
-def test_global_steps_are_positions_also_with_fractions_of_epochs(writer, connection):
+def test_global_steps_are_positions_also_with_fractions_of_epochs(append_log, connection):
     records = [{"epoch": step / 40, "step": step, "loss": 1.0} for step in range(10, 130, 10)]
-    append_log(writer, log(records))
+    append_log(log(records))
     again = [{"epoch": step / 40, "step": step, "loss": 2.0, "attempt": 1} for step in (50, 60)]
-    append_log(writer, log(again, incarnation="import-b", ordinal=100))
+    append_log(log(again, incarnation="import-b", ordinal=100))
 
     assert [(1, 50, 121), (1, 60, 131)] == [row[:3] for row in both(connection, HISTORY.format("loss", ""))][-2:]
-    connection.sql("SELECT count(*) FROM scalar_history WHERE run = 'r'").fetchall()
-    assert STEPS_ARE_POSITIONS == connection._views.instance.defined["scalar_positions"]
+    assert not has_positions(connection.files("scalars"))
 
 
-def test_records_without_steps_are_rows_in_the_order_of_their_logs(writer, connection):
+def test_records_without_steps_are_rows_in_the_order_of_their_logs(append_log, connection):
     """Record 1 of the first log is an evaluation; the second log is a rotated one, which was imported later."""
-    append_log(writer, log([{"loss": 5.0}, {"eval_loss": 4.0}, {"loss": 3.0}], ordinal=10))
-    append_log(writer, log([{"loss": 2.0}, {"loss": 1.0}], incarnation="import-0", ordinal=20))
+    append_log(log([{"loss": 5.0}, {"eval_loss": 4.0}, {"loss": 3.0}], ordinal=10))
+    append_log(log([{"loss": 2.0}, {"loss": 1.0}], incarnation="import-0", ordinal=20))
 
     expected = [(1, 5.0), (3, 3.0), (4, 2.0), (5, 1.0)]
     curve = "SELECT step, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
@@ -451,9 +460,9 @@ MIXED = {
 
 @pytest.mark.usual(1)
 @pytest.mark.parametrize("case", MIXED)
-def test_records_without_steps_remain_between_steps(writer, connection, case):
+def test_records_without_steps_remain_between_steps(append_log, connection, case):
     steps, positions = MIXED[case]
-    append_log(writer, log([{"step": step, "loss": float(place)} for place, step in enumerate(steps)]))
+    append_log(log([{"step": step, "loss": float(place)} for place, step in enumerate(steps)]))
     query = "SELECT step, {} FROM {} WHERE run = 'r' ORDER BY 3"
 
     expected = list(zip(steps, map(float, range(len(steps))), positions, strict=True))
@@ -463,11 +472,11 @@ def test_records_without_steps_remain_between_steps(writer, connection, case):
     assert (0.0, len(steps) - 1.0, 0.0) == (found.loss_first, found.loss_last, found.loss_min)
 
 
-def test_stepless_evaluations_do_not_move_the_steps(writer, connection):
+def test_stepless_evaluations_do_not_move_the_steps(append_log, connection):
     """Evaluations and a summary without a step are behind the step before them; a restart supersedes them, too."""
     records = [{"step": 1, "loss": 5.0}, {"eval_loss": 4.0}, {"step": 2, "loss": 3.0}, {"eval_loss": 2.0}]
     again = [{"step": 2, "loss": 2.5, "attempt": 1}, {"eval_loss": 1.5, "attempt": 1}]
-    append_log(writer, log([*records, *again]))
+    append_log(log([*records, *again]))
 
     assert [(0, 1, 1, 5.0), (1, 2, 3, 2.5)] == both(connection, HISTORY.format("loss", " AND stands"))
     assert [(0, None, 2, 4.0), (0, None, 3, 2.0), (1, None, 4, 1.5)] == both(
@@ -475,10 +484,10 @@ def test_stepless_evaluations_do_not_move_the_steps(writer, connection):
     )
 
 
-def test_only_ranks_are_averaged(writer, connection):
+def test_only_ranks_are_averaged(append_log, connection):
     for rank in range(2):
         records = [{**each, "loss": each["loss"] + rank} for each in (*epoch(1, (1, 2)), *epoch(2, (1, 2)))]
-        append_log(writer, log(records, incarnation=f"import-{rank}", rank=rank))
+        append_log(log(records, incarnation=f"import-{rank}", rank=rank))
     curve = "SELECT parts, loss FROM loss_curve WHERE run = 'r' ORDER BY cumulative_step"
 
     assert [(2, 11.5), (2, 12.5), (2, 21.5), (2, 22.5)] == both(connection, curve)
@@ -494,8 +503,8 @@ def test_only_ranks_are_averaged(writer, connection):
     ],
     ids=["no steps", "epochs", "repeated step"],
 )
-def test_summary_takes_first_last_and_lowest_of_records(writer, connection, records, expected):
-    append_log(writer, log(records))
+def test_summary_takes_first_last_and_lowest_of_records(append_log, connection, records, expected):
+    append_log(log(records))
     found = summaries.summary(connection, "r")
 
     assert expected == (found.loss_first, found.loss_last, found.loss_min)
@@ -503,11 +512,11 @@ def test_summary_takes_first_last_and_lowest_of_records(writer, connection, reco
 
 @pytest.mark.usual(1)
 @pytest.mark.parametrize("steps", [(None, None, None, None), (1, 2, 1, 2)])
-def test_diff_compares_each_record(writer, connection, steps):
+def test_diff_compares_each_record(append_log, connection, steps):
     for run, third in (("a", 3.0), ("b", 3.5)):
         places = zip((0.0, 0.0, 1.0, 1.0), steps, (1.0, 2.0, third, 4.0), strict=True)
         records = [{"step": step, "epoch": number, "loss": value} for number, step, value in places]
-        append_log(writer, log(records, incarnation=f"import-{run}", run=run))
+        append_log(log(records, incarnation=f"import-{run}", run=run))
     found = divergence(connection, DiffSide(run="a"), DiffSide(run="b"))
 
     assert (4, [(3, 3.0, 3.5)]) == (found.steps_compared, [(point.step, point.a, point.b) for point in found.points])

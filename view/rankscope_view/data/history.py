@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
+from rankscope_storage.sql.scalar_history import is_main_source
 
 LOSS: Final = "loss"
 LEARNING_RATE: Final = "learning_rate"
@@ -99,12 +99,12 @@ GROUP BY ALL ORDER BY name, labels NULLS FIRST"""
 _FACTS: Final = f"""\
 SELECT count(*) AS "rows", min(rank) IS NOT DISTINCT FROM max(rank) AND count(micro_step) = 0 AS is_single,
   count(DISTINCT rank) * greatest(count(DISTINCT micro_step), 1) AS parts
-FROM {POSITIONS} WHERE {_OF_SCALAR}"""
+FROM scalars WHERE {_OF_SCALAR}"""
 
 _ROWS: Final = f"""\
 SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(step, position) AS step,
   epoch(ts) AS time, value, value AS lowest, value AS highest, 1::BIGINT AS parts
-FROM {POSITIONS} WHERE {_OF_SCALAR}"""
+FROM scalars WHERE {_OF_SCALAR}"""
 
 _STEPS: Final = f"""\
 SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(min(step), position) AS step,
@@ -113,7 +113,7 @@ FROM {{source}} WHERE {_OF_SCALAR} GROUP BY coalesce(attempt, 0), position"""
 
 # A record of the machine has no step: its place is the last step before it of the same process.
 _MEASURED: Final = """\
-(SELECT scalars.* REPLACE (own.step AS step), own.step AS position FROM scalars ASOF JOIN (
+(SELECT scalars.* REPLACE (own.step AS step, own.step AS position) FROM scalars ASOF JOIN (
   SELECT incarnation, seq, max(step) AS step FROM scalars WHERE run = $run AND name = 'step_seconds' GROUP BY ALL
 ) AS own USING (incarnation, seq) WHERE scalars.run = $run AND scalars.name = $name)"""
 
@@ -124,7 +124,7 @@ FROM scalar_history WHERE run = $run AND name = $name AND labels IS NOT DISTINCT
 ORDER BY attempt, cumulative_step"""
 
 _TRAINING: Final = f"""\
-SELECT coalesce(attempt, 0)::BIGINT AS attempt, min(position) AS first, max(position) AS last FROM {POSITIONS}
+SELECT coalesce(attempt, 0)::BIGINT AS attempt, min(position) AS first, max(position) AS last FROM scalars
 WHERE run = $run AND name = 'loss' AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}
 GROUP BY ALL ORDER BY 1"""
 
@@ -157,7 +157,7 @@ def read_history(
             return _from_view(connection, parameters)
         has_steps = facts["rows"] > 0
         chosen = _ROWS if has_steps and facts["is_single"] and rank is None else _STEPS
-        source = POSITIONS if has_steps else _MEASURED
+        source = "scalars" if has_steps else _MEASURED
         rows = _sorted(connection.query(chosen.format(rank=own, source=source), parameters))
         parts = rows["parts"].to_numpy()
         table = _columns(rows)

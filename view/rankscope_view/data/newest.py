@@ -12,7 +12,7 @@ import numpy as np
 
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
+from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, Integers, is_constant
 from rankscope_view.data.raw_rows import RawRows, SeriesRows, by_step, read_rows
 
@@ -34,7 +34,7 @@ _NAMES: Final = ", ".join(map(sql_string, _SHOWN))
 
 # The mean over ranks at a step, of the first labels of a name: as in `read_history` and `summaries`.
 _LOGGED: Final = f"""\
-SELECT run, name, labels, coalesce(attempt, 0) AS attempt, rank, position, ts, value FROM {POSITIONS}_without_jumps
+SELECT run, name, labels, coalesce(attempt, 0) AS attempt, rank, position, ts, value FROM scalars
 WHERE run IN (SELECT unnest($runs)) AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}"""
 
 # Scans with few groups take a fraction of the time of one group per step.

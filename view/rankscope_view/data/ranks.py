@@ -35,7 +35,7 @@ _LATEST_NAMES: Final = (
 _NAMES: Final = ", ".join(map(sql_string, (STEP_SECONDS, STEP_PHASE_SECONDS, *_LATEST_NAMES)))
 
 _NEWEST: Final = """\
-SELECT rank, max(step) AS step, epoch(max(ts)) AS seen_at FROM scalars_without_jumps
+SELECT rank, max(step) AS step, epoch(max(ts)) AS seen_at FROM scalars
 WHERE run = $run AND rank IS NOT NULL AND coalesce(attempt, 0) = $attempt GROUP BY rank ORDER BY rank"""
 _ATTEMPT: Final = "SELECT max(coalesce(attempt, 0)) AS attempt FROM {scalars} WHERE run = $run AND rank IS NOT NULL"
 _MEANS: Final = f"""\

@@ -13,7 +13,7 @@ from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.rule_names import RUN_FAILED, RUN_SLOW, SLOW_RANK
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
-from rankscope_storage.sql.scalar_history import POSITIONS, is_main_source
+from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident, happening, in_order, incidents, sentence_of
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
@@ -28,13 +28,13 @@ _RUNS: Final = """\
 SELECT run, state, reason, planned_steps, last_step, epoch(started_at) AS started_at, epoch(ended_at) AS ended_at,
   epoch(ts) AS updated_at, source_kind, tags, note, world_size, attempt FROM runs"""
 
-_LAST_ROWS: Final = f"""\
+_LAST_ROWS: Final = """\
 SELECT run, max(coalesce(attempt, 0)) AS attempt, epoch(max(ts)) AS logged_at,
-  arg_max(position, (coalesce(attempt, 0), position)) AS position FROM {POSITIONS}
+  arg_max(position, (coalesce(attempt, 0), position)) AS position FROM scalars
 WHERE run IN (SELECT unnest($runs)) AND position IS NOT NULL AND NOT starts_with(name, 'eval') GROUP BY run"""
 _LOSSES_APART: Final = f"""\
 SELECT run, (max(position) - min(position)) / greatest(count(DISTINCT position) - 1, 1) AS apart
-FROM {POSITIONS} WHERE run IN (SELECT unnest($runs)) AND name = 'loss' AND value IS NOT NULL AND {is_main_source()}
+FROM scalars WHERE run IN (SELECT unnest($runs)) AND name = 'loss' AND value IS NOT NULL AND {is_main_source()}
 GROUP BY run, coalesce(attempt, 0) QUALIFY coalesce(attempt, 0) = max(coalesce(attempt, 0)) OVER (PARTITION BY run)"""
 _NO_TAGS: Final = (None, "", "{}")
 _COLUMNS: Final = (

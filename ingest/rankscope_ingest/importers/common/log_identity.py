@@ -40,6 +40,7 @@ _ADDED: Final = (
     "begins_at",
     "choices",
     "state",
+    "axis",
 )  # import events of earlier releases do not have these fields
 
 _KNOWN: Final = """\
@@ -88,6 +89,8 @@ class KnownImport:
     """The decision about the step and the loss of the log; `choices.Choices` describes it."""
     state: Mapping[str, Any] | None = None
     """State behind the last complete line, from which the next import reads on; None if it reads the complete log."""
+    axis: Mapping[str, Any] | None = None
+    """The state of the axis behind the log, which the positions of later logs of the run depend on: see `Positions`."""
 
     def to_json(self) -> str:
         """Return these facts as the JSON text that is stored in `details` of the import event."""

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from rankscope_ingest.base.tables import cleaned, constant, rows_table, table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, ImportedBlock, ImportedRecord
+from rankscope_ingest.importers.common.positions import Positions
 
 _CODED: Final = pa.dictionary(pa.int32(), pa.string())
 
@@ -23,10 +24,11 @@ class Numbering:
     A source is a log file, or a file or a rank of a log folder. Each source is one incarnation in the store.
     """
 
-    def __init__(self, *, run: str, incarnation: str) -> None:
+    def __init__(self, *, run: str, incarnation: str, positions: Positions | None = None) -> None:
         self.run = run
         self.incarnation = incarnation
         self.records = 0
+        self.positions = positions or Positions()
 
     def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
         """Return the rows of `records` as tables by dataset.
@@ -43,7 +45,8 @@ class Numbering:
             for dataset, own in record.rows.items():
                 rows[dataset] += [{**common, **row} for row in own]
         self.records += len(records)
-        return {dataset: _clean(rows_table(dataset, listed)) for dataset, listed in rows.items() if listed}
+        tables = {dataset: _clean(rows_table(dataset, listed)) for dataset, listed in rows.items() if listed}
+        return self._placed(tables)
 
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
         """Return the tables of `block` with all columns of their datasets.
@@ -56,6 +59,11 @@ class Numbering:
             name: _clean(self._full(name, table, arrived)) for name, table in block.tables.items() if table.num_rows
         }
         self.records += block.records
+        return self._placed(tables)
+
+    def _placed(self, tables: dict[str, pa.Table]) -> dict[str, pa.Table]:
+        if "scalars" in tables:
+            tables["scalars"] = self.positions.placed(tables["scalars"])
         return tables
 
     def _full(self, dataset: str, table: pa.Table, arrived: int) -> pa.Table:

@@ -57,6 +57,7 @@ from rankscope_ingest.importers.common.log_identity import (
     tails,
 )
 from rankscope_ingest.importers.common.numbering import Numbering
+from rankscope_ingest.importers.common.positions import Positions
 from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report, unkept_notes
 from rankscope_ingest.importers.common.resume import decoded, encoded
 from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
@@ -411,6 +412,7 @@ class _Intake:
             begins_at=self.source.begins_at,
             choices=faults.choices,
             state=state,
+            axis=next(iter(self._numberings.values())).positions.state if self._numberings else None,
         )
 
     def dimensions(self, note: KnownImport | None, unkept: Sequence[str]) -> Batch:
@@ -501,7 +503,8 @@ class _Intake:
             incarnation = self.source.incarnation
             if source:
                 incarnation = stream_of(incarnation, source)
-            self._numberings[source] = Numbering(run=self.run, incarnation=incarnation)
+            earlier = [log.axis for log in self.others if log.axis and log.attempt <= (self.attempt or log.attempt)]
+            self._numberings[source] = Numbering(run=self.run, incarnation=incarnation, positions=Positions(earlier))
         return self._numberings[source]
 
     def _batch(self) -> Batch:
