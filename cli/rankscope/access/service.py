@@ -5,16 +5,18 @@ The client uses no proxy, follows no redirects, and limits the time of a request
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from rankscope.shell.errors import command_errors
+from rankscope.shell.errors import FAILED, TAKEN_OVER, USAGE, CommandError
 from rankscope_contract.wire.tls import WebConfigError, client_context, explain_to_client
 
 if TYPE_CHECKING:
@@ -136,6 +138,19 @@ def default_store() -> str:
     return os.environ.get("RANKSCOPE_STORE") or DEFAULT_STORE
 
 
+@contextlib.contextmanager
+def service_errors() -> Iterator[None]:
+    """Raise CommandError for each error of the service, of its configuration and of a store."""
+    from rankscope_ingest.base.errors import ConfigError, IngestError
+    from rankscope_storage.base.errors import ShardLostError, StoreError
+
+    try:
+        yield
+    except (IngestError, StoreError) as error:
+        codes = {ConfigError: USAGE, ShardLostError: TAKEN_OVER}
+        raise CommandError(str(error), code=codes.get(type(error), FAILED)) from error
+
+
 def load_settings(
     config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None, shard: str | None = None
 ) -> ServiceConfig:
@@ -144,7 +159,6 @@ def load_settings(
     Raises CommandError if a setting is wrong.
     """
     from rankscope_ingest.base.config_file import load_config
-    from rankscope_ingest.base.errors import ConfigError
 
     given: dict[str, Any] = {
         "store.path": str(store) if store else default_store() if config is None else None,
@@ -153,7 +167,7 @@ def load_settings(
         "notify.urls": tuple(notify) if notify else None,
     }
     overrides = {key: value for key, value in given.items() if value is not None}
-    with command_errors(usage=(ConfigError,)):
+    with service_errors():
         return load_config(config, overrides, environment=os.environ)
 
 
@@ -183,9 +197,8 @@ def environment_tls() -> ClientTls:
 def environment_token() -> str | None:
     """Return the token in RANKSCOPE_TOKEN, or in the file RANKSCOPE_TOKEN_FILE. Raises CommandError."""
     from rankscope_ingest.base.config_file import token_of
-    from rankscope_ingest.base.errors import ConfigError
 
-    with command_errors(usage=(ConfigError,)):
+    with service_errors():
         return token_of(os.environ)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import typer
 
 from rankscope.access.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, plan_logs
+from rankscope.access.service import service_errors
 from rankscope.shell.errors import USAGE, CommandError, suggestion
 from rankscope.shell.streams import progress_bar
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
@@ -307,9 +308,7 @@ def _open_path(path: Path, run: str | None) -> Iterator[OpenRun]:
 @contextlib.contextmanager
 def _imported(logs: Sequence[tuple[Path, str | None]]) -> Iterator[Connection]:
     """Yield a connection to a temporary store with the `logs`, which are paths with the names of their runs."""
-    from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import IMPORT_RULES, Options
-    from rankscope_storage.base.errors import StoreError
 
     with tempfile.TemporaryDirectory(prefix="rankscope-") as temporary:
         store = Path(temporary) / "store"
@@ -319,13 +318,11 @@ def _imported(logs: Sequence[tuple[Path, str | None]]) -> Iterator[Connection]:
             found, failed = plan_logs([path], None, run, TIME_ZONE)
             plan += found
             failures += failed
-        try:
-            if plan:
+        if plan:
+            with service_errors():
                 failures += import_logs(
                     plan, store, "0/1", rules=IMPORT_RULES, shown=SHOWN_FAULTS, options=Options(), out=None
                 )
-        except (IngestError, StoreError) as error:
-            raise CommandError(str(error)) from error
         if len(failures) >= len(plan) and failures:
             raise CommandError("\nrankscope: ".join(failures))
         for failure in failures:
@@ -364,9 +361,7 @@ def store_spools(
     Spools of running processes are left out unless `with_running`. Standard error names the spools that are left out.
     Raises CommandError if the records cannot be read or stored.
     """
-    from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.service.offline import import_spools, inspect
-    from rankscope_storage.base.errors import StoreError
 
     found = inspect(folder)
     chosen = tuple(spool for spool in found.spools if with_running or not spool.is_running)
@@ -375,9 +370,6 @@ def store_spools(
     if running := sum(spool.is_running for spool in found.spools):
         fate = "read up to now" if with_running else "not imported; import the folder again after they have ended"
         print(f"{folder}: {processes(running)} still running; the records are {fate}", file=sys.stderr)
-    try:
-        with progress_bar("processes", f"reading {folder}") as show:
-            rows = import_spools(chosen, store, shard=shard, progress=lambda done: show(done, len(chosen)))
-    except (IngestError, StoreError) as error:
-        raise CommandError(str(error)) from error
+    with service_errors(), progress_bar("processes", f"reading {folder}") as show:
+        rows = import_spools(chosen, store, shard=shard, progress=lambda done: show(done, len(chosen)))
     return chosen, rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rankscope.access.stores import RunSelection, open_run
+from rankscope.access.stores import RunSelection, open_run, store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, printable, write_rows
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
@@ -104,7 +104,6 @@ def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
 
 def _close(store: Path, run: str, number: int | None, note: str) -> None:
     from rankscope_contract.wire.spool import spool_folders
-    from rankscope_storage.base.errors import StoreError
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.runs.incidents import close_incidents
     from rankscope_view.data.incidents import closing_columns, sentence_of
@@ -119,9 +118,7 @@ def _close(store: Path, run: str, number: int | None, note: str) -> None:
     if not closed:
         print(f"{name} has no open incident" if number is None else f"incident {number} of {name} is not open")
         return
-    try:
+    with store_errors():
         close_incidents(store.absolute(), [closing_columns(one) for one in closed], note, sync_to_disk)
-    except StoreError as error:
-        raise CommandError(str(error)) from error
     for one in closed:
         print(f"closed: {one.number}  {printable(sentence_of(one))}")

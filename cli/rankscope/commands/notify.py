@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rankscope.access.service import load_settings
+from rankscope.access.service import load_settings, service_errors
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import Notify
 
@@ -48,17 +48,14 @@ def notify(
 
 
 def _notifiers(config: Path | None, to: Sequence[str] | None) -> Sequence[Notifier]:
-    from rankscope_ingest.base.errors import ConfigError
     from rankscope_ingest.notify.notifiers import make_notifiers
 
     section = load_settings(config, None, None, list(to) if to else None).notify
     if not section.urls:
         raise CommandError("no address: give --notify URL, or a file with [notify] urls", code=USAGE)
-    try:
-        urls, proxy = [url.get_secret_value() for url in section.urls], section.proxy.get_secret_value()
+    urls, proxy = [url.get_secret_value() for url in section.urls], section.proxy.get_secret_value()
+    with service_errors():
         return make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
-    except ConfigError as error:
-        raise CommandError(str(error), code=USAGE) from error
 
 
 async def _send(notifiers: Sequence[Notifier]) -> list[str | None]:

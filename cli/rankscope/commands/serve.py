@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from rankscope.access.service import load_settings
+from rankscope.access.service import load_settings, service_errors
 from rankscope.output.progress import log_to
-from rankscope.shell.errors import TAKEN_OVER, USAGE, CommandError
 from rankscope.shell.options import Listen, Notify, OptionalStore
 from rankscope.shell.streams import live_console
 
@@ -61,9 +60,7 @@ def serve(
 
 
 def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
-    from rankscope_ingest.base.errors import ConfigError, IngestError
     from rankscope_ingest.service.main import run
-    from rankscope_storage.base.errors import ShardLostError, StoreError
 
     def ready(url: str) -> None:
         view.print_line(f"listening on {url}")
@@ -72,14 +69,8 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
         notify_systemd(READY)
 
     printer = _ProgressPrinter(view, show=show)
-    try:
+    with service_errors():
         asyncio.run(run(settings, on_progress=printer.update, on_ready=ready))
-    except ConfigError as error:
-        raise CommandError(str(error), code=USAGE) from error
-    except ShardLostError as error:
-        raise CommandError(str(error), code=TAKEN_OVER) from error
-    except (IngestError, StoreError) as error:
-        raise CommandError(str(error)) from error
     view.print_line(f"stopped; {printer.rows_stored:,} rows stored, {printer.rows_pending:,} rows not stored")
 
 

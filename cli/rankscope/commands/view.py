@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from rankscope.access.service import service_errors
 from rankscope.access.stores import readable_store, store_errors
-from rankscope.shell.errors import USAGE, CommandError
+from rankscope.shell.errors import command_errors
 from rankscope.shell.options import Listen, Store, store_folder
 
 
@@ -36,11 +37,8 @@ def view(
     from rankscope_ingest.base.config import split_address
 
     store, listen = source or store, listen or "127.0.0.1:0"
-    try:
+    with command_errors(usage=(ValueError,)):
         split_address(listen)
-    except ValueError as error:
-        raise CommandError(str(error), code=USAGE) from error
-    from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.service.viewer import serve_pages
     from rankscope_storage.connection import connect
 
@@ -50,7 +48,5 @@ def view(
     with readable_store(store) as folder:
         with store_errors():
             connect(folder).close()
-        try:
+        with service_errors():
             asyncio.run(serve_pages(folder, listen, environment=os.environ, on_ready=ready, named=store))
-        except IngestError as error:
-            raise CommandError(str(error)) from error

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from rankscope.output.rows import cell, columns, printable
-from rankscope_view.data.documents import json_object
+from rankscope_view.data.documents import flat, json_object
+from rankscope_view.pages.format import duration
+
+if TYPE_CHECKING:
+    from rankscope_storage.connection import Connection
 
 ALWAYS: Final = ("run", "state", "steps", "ranks", "started", "duration")
 OPTIONAL: Final = ("attempts", "reason", "tags", "note", "source")
@@ -81,7 +85,7 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
         "steps": steps,
         "ranks": str(row["ranks"] or ""),
         "started": "" if row["started_at"] is None else f"{row['started_at']:%Y-%m-%d %H:%M}",
-        "duration": _duration(row["seconds"]),
+        "duration": "" if row["seconds"] is None else duration(row["seconds"]),
         "attempts": str(row["attempts"]) if row["attempts"] > 1 else "",
         "reason": row["reason"] or "",
         "tags": " ".join(f"{key}={value}" for key, value in tags.items()),
@@ -90,21 +94,6 @@ def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     }
     return {name: printable(text) for name, text in texts.items()}
 
-
-def _duration(seconds: float | None) -> str:
-    """Return a duration as text with its two largest units, such as `3 d 4 h`."""
-    if seconds is None:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-    first = next(position for position, (_, size) in enumerate(units) if seconds >= size)
-    (large, size), (small, smaller) = units[first], units[first + 1]
-    return f"{seconds // size:.0f} {large} {seconds % size // smaller:.0f} {small}"
-
-
-if TYPE_CHECKING:
-    from rankscope_storage.connection import Connection
 
 _APART = ("argv", "git_commit")
 # Only some versions of the run row contain the configuration, so take it from the newest one that does.
@@ -153,7 +142,7 @@ def run_detail_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from _block("commit", [printable(facts["git_commit"])] if facts["git_commit"] else [])
     yield from _block("command", [" ".join(map(printable, facts["argv"]))] if facts["argv"] else [])
     yield from _block(
-        "config", [f"{printable(key)} = {printable(_json(value))}" for key, value in _flat(facts["config"])]
+        "config", [f"{printable(key)} = {printable(_json(value))}" for key, value in flat(facts["config"])]
     )
     yield from _block("attempts", [_launch_line(launch) for launch in facts["attempts"]])
 
@@ -187,14 +176,6 @@ def _code(config: str | None) -> dict[str, Any]:
 
 def _settings(config: str | None) -> dict[str, Any]:
     return {key: value for key, value in json_object(config).items() if key not in _APART}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _json(value: Any) -> str:

@@ -23,35 +23,6 @@ PortChoice = Literal["fixed", "free"]
 """Ways in which `rankscope up` selects ports: default ports or free ports."""
 
 
-def choose(
-    names: Iterable[str],
-    ports: PortChoice,
-    previous: dict[str, int],
-    *,
-    is_free: Callable[[int], bool],
-    free_port: Callable[[], int],
-) -> tuple[dict[str, int], list[str]]:
-    """Return the port of each program in `names`, and a line for each program that could not get its preferred port.
-
-    With `fixed`, the preferred port is the default port, and the second choice is the port of the previous
-    start, because running trainings still use this address of the service. Otherwise the preferred port is that of the
-    previous start. If no such port is free, any free port is chosen.
-    """
-    chosen: dict[str, int] = {}
-    notes = []
-    for name in names:
-        usual = DEFAULT_PORTS[name] if ports == "fixed" else None
-        wanted = usual or previous.get(name)
-        if wanted is not None and wanted not in chosen.values() and is_free(wanted):
-            chosen[name] = wanted
-            continue
-        fallback = previous.get(name, 0)
-        chosen[name] = fallback if fallback and fallback != wanted and is_free(fallback) else _other(chosen, free_port)
-        if wanted is not None:
-            notes.append(f"port {wanted} is in use: {name} listens on {chosen[name]} instead")
-    return chosen, notes
-
-
 def valid_ports(notes: object) -> dict[str, int]:
     """Return the port of each program in `notes`, the ports that an earlier start saved. Ignore invalid entries."""
     if not isinstance(notes, dict):
@@ -77,10 +48,39 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def _other(chosen: dict[str, int], free_port: Callable[[], int]) -> int:
-    while (port := free_port()) in chosen.values():
-        pass
-    return port
+def choose(
+    names: Iterable[str],
+    ports: PortChoice,
+    previous: dict[str, int],
+    *,
+    avoid: int | None = None,
+    is_free: Callable[[int], bool] = is_free,
+    free_port: Callable[[], int] = free_port,
+) -> tuple[dict[str, int], list[str]]:
+    """Return the port of each program in `names`, and a line for each program that could not get its preferred port.
+
+    With `fixed`, the preferred port is the default port, and the second choice is the port of the previous
+    start, because running trainings still use this address of the service. Otherwise the preferred port is that of the
+    previous start. If no such port is free, any free port is chosen. The port `avoid` is never chosen.
+    """
+    chosen: dict[str, int] = {}
+    notes = []
+
+    def is_usable(port: int) -> bool:
+        return port != avoid and port not in chosen.values() and is_free(port)
+
+    for name in names:
+        usual = DEFAULT_PORTS[name] if ports == "fixed" else None
+        wanted = usual or previous.get(name)
+        if wanted is not None and is_usable(wanted):
+            chosen[name] = wanted
+            continue
+        fallback = previous.get(name, 0)
+        others = (port for port in iter(free_port, None) if port != avoid and port not in chosen.values())
+        chosen[name] = fallback if fallback and fallback != wanted and is_usable(fallback) else next(others)
+        if wanted is not None:
+            notes.append(f"port {wanted} is in use: {name} listens on {chosen[name]} instead")
+    return chosen, notes
 
 
 @dataclass(frozen=True, slots=True)

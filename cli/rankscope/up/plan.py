@@ -18,7 +18,6 @@ from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up import machine
 from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, PortChoice, find_required
 from rankscope.up.programs import (
-    LOOPBACK,
     SERVICE,
     TOKEN_FILE,
     Program,
@@ -234,9 +233,9 @@ def _ports(
                 f"{settings.service.listen} is in use{_listener_text(port)}: name another --listen address"
             )
         # The port of the service is fixed; the other programs must not use it.
-        chosen, notes = _choose_ports(names, ports, known, avoid=port)
+        chosen, notes = machine.choose(names, ports, known, avoid=port)
         return {SERVICE: port, **chosen}, notes
-    return _choose_ports([SERVICE, *names], "free" if is_explicit else ports, known)
+    return machine.choose([SERVICE, *names], "free" if is_explicit else ports, known)
 
 
 def _listener_text(port: int) -> str:
@@ -247,15 +246,6 @@ def _listener_text(port: int) -> str:
 def _check_retention(text: str) -> None:
     if not re.fullmatch(r"([1-9][0-9]*(ms|[smhdwy]))+", text):
         raise CommandError(f"--retention {text}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
-
-
-def _choose_ports(
-    names: Sequence[str], ports: PortChoice, previous: dict[str, int], avoid: int | None = None
-) -> tuple[dict[str, int], list[str]]:
-    def is_free(port: int) -> bool:
-        return port != avoid and machine.is_free(port, LOOPBACK)
-
-    return machine.choose(names, ports, previous, is_free=is_free, free_port=machine.free_port)
 
 
 def _service_options(config: Path | None, settings: ServiceConfig) -> ServiceOptions:
