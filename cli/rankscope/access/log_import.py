@@ -6,6 +6,7 @@ The module also shows the progress and the results of the import of one, a few o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -281,17 +282,20 @@ def import_logs(
     """
     from rankscope_ingest.importers import GROUP_LOGS, LogGroup
     from rankscope_storage.api.store import Store as StoreFolder
+    from rankscope_storage.api.store import is_store
     from rankscope_storage.base.errors import StoreError
     from rankscope_storage.connection import connect
 
+    is_new = not is_store(store)
     owner = f"import, process {os.getpid()} on {socket.gethostname()}"
     results = ImportResults(len(plan), shown, out)
     with (
         StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer,
-        connect(store) as connection,
+        contextlib.ExitStack() as stack,
         progress_of([log.path for log in plan], is_brief=results.is_brief) as progress,
     ):
-        group = LogGroup(writer, connection, on_stored=results.print_stored)
+        connection = functools.cache(lambda: stack.enter_context(connect(store)))
+        group = LogGroup(writer, connection, on_stored=results.print_stored, is_new=is_new)
         try:
             for number, log in enumerate(plan):
                 if number % GROUP_LOGS == 0:

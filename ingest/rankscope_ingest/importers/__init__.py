@@ -153,10 +153,19 @@ class LogGroup:
     each commit, when all rows of the logs that were imported completely are stored.
     """
 
-    def __init__(self, writer: Writer, connection: Connection, on_stored: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        connection: Callable[[], Connection],
+        on_stored: Callable[[], None] = lambda: None,
+        *,
+        is_new: bool = False,
+    ) -> None:
+        """`connection` returns the connection for queries. A store that `is_new` has no earlier import to ask for."""
         self._writer = writer
         self._connection = connection
         self._on_stored = on_stored
+        self._is_new = is_new
         self._known: dict[str, dict[str, KnownImport]] = {}
         self._live: frozenset[str] = frozenset()
         self._held: list[Batch] = []
@@ -166,9 +175,9 @@ class LogGroup:
     def begin(self, runs: Collection[str]) -> None:
         """Store the held rows, and read the facts about `runs`, the runs of the next logs, from the store."""
         self.flush()
-        known = known_imports_of(self._connection, runs)
-        self._known = {run: {log.incarnation: log for log in logs} for run, logs in known.items()}
-        self._live = live_runs(self._connection, runs)
+        known = {} if self._is_new else known_imports_of(self._connection(), runs)
+        self._known = {run: {log.incarnation: log for log in known.get(run, ())} for run in runs}
+        self._live = frozenset() if self._is_new else live_runs(self._connection(), runs)
 
     @property
     def is_stored(self) -> bool:
@@ -185,10 +194,9 @@ class LogGroup:
 
     def stored(self, run: str) -> StoredScalars:
         """Return a function that returns the stored and the held scalars of an incarnation of `run`."""
-        in_store = stored_scalars(self._connection, run)
 
         def scalars(incarnation: str) -> pa.Table:
-            found = in_store(incarnation)
+            found = stored_scalars(self._connection(), run)(incarnation)
             held = [
                 batch.tables["scalars"].filter(pc.field("incarnation") == incarnation).select(found.column_names)
                 for batch in self._held
@@ -238,6 +246,7 @@ class LogGroup:
                 tables.setdefault(name, []).append(table)
         whole = {name: concatenated(name, parts) for name, parts in tables.items()}
         self._writer.append(Batch(tables=whole, watermarks=watermarks))
+        self._is_new = False
         self._on_stored()
 
     def _note_imports(self, batch: Batch) -> None:

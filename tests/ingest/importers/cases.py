@@ -95,7 +95,7 @@ def results(found: Sequence[Case], folder: Path) -> dict[str, str]:
     """Import the logs of all cases into one store, each as a run with the name of its case; return the results."""
     texts = {}
     with Store.open(folder, create=True).claim(owner="test") as writer, connect(folder) as connection:
-        group = LogGroup(writer, connection)
+        group = LogGroup(writer, lambda: connection)
         group.begin({case.name for case in found})
         reports = {case.name: list(_imports(case, group, folder / f"logs/{n}/run")) for n, case in enumerate(found)}
         group.flush()

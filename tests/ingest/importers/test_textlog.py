@@ -259,9 +259,9 @@ def test_group_stores_the_same_as_single_imports(tmp_path, store, mixed):
     """Also the attempts, branches and copies that are recognized by the earlier logs of the same group."""
     writer, connection = store
     counting = Counting(writer)
-    together = import_all(LogGroup(counting, connection), mixed)
+    together = import_all(LogGroup(counting, lambda: connection), mixed)
     with Store.open(tmp_path / "alone", create=True).claim(owner="test") as other, connect(tmp_path / "alone") as alone:
-        group = LogGroup(other, alone)
+        group = LogGroup(other, lambda: alone)
         single = [report for log in mixed for report in import_all(group, [log])]
         expected = alone.query(CONTENT).to_pylist()
 
@@ -277,13 +277,13 @@ def test_rows_that_another_process_stores_meanwhile_are_not_stored_twice(tmp_pat
     (tmp_path / "a.jsonl").write_text(lines(1, 5))
     (tmp_path / "b.jsonl").write_text(lines(1, 5))
     logs = [(tmp_path / "a.jsonl", "a"), (tmp_path / "b.jsonl", "b")]
-    group = LogGroup(writer, connection)
+    group = LogGroup(writer, lambda: connection)
     group.begin({"a", "b"})
     with Store.open(tmp_path / "store").claim("1/2", owner="another import") as other:
         for number, (path, run) in enumerate(logs):
             import_records(path, group, find_importer(path), run=run, known=group.known(run))
             if number == 0:
-                import_all(LogGroup(other, connection), logs)
+                import_all(LogGroup(other, lambda: connection), logs)
         group.flush()
 
     assert [("a", 5), ("b", 5)] == [
@@ -300,9 +300,9 @@ def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, store, monkeypat
     for number, (path, _) in enumerate(logs):
         path.write_text(lines(1, 5, loss=number))
     with pytest.raises(StoreError):
-        import_all(LogGroup(Counting(writer, fails_at=2), connection), logs)
+        import_all(LogGroup(Counting(writer, fails_at=2), lambda: connection), logs)
     first = connection.query("SELECT run, count(*) AS n FROM scalars GROUP BY 1 ORDER BY 1").to_pylist()
-    reports = import_all(LogGroup(writer, connection), logs)
+    reports = import_all(LogGroup(writer, lambda: connection), logs)
     rows = connection.query(
         "SELECT run, count(*) AS n, count(DISTINCT seq) AS seqs FROM scalars GROUP BY 1"
     ).to_pylist()
@@ -317,7 +317,7 @@ def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, store, monkeypat
 def test_rows_that_the_store_refuses_do_not_stop_other_logs(tmp_path, store):
     writer, connection = store
     (tmp_path / "good.jsonl").write_text(lines(1, 5))
-    group = LogGroup(writer, connection)
+    group = LogGroup(writer, lambda: connection)
     group.begin({"good", "bad"})
     unnamed = rows_table("scalars", [{"run": "bad", "attempt": 0, "incarnation": "i", "seq": 0, "value": 1.0}])
     with pytest.raises(IngestError, match=r"scalars.name is null in 1 rows"):
