@@ -30,8 +30,8 @@ Numbers = dict[str, int]  # by name, such as "step: files"
 
 
 def code_lines() -> Numbers:
-    """Return the code lines of each package."""
-    return {f"code lines: {package}": lines for package, lines in structure.code_of().items()}
+    """Return the code lines of each package, and of the templates, scripts and style sheets of the pages."""
+    return {f"code lines: {name}": lines for name, lines in (structure.code_of() | structure.assets_of()).items()}
 
 
 def paths(folder: Path) -> Numbers:

@@ -27,16 +27,31 @@ _NO_CODE: Final = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
 }
 _COMMENT_IN_C: Final = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_COMMENT_OF_TEMPLATE: Final = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 def code_of(project: Path = ROOT) -> dict[str, int]:
     """Return the number of code lines of each package: Python and C, without blank lines, comments and docstrings."""
     return {
         package.name: sum(map(code_lines, _files(package, "*.py")))
-        + sum(_code_lines_of_c(path.read_text()) for path in _files(package, "*.c"))
+        + sum(_lines_without(_COMMENT_IN_C, path) for path in _files(package, "*.c"))
         for folder in FOLDERS
         for package in sorted((project / folder).glob("rankscope*"))
     }
+
+
+def assets_of(project: Path = ROOT) -> dict[str, int]:
+    """Return the number of lines of the pages that are no Python, without blank lines and comments."""
+    folder = project / "view" / "rankscope_view"
+    return {
+        "templates": sum(_lines_without(_COMMENT_OF_TEMPLATE, path) for path in _files(folder, "*.html")),
+        "scripts": sum(_lines_without(_COMMENT_IN_C, path) for path in _files(folder, "*.js")),
+        "style sheets": sum(_lines_without(_COMMENT_IN_C, path) for path in _files(folder, "*.css")),
+    }
+
+
+def _lines_without(comment: re.Pattern[str], path: Path) -> int:
+    return sum(bool(line.strip()) for line in comment.sub("", path.read_text()).splitlines())
 
 
 def code_lines(path: Path) -> int:
@@ -51,10 +66,6 @@ def code_lines(path: Path) -> int:
             if _is_text(statement):  # docstrings of modules, classes, functions and constants
                 kept.difference_update(range(statement.lineno, (statement.end_lineno or 0) + 1))
     return len(kept)
-
-
-def _code_lines_of_c(source: str) -> int:
-    return sum(bool(line.strip()) for line in _COMMENT_IN_C.sub("", source).splitlines())
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -145,6 +156,7 @@ def measured(project: Path = ROOT) -> dict[str, Any]:
     exporter = [tree for name, tree in trees.items() if name.startswith(("rankscope_exporter", "rankscope_contract"))]
     return {
         "code_of": code_of(project),
+        "assets_of": assets_of(project),
         "modules": len(sizes),
         "median_module": statistics.median(sizes),
         "largest_module": max(sizes),
