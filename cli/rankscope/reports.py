@@ -82,8 +82,7 @@ class OpenedRun:
 
     def _repr_html_(self) -> str:
         from rankscope.access.stores import open_store
-        from rankscope_view.pages.fragment import fragment
-        from rankscope_view.report import read_content
+        from rankscope_view.report import fragment, read_content
 
         with open_store(self.store) as connection:
             content = read_content(connection, self.run, made_at=time.time(), source=str(self.store))

@@ -19,6 +19,7 @@ import rankscope
 from rankscope.shell.overview import MODULES, NEEDED, USUAL, command_files
 
 ROOT = Path(__file__).parents[2]
+TEMPLATES = ROOT / "view" / "rankscope_view" / "templates"
 RANK_NEEDS = ("torch", "numpy", "pyarrow", "prometheus_client")
 
 
@@ -67,6 +68,7 @@ def test_wheel_contains_all_packages_and_the_assets_of_the_pages(wheel):
 
     assert {"rankscope/py.typed", *(f"rankscope_{package}/py.typed" for package in packages)} <= names
     assert {f"rankscope_view/assets/{name}" for name in assets} <= names
+    assert {f"rankscope_view/templates/{path.name}" for path in TEMPLATES.iterdir()} <= names
 
 
 def test_wheel_contains_the_provisioning_tree_and_provision_writes_it(wheel, tmp_path):

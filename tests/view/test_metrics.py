@@ -17,7 +17,7 @@ from rankscope_view.data.comparison import compared_values
 from rankscope_view.data.grid import LEVELS, NOT_A_NUMBER, histogram_grid, histogram_tensors
 from rankscope_view.data.metrics import Metric, read_metrics, scalar_lines
 from rankscope_view.data.summary import read_summary
-from rankscope_view.pages.metrics import metric_groups
+from rankscope_view.pages.run import metric_groups
 from rankscope_view.pages.sections import sections
 from rankscope_view.report import report
 from rankscope_view.site import Site
@@ -129,12 +129,11 @@ def test_chart_of_the_machine_has_its_records_without_a_step(store, axis, places
 def test_epoch_and_counts_of_the_program_are_no_own_metrics():
     names = {"my_metric": "my_metric", "epoch": "epoch", "number of nan iterations": "nan_iterations"}
     found = [Metric(name=name, stored=stored, labels=(None,)) for name, stored in names.items()]
-    own, monitor = metric_groups(found, {}).split('data-group="Step phases and monitor"')
+    own, monitor = metric_groups(found)
 
-    assert 'data-group="Own metrics" open' in own
-    assert ["my_metric"] == [name for name in names if f'title="{name}"' in own]
-    assert monitor.startswith("><summary>")  # folded
-    assert all(f'title="{name}"' in monitor for name in ("epoch", "number of nan iterations"))
+    assert ("Own metrics", True, ["my_metric"]) == (own.name, own.is_open, [name for name, *_ in own.charts])
+    assert ("Step phases and monitor", False) == (monitor.name, monitor.is_open)
+    assert {"epoch", "number of nan iterations"} == {name for name, *_ in monitor.charts}
 
 
 def test_page_shows_the_configuration_and_values_labels_and_gaps(chromium, address):

@@ -15,9 +15,7 @@ from tests.view.test_site import NOW, RUNS, Reader
 from tests.view.training import HOSTILE, MAIN, START, event, events, run_row, scalars
 
 from rankscope_view.data.detail import read_detail
-from rankscope_view.pages.fragment import fragment
-from rankscope_view.pages.report import condensed, sentences
-from rankscope_view.report import embedded_curves, offered_axes, read_content, report
+from rankscope_view.report import condensed, embedded_curves, fragment, offered_axes, read_content, report
 from rankscope_view.site import Site
 
 LARGEST_BYTES = 3_000_000
@@ -65,9 +63,9 @@ def test_first_sentences_state_that_an_incident_is_resolved(connection):
     over = [dataclasses.replace(one, states=(*one.states, (None, "resolved"))) for one in content.incidents]
     row = dataclasses.replace(content.detail.row, incidents=())
     summary = dataclasses.replace(content.summary, detail=dataclasses.replace(content.detail, row=row))
-    *_, found = sentences(dataclasses.replace(content, incidents=over, summary=summary))
+    found = Reader(fragment(dataclasses.replace(content, incidents=over, summary=summary)))
 
-    assert found.endswith(" became NaN at step 46 (resolved), and 1 more incident.")
+    assert " became NaN at step 46 (resolved), and 1 more incident." in found.text
 
 
 def test_report_and_its_policy_refer_to_nothing_outside_of_itself(made):
@@ -76,7 +74,7 @@ def test_report_and_its_policy_refer_to_nothing_outside_of_itself(made):
     digests = {
         f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'": kind for kind, text in parts
     }
-    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
+    (policy,) = [one["content"] for _, one in Reader(html).elements if "http-equiv" in one]
 
     for _, attributes in Reader(html).elements:
         assert "style" not in attributes

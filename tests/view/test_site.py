@@ -6,13 +6,16 @@ import re
 import struct
 from dataclasses import fields, replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from tests.properties import few
+from tests.view import training
 from tests.view.training import HOSTILE, MAIN, START, Size, event, events, rank_scalars, run_row, scalars, trajectory
 
+import rankscope_view
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.assets import ASSETS, UPLOT
 from rankscope_view.data.incidents import incidents, shared_anomalies
@@ -176,8 +179,50 @@ def test_stalled_run_has_neither_a_speed_nor_a_time_that_is_left(site):
     assert not {"left", "tok/s"} & set(text.split())
 
 
+def test_texts_of_the_store_are_escaped_on_every_page(stored):
+    mark = '"><b id=pwn>'
+    details = {"key": "k", "state": "opened", "where": [mark]}
+    rule = {"rule": mark, "kind": mark, "tensor": f"{mark}.7.w", "message": mark, "severity": "critical", "rank": 0}
+    listed = [event(mark, "anomaly", 8, START, op="norm", value=9.0, baseline=1.0, **rule)]
+    listed += [event(mark, "incident", 8, START, details=details, **rule), event(mark, "note", 8, START, message=mark)]
+    names = [scalars(mark, name, np.arange(9), 2.0, labels=json.dumps({mark: mark})) for name in ("loss", mark)]
+    config = json.dumps({mark: mark, "serve": {}, "argv": [mark]})
+    texts = {"reason": mark, "note": mark, "tags": json.dumps({mark: mark}), "config": config}
+    norms = {"run": mark, "tensor": [f"{mark}.7.w"], "kind": mark, "rank": 0, "step": 8, "norm": 9.0, "attempt": 0}
+    tables = {
+        "scalars": pa.concat_tables(names),
+        "events": events(listed),
+        "tensor_stats": training.rows("tensor_stats", **norms),
+    }
+    others = {"runs": run_row("b", mark, last_step=8), "scalars": scalars("b", "loss", np.arange(9), 2.0)}
+    site = Site(stored({"runs": run_row(mark, mark, last_step=8, planned_steps=9, **texts), **tables}, others))
+    pages = ((), ("ranks",), ("incidents",), ("incidents", "k"), ("events",), ("tensors",), ("report",))
+    found = [read(site, q=mark), read(site, "compare", a=mark, b="b"), read(site, "compare", run=mark)]
+    found += [read(site, "runs", mark, *page, kind=mark, tensor=f"{mark}.7.w", q=mark) for page in pages]
+    found += [Reader(site.respond((), {}, (mark,)).body.decode())]
+
+    for one in found:
+        assert mark in one.text
+        assert not any(attributes.get("id", "").startswith("pwn") for _, attributes in one.elements)
+
+
+def test_only_own_svg_and_the_files_of_a_report_are_marked_as_safe():
+    """Texts of a store cannot reach these places."""
+    folder = Path(rankscope_view.__file__).parent
+    marked = {
+        f"{path.relative_to(folder)}: {found}"
+        for path in folder.rglob("*.*")
+        if path.suffix in {".py", ".html"}
+        for found in re.findall(r"\{\{[^}]*\|safe[^}]*\}\}|autoescape[^a-z]false|Markup\(", path.read_text())
+    }
+
+    report = {f"templates/report.html: {{{{ {name}|safe }}}}" for name in ("sheet", "document", "script")}
+    own = {"templates/macros.html: {{ shapes.get(name, shapes.other)|safe }}", "pages/svg.py: Markup("}
+    assert own | report | {"templates/report.html: {{ scripts[0]|safe }}"} == marked
+
+
 def test_pages_request_nothing_from_elsewhere_and_have_no_inline_style(site):
-    from rankscope_view.answers import HEADERS
+    from rankscope_view.routing import HEADERS
 
     policy = HEADERS["Content-Security-Policy"]
     pages = ("events", "tensors", "ranks", "incidents", "incidents/a1")
@@ -410,7 +455,7 @@ def test_answer_is_kept_until_the_store_changes_and_may_be_prepared(store_path, 
 
 
 def test_run_named_like_a_folder_is_in_the_query_of_its_address(site):
-    from rankscope_view.pages.parts import Place
+    from rankscope_view.pages.rendering import Place
 
     assert "/runs/-/ranks?run=.." == Place().url("runs", "..", "ranks")
     assert 404 == site.respond(("runs", "-"), {"run": ".."}).status

@@ -20,8 +20,6 @@ from urllib.parse import quote
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.errors import damage
 from rankscope_storage.connection import Connection, connect
-from rankscope_view import answers
-from rankscope_view.answers import HEADERS, HTML, Asked, NoRunError, NotFoundError, Query, Response, chart_choice
 from rankscope_view.assets import ASSETS, Asset, digest
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
@@ -41,9 +39,23 @@ from rankscope_view.pages import ranks as rank_page
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import run_list as list_page
 from rankscope_view.pages import tensors as tensor_page
-from rankscope_view.pages.format import text
-from rankscope_view.pages.parts import Place, document
+from rankscope_view.pages.rendering import Place, compile_templates, render
 from rankscope_view.report import report
+from rankscope_view.routing import (
+    DATA,
+    HEADERS,
+    HTML,
+    NoRunError,
+    NotFoundError,
+    Query,
+    Request,
+    Response,
+    chart_choice,
+    compared_curve,
+    compared_sides,
+    rank_order,
+    tensor_choice,
+)
 
 _IMMUTABLE: Final = {"Cache-Control": "public, max-age=31536000, immutable"}
 _PAGE_SECONDS: Final = 5.0
@@ -72,7 +84,10 @@ def is_slow(segments: Sequence[str]) -> bool:
 
 
 class Site:
-    """The pages of the store at `path`, below the prefix `base`. The methods may be called by several threads."""
+    """The pages of the store at `path`, below the prefix `base`. The methods may be called by several threads.
+
+    `place` has the facts for pages that do not show the store.
+    """
 
     def __init__(
         self,
@@ -86,7 +101,7 @@ class Site:
     ) -> None:
         self._path = path
         folder = str((store or path).absolute())  # `path` may be a temporary copy of it
-        self._place = Place(base=base, assets=digest(), has_service=has_service, store=folder)
+        self.place = Place(base=base, assets=digest(), has_service=has_service, store=folder)
         self._is_single = has_service  # the threads of DuckDB would slow the flushes of a service
         self._clock = clock
         self._most_step_times = most_step_times
@@ -99,41 +114,48 @@ class Site:
             return connection.version
 
     def prepare(self) -> None:
-        """Open the store, define the views that pages read, and start the threads that read files.
+        """Open the store, define the views of pages, start the threads that read files, and compile the templates.
 
         Otherwise, the first request would wait for them. The answers are about no run and are not kept.
         """
         with connect(self._path, single_threaded=self._is_single) as connection:
             for segments, query in _ABOUT_NOTHING:
                 with contextlib.suppress(NotFoundError):
-                    self._answer(connection, Asked(segments=segments, query=query))
+                    self._answer(connection, Request(segments=segments, query=query))
             for group in itertools.islice(connection.row_groups("scalars", (), {}).each(), 1):
                 collections.deque(group.batches(("run", "value")), maxlen=0)
+        compile_templates()
 
     def respond(self, segments: Sequence[str], query: Query, alarms: Sequence[str] = ()) -> Response:
         """Return the answer to the request for the path with these decoded `segments`. Bad requests raise nothing."""
-        asked = Asked(segments=tuple(segments), query=query, alarms=tuple(alarms))
-        if asked.segments[:1] == ("assets",):
-            return _asset(asked.segments[-1])
+        request = Request(segments=tuple(segments), query=query, alarms=tuple(alarms))
+        if request.segments[:1] == ("assets",):
+            return _asset(request.segments[-1])
         with connect(self._path, single_threaded=self._is_single) as connection:
             version = connection.version
-            asked = replace(asked, version=version)
-            key = (asked.segments, tuple(sorted(query.items())), asked.alarms)
+            request = replace(request, version=version)
+            key = (request.segments, tuple(sorted(query.items())), request.alarms)
             if known := self._known(key, version):
                 return known
             try:
-                found, _ = connection.undamaged(lambda: self._answer(connection, asked), asked.runs)
+                found, _ = connection.undamaged(lambda: self._answer(connection, request), request.runs)
             except NotFoundError as error:
-                return self._missing(error)
-        if asked.segments[2:] != ("report",):  # it is large, and requested once
+                seconds = _RETRY_SECONDS if isinstance(error, NoRunError) else None
+                return self._message(404, "Not found", "Not found", str(error), seconds)
+        if request.segments[2:] != ("report",):  # it is large, and requested once
             self._remember(key, version, found)
         return found
 
     def failure(self, error: Exception) -> Response:
         """Return the page which states that a query failed with `error`."""
         reason = damage(error) or str(error).partition("\n")[0]
-        body = f'<div class="panel blank"><strong>The query failed</strong><p>{text(reason)}</p></div>'
-        return Response(status=500, body=document(self._place, "Error", body).encode())
+        return self._message(500, "Error", "The query failed", reason)
+
+    def _message(self, status: int, title: str, heading: str, reason: str, seconds: int | None = None) -> Response:
+        """Return a page without content, which browsers load again every `seconds`."""
+        headers = HEADERS if seconds is None else {**HEADERS, "Refresh": str(seconds)}
+        html = render("message.html", place=self.place, title=title, heading=heading, reason=reason, seconds=seconds)
+        return Response(status=status, body=html.encode("utf-8", "replace"), headers=headers)
 
     def _known(self, key: tuple[Any, ...], version: int) -> Response | None:
         with self._lock:
@@ -150,92 +172,85 @@ class Site:
             while len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
 
-    def _answer(self, connection: Connection, asked: Asked) -> Response:
-        match asked.segments:
+    def _answer(self, connection: Connection, request: Request) -> Response:
+        match request.segments:
             case ():
-                return self._list(connection, asked)
+                return self._list(connection, request)
             case ("runs", _):
-                return self._run(connection, asked)
+                return self._run(connection, request)
             case ("runs", _, "report"):
-                return self._report(connection, asked)
+                return self._report(connection, request)
             case ("runs", _, "events"):
-                return self._events(connection, asked)
+                return self._events(connection, request)
             case ("runs", _, "tensors"):
-                return self._tensors(connection, asked)
+                return self._tensors(connection, request)
             case ("runs", _, "ranks"):
-                return self._ranks(connection, asked)
+                return self._ranks(connection, request)
             case ("runs", _, "incidents", *_):
-                return self._incidents(connection, asked)
+                return self._incidents(connection, request)
             case ("compare",):
-                return self._compare(connection, asked)
-            case ("data", name) if name in answers.DATA:
-                return answers.DATA[name](connection, asked)
-        raise NotFoundError(f"There is no page at /{'/'.join(asked.segments)}.")
+                return self._compare(connection, request)
+            case ("data", name) if name in DATA:
+                return DATA[name](connection, request)
+        raise NotFoundError(f"There is no page at /{'/'.join(request.segments)}.")
 
-    def _missing(self, error: NotFoundError) -> Response:
-        may_begin = isinstance(error, NoRunError)
-        later = f"<p>This page loads again every {_RETRY_SECONDS} s until the run appears.</p>" if may_begin else ""
-        body = f'<div class="panel blank"><strong>Not found</strong><p>{text(str(error))}</p>{later}</div>'
-        headers = {**HEADERS, "Refresh": str(_RETRY_SECONDS)} if may_begin else HEADERS
-        return Response(status=404, body=document(self._place, "Not found", body).encode(), headers=headers)
+    def _place_of(self, request: Request, *, is_live: bool) -> Place:
+        return replace(self.place, is_live=is_live, version=request.version)
 
-    def _place_of(self, asked: Asked, *, is_live: bool) -> Place:
-        return replace(self._place, is_live=is_live, version=asked.version)
-
-    def _list(self, connection: Connection, asked: Asked) -> Response:
-        search = asked.query.get("q", "")
-        state, sort = asked.query.get("state"), asked.query.get("sort", "")
-        query = RunQuery.parse(search, state=state, sort=sort, page=asked.count("page"))
+    def _list(self, connection: Connection, request: Request) -> Response:
+        search = request.query.get("q", "")
+        state, sort = request.query.get("state"), request.query.get("sort", "")
+        query = RunQuery.parse(search, state=state, sort=sort, page=request.count("page"))
         found, damaged = connection.undamaged(lambda: run_list(connection, query))
-        place = self._place_of(asked, is_live=True)  # a run may begin at any time
-        return _page(list_page.page(place, found, search, self._clock(), (*asked.alarms, *damaged)))
+        place = self._place_of(request, is_live=True)  # a run may begin at any time
+        return _page(list_page.page(place, found, search, self._clock(), (*request.alarms, *damaged)))
 
-    def _detail(self, connection: Connection, asked: Asked) -> tuple[Place, RunDetail]:
-        most = None if asked.query.get("goodput") else self._most_step_times
-        found = read_detail(connection, asked.run, most_step_times=most)
+    def _detail(self, connection: Connection, request: Request) -> tuple[Place, RunDetail]:
+        most = None if request.query.get("goodput") else self._most_step_times
+        found = read_detail(connection, request.run, most_step_times=most)
         if found is None:
-            raise NoRunError(f"The store has no run {asked.run!r}.")
-        return self._place_of(asked, is_live=found.row.is_live), found
+            raise NoRunError(f"The store has no run {request.run!r}.")
+        return self._place_of(request, is_live=found.row.is_live), found
 
-    def _run(self, connection: Connection, asked: Asked) -> Response:
-        place, found = self._detail(connection, asked)
-        choice = chart_choice(asked)
-        request = _smaller(choice.request)
-        curves = {name: curve(history, request) for name, history in found.histories.items() if name != EVAL_LOSS}
+    def _run(self, connection: Connection, request: Request) -> Response:
+        place, found = self._detail(connection, request)
+        choice = chart_choice(request)
+        shown = _smaller(choice.request)
+        curves = {name: curve(history, shown) for name, history in found.histories.items() if name != EVAL_LOSS}
         if EVAL_LOSS in found.histories:
-            curves[EVAL_LOSS] = evaluation_curve(found.history(EVAL_LOSS), found.history(LOSS), request)
+            curves[EVAL_LOSS] = evaluation_curve(found.history(EVAL_LOSS), found.history(LOSS), shown)
         log = _log(found)
-        metrics = read_metrics(connection, asked.run)
+        metrics = read_metrics(connection, request.run)
         return _page(run_page.page(place, found, choice, curves=curves, log=log, metrics=metrics))
 
-    def _events(self, connection: Connection, asked: Asked) -> Response:
-        place, found = self._detail(connection, asked)
-        group = next((one for one in Group if one == asked.query.get("group")), None)
-        page = asked.count("page")
+    def _events(self, connection: Connection, request: Request) -> Response:
+        place, found = self._detail(connection, request)
+        group = next((one for one in Group if one == request.query.get("group")), None)
+        page = request.count("page")
         newest = (page + 1) * NEWEST + 1
         log = _log(found, groups=(group,) if group else (), newest=newest)
         return _page(run_page.events_page(place, found, log, group, page))
 
-    def _report(self, connection: Connection, asked: Asked) -> Response:
-        found = report(connection, asked.run, made_at=self._clock(), source=self._path.name)
+    def _report(self, connection: Connection, request: Request) -> Response:
+        found = report(connection, request.run, made_at=self._clock(), source=self._path.name)
         if found is None:
-            raise NoRunError(f"The store has no run {asked.run!r}.")
+            raise NoRunError(f"The store has no run {request.run!r}.")
         headers = {
             "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
-            "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file_name(asked.run))}.html",
+            "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file_name(request.run))}.html",
         }
         return Response(body=found.html.encode("utf-8", "replace"), headers={**HEADERS, **headers})
 
-    def _row(self, connection: Connection, asked: Asked) -> tuple[Place, RunRow]:
-        row = run_row(connection, asked.run)
+    def _row(self, connection: Connection, request: Request) -> tuple[Place, RunRow]:
+        row = run_row(connection, request.run)
         if row is None:
-            raise NoRunError(f"The store has no run {asked.run!r}.")
-        return self._place_of(asked, is_live=row.is_live), row
+            raise NoRunError(f"The store has no run {request.run!r}.")
+        return self._place_of(request, is_live=row.is_live), row
 
-    def _tensors(self, connection: Connection, asked: Asked) -> Response:
-        place, row = self._row(connection, asked)
+    def _tensors(self, connection: Connection, request: Request) -> Response:
+        place, row = self._row(connection, request)
         kinds = tensor_kinds(connection, row.run)
-        choice = answers.tensor_choice(asked, kinds)
+        choice = tensor_choice(request, kinds)
         detail, drawn = None, None
         leaving = first_to_leave(connection, row.run)
         if choice is not None:
@@ -243,53 +258,57 @@ class Site:
             name = first if choice.tensor is None else choice.tensor
             if name is not None:
                 detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
-                request = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
-                drawn = tensor_curve(connection, row.run, detail, request)
+                shown = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
+                drawn = tensor_curve(connection, row.run, detail, shown)
         histograms = histogram_tensors(connection, row.run)
         return _page(
             tensor_page.page(
                 place, row, kinds, choice, detail=detail, curve=drawn, leaving=leaving, histograms=histograms,
-                histogram=asked.query.get("histogram"),
+                histogram=request.query.get("histogram"),
             )
         )  # fmt: skip
 
-    def _ranks(self, connection: Connection, asked: Asked) -> Response:
-        place, row = self._row(connection, asked)
+    def _ranks(self, connection: Connection, request: Request) -> Response:
+        place, row = self._row(connection, request)
         table = rank_table(connection, row.run)
         found = incidents(connection, [row.run]).get(row.run, [])
-        return _page(rank_page.page(place, row, table, answers.rank_order(asked), self._clock(), past=found))
+        return _page(rank_page.page(place, row, table, rank_order(request), self._clock(), past=found))
 
-    def _incidents(self, connection: Connection, asked: Asked) -> Response:
-        place, row = self._row(connection, asked)
+    def _incidents(self, connection: Connection, request: Request) -> Response:
+        place, row = self._row(connection, request)
         found = incidents(connection, [row.run]).get(row.run, [])
-        if len(asked.segments) == 3:
+        if len(request.segments) == 3:
             return _page(incident_page.list_page(place, row, counted(connection, found)))
-        one = next((one for one in found if one.key == asked.segments[3]), None)
+        one = next((one for one in found if one.key == request.segments[3]), None)
         if one is None:
-            raise NotFoundError(f"The run {row.run!r} has no incident {asked.segments[3]!r}.")
+            raise NotFoundError(f"The run {row.run!r} has no incident {request.segments[3]!r}.")
         return _page(incident_page.page(place, row, one, incident_story(connection, one, found)))
 
-    def _compare(self, connection: Connection, asked: Asked) -> Response:
-        sides = answers.compared_sides(asked)
-        if not sides and asked.query.get("run"):
-            sides = [Side(letter=LETTERS[0], run=asked.query["run"])]
-        if len(sides) < 2 or asked.query.get("add"):
+    def _compare(self, connection: Connection, request: Request) -> Response:
+        sides = compared_sides(request)
+        if not sides and request.query.get("run"):
+            sides = [Side(letter=LETTERS[0], run=request.query["run"])]
+        if len(sides) < 2 or request.query.get("add"):
             others = sorted(row["run"] for row in known_runs(connection))[:1000]
-            return _page(compare_page.choose_page(self._place, sides, others))
+            return _page(compare_page.choose_page(self.place, sides, others))
         found = compare(connection, sides)
         if found is None:
             names = " and ".join(repr(side.run) for side in sides)
             raise NoRunError(f"The store does not have the runs {names}.")
-        choice = chart_choice(asked)
+        choice = chart_choice(request)
         letters, curves = [side.letter.upper() for side in sides], dict[str, Curve]()
         for name in (LOSS, DIFFERENCE, *SCALARS[1:]):
             histories = [
                 one.histories.get(LOSS if name == DIFFERENCE else name) or nothing(name) for one in found.sides
             ]
-            drawn = answers.compared_curve(letters, histories, name, _smaller(choice.request))
+            drawn = compared_curve(letters, histories, name, _smaller(choice.request))
             curves |= {name: drawn} if drawn.rows else {}
-        place = self._place_of(asked, is_live=any(one.detail.row.is_live for one in found.sides))
-        own = {one.name: one for run in {side.run for side in sides} for one in read_metrics(connection, run).own}
+        place = self._place_of(request, is_live=any(one.detail.row.is_live for one in found.sides))
+        own = {
+            one.name: one
+            for run in dict.fromkeys(side.run for side in sides)
+            for one in read_metrics(connection, run).own
+        }
         return _page(compare_page.page(place, found, choice, curves, list(own.values())))
 
 

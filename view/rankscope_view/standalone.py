@@ -11,16 +11,14 @@ import base64
 import functools
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from rankscope_view.assets import ASSETS
 from rankscope_view.data.curves import Line
-from rankscope_view.pages.format import text
-from rankscope_view.pages.parts import icon
 
 _IMPORT: Final = re.compile(r'^import \{ ([^}]+) \} from "\./(\w+)\.js";\n', re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
@@ -76,66 +74,22 @@ _DIGITS: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilePage:
-    """The parts of a file. All but `title`, `subject` and `documents` are HTML."""
+class FileAssets:
+    """The content of a file besides its document: styles, scripts, the logo in base64, and the policy."""
 
-    title: str
-    subject: str  # name in the header
-    place: str  # text in the header behind the subject
-    state: str  # text at the end of the header
-    body: str
-    kind: str  # name of the page, for scripts and styles
-    axis: str  # default axis of the curves
-    documents: Mapping[str, str] = field(default_factory=dict)  # JSON for scripts, by the id of its element
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """A file: the complete HTML document, and its policy."""
-
-    html: str
+    sheet: str
+    scripts: tuple[str, ...]
+    logo: str
     policy: str
 
 
-def file(page: FilePage) -> File:
-    """Return the file of a page, with its styles and scripts."""
+@functools.cache
+def assets_of_file() -> FileAssets:
+    """Return the styles and scripts of all files. The first script selects the theme before the document is shown."""
     sheet = style()
-    scripts = [ASSETS["theme.js"].read().decode(), chart_library(), bundle("app")]
-    permitted = policy(scripts, sheet)
+    scripts = (_text("theme.js"), chart_library(), bundle("app"))
     logo = base64.b64encode(ASSETS["icon.svg"].read()).decode()
-    first, *others = [f"<script>{script}</script>" for script in scripts]
-    data = "\n".join(_data(name, document) for name, document in page.documents.items())
-    html = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{permitted}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{text(page.title)} · Rankscope</title>
-<link rel="icon" href="data:image/svg+xml;base64,{logo}">
-<style>{sheet}</style>
-{first}
-</head>
-<body data-page="{page.kind}" data-axis="{page.axis}">
-<header class="top"><span class="brand">{icon("logo")}<b>Rankscope</b></span>
-<span class="crumbs"><b><bdi>{text(page.subject)}</bdi></b><span class="slash">/</span><span>{page.place}</span></span>
-<span class="right"><span class="history"><i></i>{page.state}</span>
-<button id="theme" title="Theme (T)" aria-label="Change the theme">{icon("theme")}</button>
-<button id="help" title="Keys (?)" aria-label="Keys"><kbd>?</kbd></button></span></header>
-<main class="{page.kind}">{page.body}</main>
-{data}
-{"".join(others)}
-</body>
-</html>
-"""
-    return File(html, permitted)
-
-
-def _data(name: str, document: str) -> str:
-    """Return a JSON document as an element that is no script. It cannot end the element early."""
-    escaped = document.replace("<", "\\u003c")
-    return f'<script type="application/json" id="{name}">{escaped}</script>'
+    return FileAssets(sheet=sheet, scripts=scripts, logo=logo, policy=policy(scripts, sheet))
 
 
 def policy(scripts: Sequence[str], sheet: str) -> str:

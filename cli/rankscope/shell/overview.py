@@ -25,7 +25,7 @@ Query:   rankscope summary --store history
 
 MODULES: Final = {
     "cli": ("typer", "rich"),
-    "store": ("duckdb", "deltalake", "pytz"),
+    "store": ("duckdb", "deltalake", "jinja2", "pytz"),
     "service": ("aiohttp", "apprise", "pydantic", "tenacity"),
     "plot": ("matplotlib",),
     "boards": ("grafana_client", "yaml"),

@@ -28,8 +28,9 @@ from rankscope_ingest.base.background import FAULTS, cancel, start_task
 from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.network.connections import most_connections
 from rankscope_storage.base.errors import StoreError
-from rankscope_view.answers import BYTES, Response
 from rankscope_view.data.comparison import LETTERS
+from rankscope_view.pages.rendering import Place
+from rankscope_view.routing import BYTES, Response
 from rankscope_view.site import Site, is_slow
 
 PING_SECONDS: Final = 15.0
@@ -206,6 +207,11 @@ class Pages:
     def committed(self, version: int, datasets: Collection[str], runs: Collection[str] = ("",)) -> None:
         """Update open pages after a commit of the service with rows of `datasets` of `runs`, by default all."""
         self._live.committed(version, datasets, runs)
+
+    @property
+    def place(self) -> Place:
+        """Return the facts for pages that do not show the store, such as the status page."""
+        return self._site.place
 
     def add_to(self, application: web.Application) -> None:
         """Add the pages to an application. Its shutdown ends all live updates."""

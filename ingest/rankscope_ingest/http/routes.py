@@ -6,9 +6,10 @@ read and remote write, service discovery for Prometheus, the JSON API, the healt
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -22,10 +23,11 @@ from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
 from rankscope_ingest.remote_write.handler import written_headers
 from rankscope_ingest.runs.models import Health, Target
-from rankscope_ingest.status_page.assets import PAGE_HEADERS
 from rankscope_ingest.status_page.collect import Parts, Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
+from rankscope_view.pages.rendering import Place
+from rankscope_view.routing import HEADERS
 
 _JOB: Final = "rankscope"
 
@@ -90,7 +92,7 @@ def make_application(
     name in a request is a name of this service. If it is None, all host names are accepted. `is_guarded` is false if
     other machines can send requests without a token or certificate; such a service sends no stacks.
     """
-    routes = _Routes(backend, is_guarded=is_guarded)
+    routes = _Routes(backend, replace(pages.place, is_live=True), is_guarded=is_guarded)
     guards = [errors_as_text, token_guard(token), refuse_web_pages(is_own_name), refuse_compressed]
     application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
     application.add_routes(
@@ -131,8 +133,9 @@ def alarms(backend: Backend) -> list[str]:
 
 
 class _Routes:
-    def __init__(self, backend: Backend, *, is_guarded: bool) -> None:
+    def __init__(self, backend: Backend, place: Place, *, is_guarded: bool) -> None:
         self._backend = backend
+        self._place = place
         self._is_guarded = is_guarded
 
     async def register(self, request: web.Request) -> web.Response:
@@ -170,8 +173,9 @@ class _Routes:
         return _json(per_rank(self._backend.targets()))
 
     async def page(self, _: web.Request) -> web.Response:
-        text = page(await self._backend.current_status())
-        return web.Response(text=text, content_type="text/html", headers=PAGE_HEADERS)
+        status = await self._backend.current_status()
+        text = await asyncio.to_thread(page, self._place, status)
+        return web.Response(text=text, content_type="text/html", headers=HEADERS)
 
     async def status(self, _: web.Request) -> web.Response:
         return _json(asdict((await self._backend.current_status()).service))

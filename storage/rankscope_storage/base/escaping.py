@@ -5,7 +5,6 @@ Runs, tensors and labels are free text: `../x`, `a=b`, `lr'"`, `学习`, `123` a
 
 from __future__ import annotations
 
-import html
 import urllib.parse
 
 
@@ -25,11 +24,6 @@ def path_segment(name: str) -> str:
 def from_path_segment(segment: str) -> str:
     """Return the name that `path_segment` encoded."""
     return "" if segment == "%" else urllib.parse.unquote(segment, errors="strict")
-
-
-def html_text(name: str) -> str:
-    """Return `name` escaped for an HTML text node or a quoted HTML attribute."""
-    return html.escape(name, quote=True)
 
 
 def sql_string(value: str) -> str:

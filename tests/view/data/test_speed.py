@@ -200,9 +200,9 @@ def test_training_on_a_cpu_has_no_advice_about_gpus(store):
 def test_evidence_of_a_slow_rank_begins_with_the_phase_that_costs_most():
     usual = RankRow(rank=0, host="a", phases={"backward": 0.00106, "data_wait": 0.00184, "forward": 0.15})
     phases = {"backward": 0.00117, "data_wait": 0.106, "forward": 0.18}
-    shown = "".join(verdicts(ranks(usual, dataclasses.replace(SLOW_RANK, phases=phases)), 0.0, is_live=True))
+    (found,) = verdicts(ranks(usual, dataclasses.replace(SLOW_RANK, phases=phases)), 0.0, is_live=True)
 
-    assert "Data wait 0.106 s against 0.00184 s; forward 0.18 s against 0.15 s. Whole" in shown
+    assert "Data wait 0.106 s against 0.00184 s; forward 0.18 s against 0.15 s. Whole" in found.evidence
 
 
 def test_run_with_good_numbers_has_no_hints():

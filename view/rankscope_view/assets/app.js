@@ -1,6 +1,6 @@
 // Behaviour of all pages: theme, keys, live updates; each page adds its own.
 import { Chart } from "./chart.js";
-import { fillPending, follow, refresh } from "./live.js";
+import { fillPending, follow, refresh, repeat } from "./live.js";
 import { forgetColours } from "./marks.js";
 import { keep, recall, setAddress } from "./memory.js";
 import { readState, replaceState, STRENGTH, writeState } from "./logic.js";
@@ -123,6 +123,7 @@ document.addEventListener("click", (event) => {
   const button = /** @type {HTMLElement} */ (event.target).closest(".copy"); // live updates replace buttons
   if (button) void copy(/** @type {HTMLElement} */ (button));
 });
+if (document.body.dataset.refresh) repeat(() => refresh(location.href, false), Number(document.body.dataset.refresh));
 if (document.body.dataset.version) {
   const run = page === "run" ? (byId("run")?.dataset.run ?? "") : "";
   follow(async () => void (await Promise.all(updates.slice(0, document.hidden ? 1 : undefined).map((update) => update()))), run, (rows, isNew) => extensions.forEach((extend) => extend(rows, isNew)));

@@ -38,6 +38,7 @@ export async function refresh(url, keepsOrder) {
     const fresh = /** @type {HTMLElement} */ (document.importNode(other, true));
     if (part.id === "runs") merge(/** @type {HTMLElement} */ (part), fresh, keepsOrder);
     const scroll = part.querySelector(".scroll")?.scrollTop ?? 0;
+    for (const one of part.querySelectorAll("details[open][id]")) fresh.querySelector(`details#${one.id}`)?.setAttribute("open", "");
     part.replaceWith(fresh);
     if (part.id === "head") showLatest(); // the store is behind the rows that the page has received
     const box = fresh.querySelector(".scroll");
@@ -176,6 +177,17 @@ export function follow(update, run, extend) {
     }
     send();
   }, REPEAT);
+}
+
+/**
+ * Call `update` every `seconds` while the page is visible, and mark the page if the connection is lost.
+ * @param {() => Promise<void>} update
+ * @param {number} seconds
+ */
+export function repeat(update, seconds) {
+  setInterval(() => {
+    if (!document.hidden) update().then(() => late(false), () => late(true));
+  }, 1000 * seconds);
 }
 
 /** @param {boolean} isLate */

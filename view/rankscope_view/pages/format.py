@@ -1,4 +1,4 @@
-"""Numbers, durations and names as text for people, escaped for HTML where the docstring states it."""
+"""Numbers, durations and names as text for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from typing import Final
 
 from rankscope_contract.model.kinds import Kind
-from rankscope_storage.base.escaping import html_text
 
 _MILLENNIUM_SECONDS: Final = 31_556_952_000.0
 NOTHING: Final = "–"
@@ -15,17 +14,6 @@ NOTHING: Final = "–"
 
 NONFINITE: Final = {"nans": "NaN", "infs": "Inf"}
 """Words for the statistics that count elements that are not finite."""
-
-
-def text(value: object) -> str:
-    """Return `value` escaped for HTML.
-
-    Control characters and marks of writing direction are shown as escape sequences.
-    """
-    shown = str(value)
-    if not shown.isprintable():
-        shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
-    return html_text(shown)
 
 
 def count(value: float | None) -> str:

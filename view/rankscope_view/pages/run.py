@@ -1,16 +1,17 @@
-"""The page of one run: progress, figures, charts, open incidents, events, and advice."""
+"""The page of one run: progress, figures, charts, open incidents, events, advice and configuration."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from rankscope_view.data.advice import Advice
-from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smoothing, notice
+from rankscope_view.data.curves import POINTS, Axis, Curve, CurveRequest, Smoothing
 from rankscope_view.data.detail import (
     CHARTS,
     PERPLEXITY,
@@ -20,30 +21,15 @@ from rankscope_view.data.detail import (
     RunDetail,
     speed_change,
 )
-from rankscope_view.data.events import NEWEST, EventLine, EventLog, Group
+from rankscope_view.data.documents import flat, json_object
+from rankscope_view.data.events import NEWEST, EventLog, Group
 from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
-from rankscope_view.data.metrics import SCALAR_TITLES, Metrics
+from rankscope_view.data.metrics import HARDWARE, MONITOR, SCALAR_TITLES, UNGROUPED, Metric, Metrics
 from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.data.runs import RunRow
-from rankscope_view.pages import svg
-from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, text, utc
-from rankscope_view.pages.metrics import metric_groups
-from rankscope_view.pages.parts import (
-    Place,
-    close_command,
-    document,
-    icon,
-    incident_line,
-    page_title,
-    panel,
-    run_document,
-    run_pill,
-    segmented,
-    tabs,
-    tag_list,
-)
+from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, utc
+from rankscope_view.pages.rendering import Place, is_nonfinite, render
 from rankscope_view.pages.run_list import SPEED_UNITS
-from rankscope_view.pages.settings import configuration
 
 AXES: Final = (
     (Axis.STEP, "Step", "Last value of each step"),
@@ -52,7 +38,7 @@ AXES: Final = (
     (Axis.ARRIVAL, "Arrival", "Order of arrival; labels are the raw steps, so they go back at a restart"),
     (Axis.TIME, "Time", "Time in UTC; a pause is a gap"),
 )
-_SMOOTHINGS: Final = (
+SMOOTHINGS: Final = (
     *((Smoothing.NONE, "None"), (Smoothing.EMA, "EMA"), (Smoothing.AVERAGE, "Average")),
     (Smoothing.BOTH, "EMA, then average"),
 )
@@ -73,19 +59,20 @@ _TITLES: Final = {
 }
 _GROUP_WORDS: Final = {Group.EVALUATION: "Eval"}
 
-
-OUTSIDE: Final = f'<span class="mark">{icon("outside")} outside of a cut axis</span>'
-"""Entry of a legend for the triangles at the edges of a chart."""
-
-_BAD: Final = ' class="bad"'
-_NOT_FINITE: Final = frozenset(measure(value) for value in (np.nan, np.inf, -np.inf))
 _SUMMED: Final = ("tokens_per_second", "samples_per_second")
 """Speeds of each rank, of which the header has the sum over ranks and the chart the mean."""
 
-_MARKS: Final = "".join(
-    f'<span class="mark">{icon(group)} {group}</span>'
-    for group in (Group.INCIDENT, Group.RESTART, Group.CHECKPOINT, Group.EVALUATION)
-)
+_LAST_GROUPS: Final = (HARDWARE, MONITOR)
+_MOST_OPEN: Final = 12
+"""Number of charts of metrics up to which their groups are open at first."""
+
+MOST_SETTINGS: Final = 60
+LONGEST_CONFIG: Final = 100_000
+_OF_TRAINING: Final = ("hyperparameters", "argv", "git_commit", "device", "quantities", "every")
+"""Settings in the configuration of a monitor that describe the training. The others are only in the folded JSON."""
+
+_WORDS: Final = {"argv": "command", "git_commit": "commit"}
+_LONGEST_VALUE: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +83,7 @@ class ChartChoice:
     is_log: bool = False
     is_cut: bool = False  # the axis has most values, not all
 
-    def values(self) -> dict[str, object]:
+    def values(self) -> dict[str, Any]:
         """Return the parameters of an address with these choices."""
         request = self.request
         strength = request.decay if request.smoothing is Smoothing.EMA else request.width
@@ -112,32 +99,95 @@ class ChartChoice:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """The panel of one chart of a run. `source` is the name under which the script logged the scalar, if it differs."""
+
+    name: str
+    curve: Curve
+    title: str
+    note: str
+    hint: str
+    axis: str
+    options: Mapping[str, Any]  # for scripts
+    is_cut: bool
+
+    @property
+    def is_loss(self) -> bool:
+        """Return whether the chart is that of the loss, which is higher than others."""
+        return self.name == LOSS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One number of the header: name of the scalar, label, text, and a line of context."""
+
+    name: str
+    label: str
+    value: str
+    line: str = ""
+    is_bad: bool = False
+    is_pending: bool = False  # the scripts of the page request it
+
+    @property
+    def unit(self) -> str:
+        """Return the unit; empty for a number without one."""
+        return SPEED_UNITS.get(self.name, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartGroup:
+    """Charts of metrics below one heading: (name, title, keys of its lines) of each."""
+
+    name: str
+    charts: list[tuple[str, str, list[str]]]
+    is_open: bool
+
+
 def page(
     place: Place, found: RunDetail, choice: ChartChoice, *, curves: dict[str, Curve], log: EventLog, metrics: Metrics
 ) -> str:
     """Return the page of a run. `curves` are drawn for readers without scripts, by the name of the scalar."""
-    row = found.row
-    main = _no_loss(place, found)
-    sources = metrics.sources
-    if LOSS in curves:
-        main = chart_panel(found, LOSS, curves[LOSS], choice, is_main=True, source=sources.get(LOSS))
-    more = [name for name in (GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS, PERPLEXITY) if name in curves]
-    folded = "".join(
-        chart_panel(found, name, curves[name], choice, is_main=False, source=sources.get(name)) for name in more
+    row, chosen = found.row, choice.values()
+    shown = (LOSS, GRAD_NORM, LEARNING_RATE, EVAL_LOSS, *SPEEDS, PERPLEXITY)
+    charts = [chart(found, name, curves[name], choice, metrics.sources.get(name)) for name in shown if name in curves]
+    return render(
+        "run.html",
+        place=place,
+        found=found,
+        row=row,
+        about=_about(found),
+        reason="" if (row.reason or "").partition("\n")[0].rstrip(".") in row.end_sentence else row.reason,
+        marks=[one.last_step / row.planned_steps for one in found.restarts] if row.planned_steps else [],
+        figures=list(_figures(found)),
+        address=lambda **changes: place.url("runs", row.run, **(chosen | changes)),
+        choice=choice,
+        axes=AXES,
+        smoothings=SMOOTHINGS,
+        most_points=POINTS,
+        is_long=is_long(curves),
+        main=charts[0] if LOSS in curves else None,
+        more=[one for one in charts if not one.is_loss],
+        stored=", ".join(title(name).lower() for name in found.histories),
+        metrics=metric_groups(metrics.found.values()),
+        titles={name: title(name) for name in CHARTS},
+        log=log,
+        newest=NEWEST,
+        total=sum(log.counts.values()) - log.counts[Group.STEP],
+        groups=_groups(log),
+        **configuration(found),
     )
-    words = ", ".join(title(name).lower() for name in more)
-    group = (
-        f'<details class="more" id="more" open><summary>{words.capitalize()} <span class="dim">{len(more)} chart{"" if len(more) == 1 else "s"}</span> '
-        f"<kbd>m</kbd></summary><div class=grid2>{folded}</div></details>"
+
+
+def _about(found: RunDetail) -> str:
+    row, hosts, versions = found.row, found.facts.hosts, found.facts.versions
+    parts = (
+        f"attempt {row.attempt}" if row.attempt else "",
+        f"{row.world_size} rank{'s' if row.world_size > 1 else ''}" if row.world_size else "",
+        f"{len(hosts)} hosts" if len(hosts) > 1 else "".join(hosts),
+        f"torch {versions['torch']}" if "torch" in versions else "",
     )
-    body = (
-        f'{header(place, found)}<div class="columns" id="run" data-run="{text(row.run)}" data-live-run="{row.is_live:d}"><div>'
-        f"{toolbar(lambda values: place.url('runs', row.run, **values), choice, is_long=is_long(curves))}{main}{group if more else ''}"
-        f"{metric_groups(metrics.found.values(), {name: title(name) for name in CHARTS})}</div>"
-        f"<aside>{_incidents(place, row)}{_events(place, row, log)}{_advice(found.advice)}{configuration(found)}</aside></div>"
-    )
-    title_ = page_title(row, row.run)
-    return document(place, title_, body, crumbs=[(row.run, None)], nav=tabs(place, row, ""), page="run")
+    return " · ".join(filter(None, parts))
 
 
 def is_long(curves: Mapping[str, Curve]) -> bool:
@@ -162,66 +212,18 @@ def scalar_words(name: str) -> str:
     return ", ".join((words, *(f"{key} {value}" for key, value in known.items())))
 
 
-def header(place: Place, found: RunDetail) -> str:
-    """Return name, state, progress and current values of a run."""
-    row, facts = found.row, found.facts
-    parts = [
-        f"attempt {row.attempt}" if row.attempt else "",
-        f"{row.world_size} rank{'s' if row.world_size > 1 else ''}" if row.world_size else "",
-    ]
-    parts += [f"{len(facts.hosts)} hosts" if len(facts.hosts) > 1 else "".join(facts.hosts)]
-    parts += [f"torch {facts.versions['torch']}" if "torch" in facts.versions else ""]
-    about = " · ".join(text(part) for part in parts if part)
-    is_named = row.reason is not None and row.reason.partition("\n")[0].rstrip(".") in row.end_sentence
-    reason = f'<p class="reason">{text(row.reason)}</p>' if row.reason and not is_named else ""
-    ended = f'<p class="reason bad">{text(row.end_sentence)}</p>' if row.end_sentence else ""
-    note = f'<p class="note">{text(row.note)}</p>' if row.note else ""
-    restarts = ", ".join(f"{count(one.last_step)} → {count(one.first_step)}" for one in found.restarts[:4])
-    again = f"restarts at {restarts}, {count(found.steps_again)} steps trained again" if restarts else ""
-    marks = [one.last_step / row.planned_steps for one in found.restarts] if row.planned_steps else []
-    bar = svg.bar(row.share, row.state or "unknown", marks) if row.share is not None else ""
-    figures = "".join(
-        f'<div><dt>{label}</dt><dd><b{_BAD if value in _NOT_FINITE else ""}><bdi data-value="{name}">{value}</bdi>{_unit(name)}</b><span>{line}</span></dd></div>'
-        for name, label, value, line in _figures(place, found)
-    )
-    report = f'<a class="button" href="{place.url("runs", row.run, "report")}" download>Report</a>'
-    compare = f'<a class="button" href="{place.url("compare", run=row.run)}">Compare</a>'
-    return (
-        f'<div class="runhead" id="head" data-planned="{row.planned_steps or ""}" data-attempt="{row.attempt or 0}" data-ranks="{row.loss_ranks + row.loss_ranks_missing}" data-step="{"" if row.step is None else row.step}" data-live><div class="title"><h1><bdi>{text(row.run)}</bdi></h1>{run_pill(row)}'
-        f'{tag_list(sorted(row.tags.items()))}<span class="dim">{about}</span><span class="aside">{report}{compare}</span></div>{ended}{reason}{note}'
-        f'<div class="figures"><span>{_progress(row)}</span><span class="dim">{again}</span></div>{bar}'
-        f"<dl>{figures}</dl></div>"
-    )
-
-
-def _progress(row: RunRow) -> str:
-    if row.step is None:
-        return f"step {NOTHING}"
-    step = f'<b data-value="step">{count(row.step)}</b>'
-    parts = [f"{step} of {count(row.planned_steps)} steps" if row.planned_steps else f"step {step}"]
-    if row.share is not None:
-        parts.append(f"<span data-share>{percent(row.share)}</span>")
-    about, left = "", row.eta_seconds if row.is_live else None
-    if left:
-        about = f", about {utc(row.seen_at + left, '%d %b %H:%M')} UTC" if row.seen_at else ""
-        about = f" · <b>{duration(left)}</b> left{about}"
-    if not row.is_live and row.started_at and row.ended_at:
-        parts.append(f"ran for {duration(max(0.0, row.ended_at - row.started_at))}")
-    return " · ".join(parts) + (f"<span data-left>{about}</span>" if row.is_live else "")
-
-
-def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (name, label, value, line of context) of the figures in the header. Only known values are shown."""
+def _figures(found: RunDetail) -> Iterator[Figure]:
+    """Yield the figures in the header. Only known values are shown."""
     row = found.row
-    change = found.loss_change
-    yield LOSS, "Loss", measure(row.loss), _loss_line(row, change, found.history(LOSS))
+    yield _figure(LOSS, "Loss", row.loss, _loss_line(row, found.loss_change, found.history(LOSS)))
     if found.perplexity is not None:
-        yield PERPLEXITY, "Perplexity", measure(found.perplexity), "exp(loss): equal choices"
+        yield _figure(PERPLEXITY, "Perplexity", found.perplexity, "exp(loss): equal choices")
     if row.learning_rate is not None:
-        yield LEARNING_RATE, "Learning rate", measure(row.learning_rate), _direction(found.history(LEARNING_RATE))
+        line = _direction(found.history(LEARNING_RATE))
+        yield _figure(LEARNING_RATE, "Learning rate", row.learning_rate, line)
     norms = found.history(GRAD_NORM)
     if len(norms):
-        yield GRAD_NORM, "Gradient norm", measure(float(norms.value[-1])), _usual(norms)
+        yield _figure(GRAD_NORM, "Gradient norm", float(norms.value[-1]), _usual(norms))
     for name in SPEEDS:
         history = found.history(name)
         if not len(history):
@@ -229,15 +231,20 @@ def _figures(place: Place, found: RunDetail) -> Iterator[tuple[str, str, str, st
         changed = speed_change(history) if row.is_live else None
         line = "" if changed is None else f", {signed(changed[0])} since step {count(changed[1])}"
         value = row.speeds.get(name, float(history.value[-1]))
-        shown = measure(value) if name == STEP_SECONDS else short(value)
         label = "Throughput, all ranks" if name in _SUMMED and (row.world_size or 0) > 1 else "Throughput"
-        yield name, {STEP_SECONDS: "Speed"}.get(name, label), shown, f"median, newest {SPEED_STEPS} steps{line}"
+        line = f"median, newest {SPEED_STEPS} steps{line}"
+        if name == STEP_SECONDS:
+            yield _figure(name, "Speed", value, line)
+        else:
+            yield Figure(name=name, label=label, value=short(value), line=line, is_bad=is_nonfinite(value))
     if (texts := goodput_texts(found.facts.goodput, found.facts.lost_seconds)) is not None:
-        yield GOODPUT, "Goodput", *texts
+        yield Figure(name=GOODPUT, label="Goodput", value=texts[0], line=texts[1])
     elif found.facts.lacks_goodput:
-        link = f'<a href="{place.url("runs", row.run, goodput=1)}">calculate</a>'
-        pending = place.url("data", "goodput", run=row.run)
-        yield GOODPUT, "Goodput", NOTHING, f'<span data-pending="{pending}">{link}</span>'
+        yield Figure(name=GOODPUT, label="Goodput", value=NOTHING, is_pending=True)
+
+
+def _figure(name: str, label: str, value: float | None, line: str) -> Figure:
+    return Figure(name=name, label=label, value=measure(value), line=line, is_bad=is_nonfinite(value))
 
 
 def _loss_line(row: RunRow, change: tuple[float, float, int] | None, loss: History) -> str:
@@ -277,65 +284,16 @@ def _usual(norms: History) -> str:
     return f"median {measure(float(np.median(values)))} in {len(values)} rows" if len(values) > 1 else ""
 
 
-def _unit(name: str) -> str:
-    return f" <small>{SPEED_UNITS[name]}</small>" if name in SPEED_UNITS else ""
-
-
 def signed(ratio: float) -> str:
     """Return a relative change in percent with its sign."""
     return f"{ratio:+.0%}".replace("-", "−").replace("%", " %")
 
 
-def toolbar(
-    address: Callable[[dict[str, object]], str], choice: ChartChoice, *, has_axes: bool = True, is_long: bool = False
-) -> str:
-    """Return the choices of axis, smoothing, scale and range, as links that work without scripts.
-
-    `address` returns the address of the page with the parameters that it receives.
-    """
-    request, values = choice.request, choice.values()
-    axes = [(axis.value, word, address(values | {"axis": axis, "from_": None, "to": None})) for axis, word, _ in AXES]
-    smoothings = [(one.value, word, address(values | {"smooth": one, "strength": None})) for one, word in _SMOOTHINGS]
-    scales = [(value, word, address(values | {"log": value or None})) for value, word in (("", "Linear"), ("1", "Log"))]
-    strength = request.decay if request.smoothing is Smoothing.EMA else float(request.width)
-    low, high, step = ("0", "0.99", "0.01") if request.smoothing is Smoothing.EMA else ("2", "200", "1")
-    is_zoomed = request.first is not None or request.last is not None
-    slider = (
-        f'<label class="strength"><input id="strength" type="range" min="{low}" max="{high}" step="{step}" value="{strength:g}">'
-        f'<output id="strength-word">{strength:g}</output></label>'
-    )
-    cut = address(values | {"cut": None if choice.is_cut else 1})
-    newest = ""
-    if is_long or request.newest:
-        tail = address(values | {"tail": None if request.newest else POINTS})
-        current = " aria-current=true" if request.newest else ""
-        newest = (
-            f'<a class="button" id="tail" href="{tail}" title="Draw only the newest rows, each of them"{current}>'
-            f"Newest {count(POINTS)}</a>"
-        )
-    whole = address(values | {"from_": None, "to": None})
-    is_used = choice.is_cut or request.newest or (has_axes and request.axis is not Axis.STEP)
-    rare = (
-        f"{segmented('Axis', axes, request.axis.value, 'axis') if has_axes else ''}{slider}"
-        f'<a class="button" id="cut" href="{cut}"{" aria-current=true" if choice.is_cut else ""}>Cut outliers</a>{newest}'
-    )
-    return (
-        f'<div class="toolbar charts" id="toolbar">{segmented("Smoothing", smoothings, request.smoothing.value, "smooth")}'
-        f"{segmented('', scales, '1' if choice.is_log else '', 'log')}"
-        f'<details class="options"{" open" if is_used else ""}><summary class="button">{"Axis and more" if has_axes else "More"}</summary>{rare}</details>'
-        f'<a class="button{"" if is_zoomed else " off"}" id="whole" href="{whole}">Reset zoom <kbd>0</kbd></a></div>'
-    )
-
-
-def chart_panel(
-    found: RunDetail, name: str, curve: Curve, choice: ChartChoice, *, is_main: bool, source: str | None = None
-) -> str:
-    """Return the panel of one chart. The scripts of the page replace the drawing of the server.
+def chart(found: RunDetail, name: str, curve: Curve, choice: ChartChoice, source: str | None = None) -> Chart:
+    """Return the panel of one chart.
 
     `source` is the name under which the script logged the scalar, if it differs from the stored one.
     """
-    hint = _HINTS.get(name, "")
-    axis = next(line for axis, _, line in AXES if axis is choice.request.axis)
     ranks, logging = found.row.world_size or 0, found.row.loss_ranks + found.row.loss_ranks_missing
     of_loss = "logged by 1 rank" if logging == 1 < ranks else ""
     if logging > 1:
@@ -343,96 +301,104 @@ def chart_panel(
     note = {LOSS: of_loss, PERPLEXITY: "exp(loss)", **SPEED_UNITS}.get(name, "")
     if ranks > 1 and name in _SUMMED:
         note += " per rank"
-    note = ", ".join(part for part in (note, f"logged as {source}" if source else "") if part)
     is_log = choice.is_log or name == GRAD_NORM
-    legend = '<span class="legend"></span><button class="save" title="Save as CSV or PNG" aria-label="Save">⤓</button>'
-    below = f'<p class="notice">{notice(curve)} · <span class="axisword">{axis}</span>{_MARKS}{OUTSIDE}</p>'
-    known = {"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)}
-    height, heading = 240 if name == LOSS else 150, text(title(name))
-    body = (
-        f'{f"<p class=hint>{hint}</p>" if hint else ""}<div class="plot{" tall" if name == LOSS else ""}" '
-        f'data-chart="{text(json.dumps(known))}" tabindex="0" role="group" aria-label="{heading}">'
-        f"{svg.line_chart(curve, label=title(name), height=height, width=820 if is_main else 400, is_cut=choice.is_cut)}</div>{below if is_main and name == LOSS else ''}"
-    )
-    return panel(heading, body, note=text(note), aside=legend, kind="chartbox", name=f"chart-{text(name)}")
-
-
-def _no_loss(place: Place, found: RunDetail) -> str:
-    others = ", ".join(text(title(name).lower()) for name in found.histories) or "no other curve"
-    link = f'<a class="button" href="{place.url("runs", found.row.run, "tensors")}">Tensors</a>'
-    words = f"This run logs no loss</strong><p>Stored: {others}.</p>{link}"
-    words = "Waiting for the first step</strong>" if found.row.is_live and found.row.step is None else words
-    return f'<div class="panel blank" id="no-loss" data-live>{icon("unknown")}<strong>{words}</div>'
-
-
-def _incidents(place: Place, row: RunRow) -> str:
-    if not row.incidents:
-        none = panel("Open incidents", '<p class="empty">None.</p>', kind="quiet")
-        return f'<div id="incidents" data-live>{none}</div>'
-    items = "".join(
-        f'<a class="item" href="{place.url("runs", row.run, "incidents", one.key)}">{incident_line(one)}</a>'
-        for one in row.incidents[:5]
-    )
-    every = f'<a href="{place.url("runs", row.run, "incidents")}">All</a>'
-    if row.end_sentence and place.store:
-        items += f'<p class="empty">The run has ended. To close: {close_command(place, row.run)}</p>'
-    badge = f'<span class="count bad">{len(row.incidents)}</span>'
-    return f'<div id="incidents" data-live>{panel(f"Open incidents {badge}", items, aside=every)}</div>'
-
-
-def event_rows(lines: Sequence[EventLine]) -> str:
-    """Return lines of the event log as a table."""
-    return '<table class="events">' + "".join(map(_event_row, lines)) + "</table>"
-
-
-def _event_row(line: EventLine) -> str:
-    kind = line.group if line.severity != "critical" or line.group is Group.STEP else "critical"
-    step = NOTHING if line.step is None else count(line.step)
-    full = utc(line.at, "%Y-%m-%d %H:%M:%S UTC")
-    bad = ' class="bad"' if line.severity == "critical" else ""
-    return (
-        f'<tr><td class="dim" title="{full}">{utc(line.at)}</td><td>{icon(line.group, kind)}</td><td class="n">{step}</td>'
-        f"<td{bad}>{text(line.text)}</td></tr>"
+    return Chart(
+        name=name,
+        curve=curve,
+        title=title(name),
+        note=", ".join(filter(None, (note, f"logged as {source}" if source else ""))),
+        hint=_HINTS.get(name, ""),
+        axis=next(line for axis, _, line in AXES if axis is choice.request.axis),
+        options={"name": name, "log": is_log, "fixed": name == GRAD_NORM, "zero": name in (LEARNING_RATE, *SPEEDS)},
+        is_cut=choice.is_cut,
     )
 
 
-def _shown_count(log: EventLog, group: Group) -> int:
-    return log.restarts if group is Group.RESTART else log.counts.get(group, 0)
+def metric_groups(metrics: Iterable[Metric]) -> list[ChartGroup]:
+    """Return the groups of charts of `metrics`, which can be folded and searched.
+
+    The scripts draw a chart when it comes into view, so that hundreds of names cost nothing.
+    """
+    ordered = sorted(
+        metrics,
+        key=lambda one: (
+            _LAST_GROUPS.index(one.group) + 1 if one.group in _LAST_GROUPS else 0,
+            one.group != UNGROUPED,
+            one.group,
+        ),
+    )
+    groups: list[ChartGroup] = []
+    drawn = 0
+    for name, found in itertools.groupby(ordered, key=lambda one: one.group):
+        charts = [
+            (one.name, SCALAR_TITLES.get(one.name, one.name), [f"{one.stored}{labels or ''}" for labels in one.labels])
+            for one in found
+        ]
+        is_open = name not in _LAST_GROUPS and drawn + len(charts) <= _MOST_OPEN
+        drawn += len(charts) if is_open else 0
+        groups.append(ChartGroup(name=name, charts=charts, is_open=is_open))
+    return groups
 
 
-def _events(place: Place, row: RunRow, log: EventLog) -> str:
-    total = sum(log.counts.values()) - log.counts.get(Group.STEP, 0)
-    note = f"newest {min(NEWEST, total)} of {count(total)}, UTC"
-    chips = "".join(
-        f'<a href="{place.url("runs", row.run, "events", group=group)}">{icon(group)}{_GROUP_WORDS.get(group, group.capitalize())}</a>'
+def _groups(log: EventLog) -> list[tuple[Group, str, int]]:
+    """Return (group, word, number of lines) of all groups of events."""
+    return [
+        (
+            group,
+            _GROUP_WORDS.get(group, group.capitalize()),
+            log.restarts if group is Group.RESTART else log.counts.get(group, 0),
+        )
         for group in Group
-        if _shown_count(log, group)
-    )
-    body = f'<nav class="chips small" id="groups">{chips}</nav><div class="scroll">{event_rows(log.lines)}</div>'
-    link = f'<a href="{place.url("runs", row.run, "events")}">Full history</a>'
-    return f'<div id="events" data-live>{panel("Events", body, note=note, aside=link)}</div>'
-
-
-def _advice(advice: Sequence[Advice]) -> str:
-    lines = "".join(f"<p>{icon('warning') if one.is_action else ''}{text(one.text)}</p>" for one in advice)
-    shown = panel("Advice", f'<div class="prose">{lines}</div>', kind="advice") if lines else ""
-    return f'<div id="advice" data-live>{shown}</div>'
+    ]
 
 
 def events_page(place: Place, found: RunDetail, log: EventLog, group: Group | None, page_number: int) -> str:
     """Return the full event log of a run, `NEWEST` lines at a time."""
-    row, run = found.row, found.row.run
-    chips = [f'<a href="{place.url("runs", run, "events")}"{"" if group else " aria-current=true"}>All events</a>']
-    chips += [
-        f'<a href="{place.url("runs", run, "events", group=one)}"{" aria-current=true" if one is group else ""}>{icon(one)}'
-        f"{_GROUP_WORDS.get(one, one.capitalize())} <b>{count(number)}</b></a>"
-        for one in log.counts
-        if (number := _shown_count(log, one))
-    ]
-    lines = log.lines[page_number * NEWEST : (page_number + 1) * NEWEST]
-    older = place.url("runs", run, "events", group=group, page=page_number + 1)
-    newer = place.url("runs", run, "events", group=group, page=page_number - 1 or None)
-    links = f'<a class="button" href="{newer}">Newer</a>' if page_number else ""
-    links += f'<a class="button" href="{older}">Older</a>' if len(log.lines) > (page_number + 1) * NEWEST else ""
-    body = f'<nav class="chips">{"".join(chips)}</nav>{panel("Events", event_rows(lines), note="UTC", name="log")}<nav class="pages">{links}</nav>'
-    return run_document(place, row, "Events", body, page="events")
+    end = (page_number + 1) * NEWEST
+    return render(
+        "events.html",
+        place=place,
+        row=found.row,
+        group=group,
+        groups=_groups(log),
+        lines=log.lines[page_number * NEWEST : end],
+        number=page_number,
+        has_older=len(log.lines) > end,
+        address=functools.partial(place.url, "runs", found.row.run, "events"),
+    )
+
+
+def configuration(found: RunDetail) -> dict[str, Any]:
+    """Return the values of the template of the configuration: `settings` as (name, value), and all as JSON."""
+    listed = _settings(found)
+    if len(listed) > MOST_SETTINGS:
+        listed = [*listed[: MOST_SETTINGS - 1], ("more", f"{len(listed) - MOST_SETTINGS + 1} settings")]
+    config = found.facts.config or ""
+    shown = [(name, value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…") for name, value in listed]
+    return {"settings": shown, "config": config if len(config) <= LONGEST_CONFIG else ""}
+
+
+def _settings(found: RunDetail) -> list[tuple[str, str]]:
+    """Return the configuration of a run and facts about it as (name, value). Nested settings have names with dots."""
+    row, facts = found.row, found.facts
+    known = [("source", row.source_kind), ("ranks", row.world_size), ("hosts", ", ".join(facts.hosts[:8]))]
+    known += [("started", utc(row.started_at, "%Y-%m-%d %H:%M:%S UTC") if row.started_at is not None else None)]
+    known += [("ended", utc(row.ended_at, "%Y-%m-%d %H:%M:%S UTC") if row.ended_at is not None else None)]
+    known += [(name, version) for name, version in facts.versions.items()]
+    listed = [(name, str(value)) for name, value in known if value not in (None, "")]
+    return [(_WORDS.get(name, name), value) for name, value in _texts(_config(facts.config))] + listed
+
+
+def _config(document: str | None) -> dict[str, Any]:
+    found = json_object(document)
+    if "serve" not in found:  # the configuration of an imported run
+        return {name: value for name, value in found.items() if name != "import"}
+    return {name: found[name] for name in _OF_TRAINING if name in found}
+
+
+def _texts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, one in flat(config):
+        if one not in (None, "", []):
+            words = isinstance(one, list) and all(isinstance(part, str | int | float) for part in one)
+            shown = " ".join(map(str, one)) if words else one if isinstance(one, str) else json.dumps(one)
+            yield name.removeprefix("hyperparameters."), shown

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import numpy as np
+from markupsafe import Markup, escape
 
 from rankscope_view.data.curves import Axis, Curve
+from rankscope_view.data.history import Floats
 from rankscope_view.data.newest import Sparkline
-from rankscope_view.pages.format import text, utc
+from rankscope_view.pages.format import utc
 
 _WIDTH: Final = 100
 _HEIGHT: Final = 26
@@ -23,121 +25,114 @@ _CHARACTER: Final = 6.4
 Point = tuple[float, float]
 
 
-def sparkline(line: Sparkline) -> str:
+def sparkline(line: Sparkline) -> Markup:
     """Return the curve of the loss in a row of the list. Values that are not finite are a bar at the lower edge.
 
     A value between two others that are not finite is a dot.
     """
-    finite = [value for _, value in line.points if math.isfinite(value)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    scale = (_HEIGHT - 6) / ((high - low) or 1.0)
-    step = (_WIDTH - 4) / max(1, line.places - 1)
-    parts: list[list[Point]] = [[]]
-    bars = []
-    for place, value in line.points:
-        x = 2 + place * step
-        if math.isfinite(value):
-            parts[-1].append((x, 3 + (high - value) * scale))
-        else:
-            bars.append(x)
-            parts.append([])
+    places, values = np.array(line.points or [(0, math.nan)], float).T
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
+    x = 2 + places * ((_WIDTH - 4) / max(1, line.places - 1))
+    parts = _parts(x, 3 + (high - values) * ((_HEIGHT - 6) / ((high - low) or 1.0)))
+    bars = x[~np.isfinite(values)].tolist() if line.points else []
     marks = "".join(f'<rect class="nan" x="{x - 1.5:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>' for x in bars)
-    dots = path(part for part in parts if len(part) == 1)
-    return (
+    dots = _path(part for part in parts if len(part) == 1)
+    return Markup(
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         'preserveAspectRatio="none" aria-hidden="true">'
-        f'<path d="{path(parts)}"/><path class="dot" d="{dots}"/>{marks}</svg>'
+        f'<path d="{_path(parts)}"/><path class="dot" d="{dots}"/>{marks}</svg>'
     )
 
 
-def path(parts: Iterable[Sequence[Point]]) -> str:
+def _parts(x: Floats, y: Floats) -> list[list[Point]]:
+    """Return the points of a line, divided where a value is not finite."""
+    known = np.flatnonzero(np.isfinite(y))
+    divided = np.split(known, np.flatnonzero(np.diff(known) > 1) + 1) if len(known) else []
+    return [list(zip(x[part].tolist(), y[part].tolist(), strict=True)) for part in divided]
+
+
+def _path(parts: Iterable[Sequence[Point]]) -> str:
     """Return the path of several lines. A line of one point is drawn as a dot."""
     found = []
-    for part in parts:
-        if len(part) == 1:
-            x, y = part[0]
+    for (x, y), *others in parts:
+        if others:
+            found.append("L".join([f"M{x:.1f} {y:.1f}", *[f"{x:.1f} {y:.1f}" for x, y in others]]))
+        else:
             found.append(f"M{x - 0.5:.1f} {y:.1f}h1")
-        elif part:
-            found.append("M" + "L".join([f"{x:.1f} {y:.1f}" for x, y in part]))
     return "".join(found)
 
 
-def bar(share: float, kind: str, marks: Iterable[float] = ()) -> str:
+def bar(share: float, kind: str, marks: Iterable[float] = ()) -> Markup:
     """Return a progress bar that is `share` full, from 0 to 1, with gaps at the shares `marks`."""
     gaps = "".join(f'<rect class="gap" x="{1000 * mark:.1f}" y="0" width="3" height="6"/>' for mark in marks)
-    return (
+    return Markup(
         '<svg class="bar" viewBox="0 0 1000 6" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect class="rail" width="1000" height="6"/><rect class="{kind}" width="{1000 * share:.1f}" height="6"/>'
-        f"{gaps}</svg>"
+        '<rect class="rail" width="1000" height="6"/>'
+        f'<rect class="{escape(kind)}" width="{1000 * share:.1f}" height="6"/>{gaps}</svg>'
     )
 
 
-def stacked(parts: Sequence[tuple[str, float]], whole: float) -> str:
+def stacked(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
     """Return a bar of one step: (class, seconds) for each phase, against `whole` seconds."""
     x, found = 0.0, []
     for kind, seconds in parts:
         width = max(0.0, 1000 * seconds / whole) if whole > 0 else 0.0
         found.append(f'<rect class="{kind}" x="{x:.1f}" y="0" width="{max(0.0, width - 2):.1f}" height="14"/>')
         x += width
-    return (
+    return Markup(
         '<svg class="phases" viewBox="0 0 1000 14" preserveAspectRatio="none" aria-hidden="true">'
         f"{''.join(found)}</svg>"
     )
 
 
-def line_chart(curve: Curve, *, label: str, width: int = 760, height: int = 220, is_cut: bool = False) -> str:
-    """Return the chart of `curve` for readers without scripts: axes, lines, NaN ranges and restarts."""
+def line_chart(
+    curve: Curve, *, label: str, width: int = 760, height: int = 220, is_cut: bool = False, is_styled: bool = False
+) -> Markup:
+    """Return the chart of `curve` for readers without scripts: axes, lines, NaN ranges and restarts.
+
+    With `is_styled`, attributes of the drawing have its colours, for documents without the style sheet.
+    """
     if curve.extent is None:
-        return f'<p class="empty">No rows of {text(label)}.</p>'
+        return Markup('<p class="empty">No rows of {}.</p>').format(label)
     x_low, x_high = _wider(_visible(curve))
     low, high = _wider(curve.range(is_cut=is_cut))
 
     words = {tick: f"{tick:g}" for tick in ticks(low, high, 5)}
     edge = max(_LEFT, 10 + _CHARACTER * max(map(len, words.values()), default=0))
 
-    def place(x: float, y: float) -> Point:
-        across = edge + (x - x_low) / (x_high - x_low) * (width - edge - 8)
-        return across, _TOP + (high - y) / (high - low) * (height - _TOP - _BOTTOM)
+    def across(x: Any) -> Any:
+        return edge + (x - x_low) / (x_high - x_low) * (width - edge - 8)
 
-    found = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{text(label)}">']
+    def down(y: Any) -> Any:
+        return _TOP + (high - y) / (high - low) * (height - _TOP - _BOTTOM)
+
+    line_style = ' fill="none" stroke="#3d8fc4" font-size="11"' if is_styled else ""
+    text_style = ' fill="#808080" stroke="none"' if is_styled else ""
+    about = f'role="img" aria-label="{escape(label)}"'
+    found = [f'<svg{line_style} class="chart" viewBox="0 0 {width} {height}" {about}>']
     for tick, word in words.items():
-        y = place(x_low, tick)[1]
+        y = down(tick)
         found.append(f'<path class="grid" d="M{edge:g} {y:.1f}H{width - 8}"/>')
-        found.append(f'<text x="{edge - 6:g}" y="{y + 4:.1f}" text-anchor="end">{word}</text>')
+        found.append(f'<text{text_style} x="{edge - 6:g}" y="{y + 4:.1f}" text-anchor="end">{word}</text>')
     for tick in ticks(x_low, x_high, 7):
         word = _axis_label(curve, tick)
-        x = min(place(tick, low)[0], width - _CHARACTER * len(word) / 2)  # the last label is not cut
-        found.append(f'<text x="{x:.1f}" y="{height - 5}" text-anchor="middle">{word}</text>')
+        x = min(across(tick), width - _CHARACTER * len(word) / 2)  # the last label is not cut
+        found.append(f'<text{text_style} x="{x:.1f}" y="{height - 5}" text-anchor="middle">{word}</text>')
     several = any(line.label and not line.role for line in curve.lines)  # of which no other line may be covered
     for one in curve.nonfinite:
-        left, right = place(one.first, high)[0], place(one.last, high)[0]
+        left, right = across(one.first), across(one.last)
         area = f'y="{_TOP}" width="{max(2.0, right - left):.1f}" height="{8 if several else height - _TOP - _BOTTOM}"'
         found.append(f'<rect class="nan" x="{left:.1f}" {area}><title>{one.word}</title></rect>')
-    found += [
-        f'<path class="restart" d="M{place(at, low)[0]:.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts
-    ]
+    found += [f'<path class="restart" d="M{across(at):.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts]
     # An inner element clips the lines at the range: values outside of it are not drawn at its edge.
     wide, tall = width - edge - 8, height - _TOP - _BOTTOM
     area = f'x="{edge:g}" y="{_TOP}" width="{wide:g}" height="{tall}" viewBox="{edge:g} {_TOP} {wide:g} {tall}"'
     found.append(f"<svg {area}>")
     for line in curve.lines:
         for kind, values in ((line.role or "raw", line.value), ("smooth", line.smoothed)):
-            points = [
-                place(x, y) if math.isfinite(y) else None for x, y in zip(line.x.tolist(), values.tolist(), strict=True)
-            ]
-            found.append(f'<path class="{kind}" d="{path(_parts(points))}"/>')
-    return "".join(found) + "</svg></svg>"
-
-
-def _parts(points: Iterable[Point | None]) -> Iterator[list[Point]]:
-    part: list[Point] = []
-    for point in points:
-        if point is None:
-            yield part
-            part = []
-        else:
-            part.append(point)
-    yield part
+            found.append(f'<path class="{kind}" d="{_path(_parts(across(line.x), down(values)))}"/>')
+    return Markup("".join(found) + "</svg></svg>")
 
 
 def _visible(curve: Curve) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Answers with data for the scripts of the pages: curves, grids and single values; and the choices in a query."""
+"""Requests for pages: the choices in their query, and the routes of the data that scripts request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NoRunError(NotFoundError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Request:
     """One request: the segments of its path, its query, and the problems of the service to show."""
 
     segments: tuple[str, ...]
@@ -78,7 +78,7 @@ class Asked:
 
     @property
     def runs(self) -> list[str]:
-        """Return the names of the runs that are asked for, such as those of a comparison; none for the list of runs."""
+        """Return the names of the runs that are requested, such as those of a comparison; none for the list of runs."""
         named = self.segments[1:2] if self.segments[:1] == ("runs",) else ()
         return list(filter(None, (self.query.get("run"), *named, *map(self.query.get, LETTERS))))
 
@@ -95,28 +95,28 @@ class Asked:
         return max(0, min(int(self.number(name) or 0), 1_000_000_000))
 
 
-def chart_choice(asked: Asked) -> run_page.ChartChoice:
+def chart_choice(request: Request) -> run_page.ChartChoice:
     """Return the choices of the reader for charts, from the query. Unknown values are the default."""
-    query = asked.query
+    query = request.query
     axis = next((one for one in Axis if one == query.get("axis")), Axis.STEP)
     smoothing = next((one for one in Smoothing if one == query.get("smooth")), Smoothing.EMA)
-    strength = asked.number("strength")
-    request = CurveRequest(
+    strength = request.number("strength")
+    chosen = CurveRequest(
         axis=axis,
         smoothing=smoothing,
         decay=min(max(strength, 0.0), 0.999) if strength is not None and smoothing is Smoothing.EMA else 0.9,
         width=int(min(max(strength, 1), 500)) if strength is not None and smoothing is not Smoothing.EMA else 20,
-        first=asked.number("from"),
-        last=asked.number("to"),
-        points=min(max(asked.count("points") or 4000, 8), 100_000),
-        newest=asked.count("tail") or None,
+        first=request.number("from"),
+        last=request.number("to"),
+        points=min(max(request.count("points") or 4000, 8), 100_000),
+        newest=request.count("tail") or None,
     )
-    return run_page.ChartChoice(request=request, is_log=bool(query.get("log")), is_cut=bool(query.get("cut")))
+    return run_page.ChartChoice(request=chosen, is_log=bool(query.get("log")), is_cut=bool(query.get("cut")))
 
 
-def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice | None:
+def tensor_choice(request: Request, kinds: TensorKinds) -> tensor_page.TensorChoice | None:
     """Return the choices of the reader for tensors; None if the run has no statistics of tensors."""
-    query = asked.query
+    query = request.query
     kind = query.get("kind") if query.get("kind") in kinds.counts else kinds.default
     if kind is None:
         return None
@@ -125,7 +125,7 @@ def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice 
         op=query["op"] if query.get("op") in OPS else "norm",
         is_relative=not query.get("absolute"),
         order=next((one for one in Order if one == query.get("order")), Order.MODEL),
-        rank=asked.count("rank") if query.get("rank") else None,
+        rank=request.count("rank") if query.get("rank") else None,
         search=query.get("q", ""),
         tensor=query.get("tensor"),
         rows=query.get("rows"),
@@ -133,12 +133,12 @@ def tensor_choice(asked: Asked, kinds: TensorKinds) -> tensor_page.TensorChoice 
     )
 
 
-def compared_sides(asked: Asked) -> list[Side]:
+def compared_sides(request: Request) -> list[Side]:
     """Return the sides of a comparison in a query: `a=run`, and `a.rank=3` for one rank of it."""
     found = []
     for letter in LETTERS:
-        if run := asked.query.get(letter):
-            rank = asked.count(f"{letter}.rank") if asked.query.get(f"{letter}.rank") else None
+        if run := request.query.get(letter):
+            rank = request.count(f"{letter}.rank") if request.query.get(f"{letter}.rank") else None
             found.append(Side(letter=letter, run=run, rank=rank))
     return found
 
@@ -154,26 +154,26 @@ def compared_curve(letters: Sequence[str], histories: Sequence[History], name: s
     return replace(joined([curve(one, replace(request, axis=Axis.STEP)) for one in histories], letters), restarts=())
 
 
-def compared_curves(connection: Connection, asked: Asked) -> Response:
+def compared_curves(connection: Connection, request: Request) -> Response:
     """Return the curves of a scalar of several sides as JSON."""
-    sides, name = compared_sides(asked), asked.query.get("name", LOSS)
+    sides, name = compared_sides(request), request.query.get("name", LOSS)
     source = LOSS if name == DIFFERENCE else name
     if len(sides) < 2:
         raise NotFoundError("A comparison needs two sides.")
     found = [(one, *line) for one in sides for line in named_histories(connection, one.run, source, one.rank)]
     labels = [", ".join(filter(None, (one.letter.upper(), words))) for one, words, _ in found]
-    return _json(compared_curve(labels, [rows for *_, rows in found], name, chart_choice(asked).request).document())
+    return _json(compared_curve(labels, [rows for *_, rows in found], name, chart_choice(request).request).document())
 
 
-def _pair(text_: str | None) -> tuple[int, int] | None:
+def _pair(text: str | None) -> tuple[int, int] | None:
     """Return the numbers of a range such as `3-17`; None without a valid range."""
-    first, _, last = (text_ or "").partition("-")
-    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() and len(text_ or "") < 40 else None
+    first, _, last = (text or "").partition("-")
+    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() and len(text or "") < 40 else None
 
 
-def _grid_request(asked: Asked) -> GridRequest:
+def _grid_request(request: Request) -> GridRequest:
     """Return the choices of a heat map in a query. `height` is the number of pixels for its rows."""
-    choice = tensor_choice(asked, TensorKinds(counts={asked.query.get("kind", ""): 0}))
+    choice = tensor_choice(request, TensorKinds(counts={request.query.get("kind", ""): 0}))
     assert choice is not None
     return GridRequest(
         kind=choice.kind,
@@ -184,44 +184,44 @@ def _grid_request(asked: Asked) -> GridRequest:
         rank=choice.rank,
         rows=_pair(choice.rows),
         columns=_pair(choice.columns),
-        most_rows=max(1, asked.count("height") or MOST_ROWS),
+        most_rows=max(1, request.count("height") or MOST_ROWS),
     )
 
 
-def tensor_map(connection: Connection, asked: Asked) -> Response:
+def tensor_map(connection: Connection, request: Request) -> Response:
     """Return the grid of all tensors of one kind as bytes."""
-    found = tensor_grid(connection, asked.query.get("run", ""), _grid_request(asked))
+    found = tensor_grid(connection, request.query.get("run", ""), _grid_request(request))
     return Response(type=BYTES, body=found.encoded())
 
 
-def histogram_map(connection: Connection, asked: Asked) -> Response:
+def histogram_map(connection: Connection, request: Request) -> Response:
     """Return the grid of the histograms of one tensor as bytes."""
-    query = asked.query
+    query = request.query
     found = histogram_grid(connection, query.get("run", ""), query.get("kind", ""), query.get("tensor", ""))
     return Response(type=BYTES, body=found.encoded())
 
 
-def rank_order(asked: Asked) -> RankOrder:
+def rank_order(request: Request) -> RankOrder:
     """Return the order of ranks in a query."""
-    return next((one for one in RankOrder if one == asked.query.get("order")), RankOrder.WORST)
+    return next((one for one in RankOrder if one == request.query.get("order")), RankOrder.WORST)
 
 
-def rank_map(connection: Connection, asked: Asked) -> Response:
+def rank_map(connection: Connection, request: Request) -> Response:
     """Return the strips of all ranks as bytes."""
-    run = asked.query.get("run", "")
-    table = rank_table(connection, run).ordered(rank_order(asked))
-    found = rank_grid(connection, run, table, whole_step=bool(asked.query.get("whole")))
+    run = request.query.get("run", "")
+    table = rank_table(connection, run).ordered(rank_order(request))
+    found = rank_grid(connection, run, table, whole_step=bool(request.query.get("whole")))
     return Response(type=BYTES, body=found.encoded())
 
 
-def cell(connection: Connection, asked: Asked) -> Response:
+def cell(connection: Connection, request: Request) -> Response:
     """Return the exact value of a cell of the map of tensors as JSON. The query has the tensors of its row."""
     try:
-        names = [str(name) for name in json.loads(asked.query.get("tensors", "[]"))]
+        names = [str(name) for name in json.loads(request.query.get("tensors", "[]"))]
     except (ValueError, TypeError):
         names = []
-    request = replace(_grid_request(asked), tensors=tuple(names), words=(), rows=None)
-    found = cell_value(connection, asked.query.get("run", ""), request, asked.count("column")) if names else None
+    grid = replace(_grid_request(request), tensors=tuple(names), words=(), rows=None)
+    found = cell_value(connection, request.query.get("run", ""), grid, request.count("column")) if names else None
     if found is None:
         return _json(None)
     value = None if found.value is None or not math.isfinite(found.value) else found.value
@@ -232,17 +232,17 @@ def _json(document: Any) -> Response:
     return Response(type=JSON, body=json.dumps(document, allow_nan=False).encode())
 
 
-def scalar_curve(connection: Connection, asked: Asked) -> Response:
+def scalar_curve(connection: Connection, request: Request) -> Response:
     """Return the curve of a scalar with its markers as JSON."""
-    run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
-    choice = chart_choice(asked)
-    if (tensor := asked.query.get("tensor")) is not None:
-        attempt = asked.count("attempt") if "attempt" in asked.query else None
+    run, name = request.query.get("run", ""), request.query.get("name", LOSS)
+    choice = chart_choice(request)
+    if (tensor := request.query.get("tensor")) is not None:
+        attempt = request.count("attempt") if "attempt" in request.query else None
         axis = choice.request.axis if attempt is not None else Axis.ARRIVAL  # ranks of several attempts share an axis
-        detail = tensor_detail(connection, run, asked.query.get("kind", ""), name, tensor)
-        request = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
-        return _json(tensor_curve(connection, run, detail, request, attempt).document())
-    has_markers = bool(asked.query.get("markers"))
+        detail = tensor_detail(connection, run, request.query.get("kind", ""), name, tensor)
+        unsmoothed = replace(choice.request, smoothing=Smoothing.NONE, axis=axis)
+        return _json(tensor_curve(connection, run, detail, unsmoothed, attempt).document())
+    has_markers = bool(request.query.get("markers"))
     metric = None if name in CHARTS else read_metrics(connection, run).found.get(name)
     evaluations = nothing(EVAL_LOSS)
     if metric is not None:
@@ -252,8 +252,10 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
         others = [EVAL_LOSS] if has_markers else []
         read = read_charts(connection, run, [name, *others, *([LOSS] if name == EVAL_LOSS else [])])
         history, evaluations = read[name], read.get(EVAL_LOSS, evaluations)
-        request, is_evaluation = choice.request, name == EVAL_LOSS
-        drawn = evaluation_curve(history, read[LOSS], request) if is_evaluation else curve(history, request)
+        if name == EVAL_LOSS:
+            drawn = evaluation_curve(history, read[LOSS], choice.request)
+        else:
+            drawn = curve(history, choice.request)
     document = drawn.document()
     if has_markers or metric is not None:
         found = markers(event_lines(connection, run), evaluations, history, choice.request.axis)
@@ -261,15 +263,15 @@ def scalar_curve(connection: Connection, asked: Asked) -> Response:
     return _json(document)
 
 
-def goodput(connection: Connection, asked: Asked) -> Response:
+def goodput(connection: Connection, request: Request) -> Response:
     """Return the goodput of a run as JSON: its texts for the header; null without step times."""
-    found = run_goodput(connection, asked.query.get("run", ""))
+    found = run_goodput(connection, request.query.get("run", ""))
     return _json(run_page.goodput_texts(found["goodput"], found["lost"]))
 
 
-def curve_csv(connection: Connection, asked: Asked) -> Response:
+def curve_csv(connection: Connection, request: Request) -> Response:
     """Return all stored rows of a scalar in the zoom window as CSV."""
-    run, name = asked.query.get("run", ""), asked.query.get("name", LOSS)
+    run, name = request.query.get("run", ""), request.query.get("name", LOSS)
     history = named_histories(connection, run, name)[0][1]
     sheet = io.StringIO()
     writer = csv.writer(sheet)
@@ -281,7 +283,7 @@ def curve_csv(connection: Connection, asked: Asked) -> Response:
     return Response(type="text/csv; charset=utf-8", body=sheet.getvalue().encode(), headers={**HEADERS, **disposition})
 
 
-DATA: Final[Mapping[str, Callable[[Connection, Asked], Response]]] = {
+DATA: Final[Mapping[str, Callable[[Connection, Request], Response]]] = {
     "grid": tensor_map,
     "histogram": histogram_map,
     "ranks": rank_map,
@@ -291,4 +293,4 @@ DATA: Final[Mapping[str, Callable[[Connection, Asked], Response]]] = {
     "curve": scalar_curve,
     "curve.csv": curve_csv,
 }
-"""Answers by the last part of their address."""
+"""Routes by the last part of their address."""
