@@ -174,6 +174,14 @@ def test_progress_bar_is_shown_only_on_a_terminal(on_store, put, tmp_path):
     assert "" == on_store("import", log).stderr
 
 
+def test_import_without_a_number_fails(on_store, put):
+    path = put("train.log", "".join(f'{{"event": "saved", "message": "part {n}"}}\n' for n in "abc"))
+    done = on_store("import", path)
+
+    assert 1 == done.returncode
+    assert f"rankscope: {path}: no number was found in 3 records of the format jsonl\n" == done.stderr
+
+
 def test_import_without_a_record_fails(on_store, put):
     """S3-05: also for a format of the user's choice, and a state without entries."""
     row = put("train.log", "iteration 50/ 1000 | consumed samples: 200 | learning rate:\n")
@@ -234,6 +242,19 @@ def test_reimport_replaces_the_rows_of_one_log(on_store, put, rows):
     assert "iter rises where it falls (1 records): --reimport decides again" in second.stderr
     assert f"{path}: loss is avr_loss\n" == third.stderr
     assert ["500,1.5", "500,1.5", *(f"{step},3.5" for step in range(6))] == rows(LOSSES)
+
+
+def test_reimport_decides_over_all_records_of_a_log(on_store, put, rows):
+    """The counters rise together in the 2,000 records over which the first import decides."""
+    path = put("train.log", "".join(f"step {g % 2002} iter {g} loss=2.5\n" for g in range(2004)))
+    first = on_store("import", path, "--run", "r")
+    last = rows("select max(step) from scalars")
+    second = on_store("import", path, "--run", "r", "--reimport")
+
+    assert [0, 0] == [first.returncode, second.returncode], second.stderr
+    assert "the step is step, but iter rises where it falls (1 records): --reimport decides again" in first.stderr
+    assert "" == second.stderr
+    assert [["2001"], ["2003"]] == [last, rows("select max(step) from scalars")]
 
 
 def test_reimport_keeps_the_log_that_was_at_the_path_before(on_store, put, rows, tmp_path):

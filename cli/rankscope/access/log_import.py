@@ -11,11 +11,11 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rankscope.shell.errors import USAGE, CommandError, suggestion
 from rankscope.shell.streams import live_console, masked
@@ -68,6 +68,10 @@ class ImportResults:
             self.failures.append(
                 f"{path} contains no record in the format {report.source_kind}: `rankscope import {path} --explain` "
                 "prints the detected formats, `--format` selects another one"
+            )
+        elif not (report.has_numbers or report.is_known):
+            self.failures.append(
+                f"{path}: no number was found in {report.records:,} records of the format {report.source_kind}"
             )
 
     def print_stored(self) -> None:
@@ -227,6 +231,8 @@ class Log:
     path: Path
     importer: Importer
     run: str
+    choices: Mapping[str, Any] | None = None
+    """The decision about the log, which --reimport has derived from all of its records."""
 
 
 def plan_logs(
@@ -339,6 +345,7 @@ def _import_log(
                 is_live=group.is_live(log.run),
                 stored=group.stored(log.run),
                 options=options,
+                choices=log.choices,
             )
     except IngestError as error:
         results.failures.append(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ def import_(
                 shown = None if verbose else SHOWN_FAULTS
                 options = Options(loss=loss, year=year, pattern=tuple(pattern or ()))
                 if reimport:
-                    _forget(plan, store, options)
+                    plan = _forget(plan, store, options)
                 chosen_rules = _rules(rules, with_default=not no_default_rules)
                 failures += import_logs(
                     plan, store, shard, rules=chosen_rules, shown=shown, options=options, out=sys.stdout
@@ -148,8 +149,8 @@ def _import_spools(folder: Path, store: Path, shard: str) -> None:
     print(f"{folder}: {processes(len(spools))}, {records:,} records; {rows:,} new rows in {runs}")
 
 
-def _forget(plan: Sequence[Log], store: Path, options: Options) -> None:
-    """Remove the rows of earlier imports of the logs in `plan`, so that they can be imported again.
+def _forget(plan: Sequence[Log], store: Path, options: Options) -> list[Log]:
+    """Remove the rows of earlier imports of the logs in `plan`, and return the logs to import again.
 
     Raises IngestError, before any row is removed, if one of the logs cannot be imported again.
     """
@@ -175,6 +176,7 @@ def _forget(plan: Sequence[Log], store: Path, options: Options) -> None:
         ]
     for log, rows in zip(plan, found, strict=True):
         remove_source(store, log.run, sync_to_disk, rows.incarnations, kind=rows.kind, attempts=rows.attempts)
+    return [dataclasses.replace(log, choices=rows.choices) for log, rows in zip(plan, found, strict=True)]
 
 
 def _rules(path: Path | None, *, with_default: bool) -> Sequence[AnomalyRule]:

@@ -18,10 +18,10 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -73,6 +73,8 @@ class Replaceable:
     kind: str
     attempts: frozenset[int]
     """The attempts whose rows without an incarnation are from this log alone; their `source_kind` is `kind`."""
+    choices: Mapping[str, Any] | None
+    """The decision that all records of the log suggest, if they contradict the one over its first records."""
 
 
 def replaceable(
@@ -97,7 +99,8 @@ def replaceable(
         raise IngestError(
             f"{path} with its current content is not imported into the run {run!r}: import it without --reimport"
         )
-    sources, records = _content(path, importer, options)
+    faults = Faults(options=options)
+    sources, records = _content(path, importer, faults)
     if not records or source.behind is not None or _is_shorter(path, before, records):
         raise IngestError(
             f"{path} has fewer records than its last import into the run {run!r} has read: --reimport would lose them"
@@ -109,15 +112,16 @@ def replaceable(
         incarnations=frozenset({before.incarnation, *streams}),
         kind=before.kind,
         attempts=frozenset() if is_live else frozenset(attempts),
+        choices=faults.revised,
     )
 
 
-def _content(path: Path, importer: Importer, options: Options) -> tuple[set[str], int]:
+def _content(path: Path, importer: Importer, faults: Faults) -> tuple[set[str], int]:
     """Return the names of the sources in the log and its number of records."""
     sources: set[str] = set()
     records = 0
     with errors_about(path), readable(path):
-        for item in importer.read(path, Faults(options=options)):
+        for item in importer.read(path, faults):
             if isinstance(item, ImportedBlock | ImportedRecord):
                 sources.add(item.source)
                 records += item.records if isinstance(item, ImportedBlock) else 1

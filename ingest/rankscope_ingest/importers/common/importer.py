@@ -176,6 +176,8 @@ class Faults:
     The caller sets the decision of an earlier import of the same log; without one, the function that reads the log sets
     it.
     """
+    revised: Mapping[str, Any] | None = None
+    """The decision that all records of the log suggest, if they contradict `choices`. --reimport uses it."""
     options: Options = Options()
     """The options of the user."""
     read_bytes: int = 0

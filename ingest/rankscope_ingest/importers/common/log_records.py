@@ -84,6 +84,7 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
         f"{contradiction} ({count:,} records): --reimport decides again"
         for contradiction, count in objects.contradictions.items()
     )
+    faults.revised = revised.to_json() if (revised := objects.revised()) else None
     if objects.are_writers_interleaved:
         faults.notes.append(
             "records of several writers alternate: each writer is an attempt; the last is shown by default"

@@ -62,6 +62,7 @@ class StepCounter:
     def __init__(self, choices: Choices, contradictions: Counter[str]) -> None:
         self._choices = choices
         self._contradictions = contradictions
+        self._rising: Counter[str] = Counter()  # counters that rise where the step falls
         self._last: dict[tuple[Any, ...], dict[str, int]] = {}  # per rank and writer, the last counters
 
     def key_of(self, record: Record) -> str | None:
@@ -90,11 +91,20 @@ class StepCounter:
         """Return whether the total of the counter `chosen` is the planned number of steps of the run."""
         return chosen is not None and chosen not in {BATCH, EPOCH} and not self._choices.is_within_epoch
 
+    def revised(self) -> Choices:
+        """Return the decision with the counter as the step that rises where the chosen one falls, if there is one."""
+        if not self._rising:
+            return self._choices
+        [(key, _)] = self._rising.most_common(1)
+        refused = {*self._choices.steps, *self._choices.refused} - {key}
+        return dataclasses.replace(self._choices, steps=(key,), refused=tuple(sorted(refused)), is_within_epoch=False)
+
     def _check(self, record: Record, chosen: str) -> None:
         """Count a record that contradicts the choice of the step: the step falls and another counter rises."""
         before = self._last.get(record.stream, {})
         if record.counters[chosen] < before.get(chosen, 0):
             rising = [key for key, value in record.counters.items() if value > before.get(key, value)]
+            self._rising.update(rising[:1])
             self._contradictions.update(f"the step is {chosen}, but {key} rises where it falls" for key in rising[:1])
         self._last[record.stream] = record.counters
 
@@ -165,6 +175,7 @@ class ObjectReader:
         self._shapes = Shapes()
         self._unkept: Counter[str] = Counter() if unkept is None else unkept
         self._stored: set[str] = set()
+        self._has_other_loss = False
         self._rows: dict[int | None, int] = {}  # per rank, the number of records that contain a number
         self._starts: list[Record] = []  # of a launch or a load after a row, which wait for the attempt that they begin
 
@@ -310,6 +321,13 @@ class ObjectReader:
         self.clock = Clock(self.choices.dates or Dates())
         self._steps = StepCounter(self.choices, self.contradictions)
 
+    def revised(self) -> Choices | None:
+        """Return the decision that all records of the log suggest; None if they do not contradict the present one."""
+        if not self.contradictions:
+            return None
+        choices = self._steps.revised()
+        return dataclasses.replace(choices, loss=None) if self._has_other_loss else choices
+
     @property
     def are_writers_interleaved(self) -> bool:
         """True if records of several writers alternate in the log."""
@@ -410,6 +428,7 @@ class ObjectReader:
     def _refuses(self, name: str) -> bool:
         """Return whether a scalar with the stored name `name` is counted and not stored."""
         if name == LOSS and self.choices.loss is not None:
+            self._has_other_loss = True
             self.contradictions[f"the loss is {self.choices.loss}, but later records have another loss"] += 1
             return True
         if name not in self._stored:

@@ -39,6 +39,8 @@ class ImportReport:
     """
     left_out: int = 0
     """Number of rows of the log that are not stored, because they could not be distinguished from rows of ranks."""
+    has_numbers: bool = True
+    """True if a record that this import has read contains a number."""
     attempt: int = 0
     """The rows of attempt 0 of the log are stored with this attempt number of the run."""
     branches_from: str | None = None

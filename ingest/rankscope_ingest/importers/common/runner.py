@@ -155,6 +155,9 @@ BATCH_ROWS: Final = 500_000
 NO_END: Final = "imported from a log"
 """Reason of the state of a run whose log contains no end of the run."""
 
+_NUMBERS: Final = ("scalars", "tensor_stats", "samples")
+"""Datasets of which each row has a number."""
+
 Progress = Callable[[int], None]
 """A function that an import calls with the number of bytes of the log that were read so far."""
 
@@ -181,6 +184,7 @@ def import_records(
     is_live: bool = False,
     stored: StoredScalars | None = None,
     options: Options = Options(),  # noqa: B008 - frozen
+    choices: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
@@ -189,6 +193,7 @@ def import_records(
     number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
     log is kept apart from these data, and changes neither the run nor its attempts. With `stored`, a log that differs
     from an imported log after a common beginning is recognized. `options` are those of the user for logs of lines.
+    `choices` is a decision about a log that is not among `known`.
     """
     refuse_options(path, importer, options)
     unchanged = (log for log in known or () if log.kind == importer.name and is_unchanged(path, log))
@@ -203,6 +208,7 @@ def import_records(
     with errors_about(path), readable(path):
         key = _key(rules, options)
         faults = intake.resumed(key, options)
+        faults.choices = faults.choices or choices
         is_settled = getattr(importer, "is_settled", lambda _: True)(path)
         for batch in intake.batches(importer.read(path, faults), faults, progress):
             rows_stored += sum(appender.append(batch).rows.values())
@@ -277,6 +283,7 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         first_step=intake.first_step,
         imported_from=intake.imported_from,
         left_out=intake.left_out,
+        has_numbers=intake.has_numbers,
         is_replacement=source.replaced is not None,
         unkept=tuple(faults.unkept),
     )
@@ -317,6 +324,7 @@ class _Intake:
         self.extents = Extents()
         self.anomalies = 0
         self.left_out = 0
+        self.has_numbers = False
         self.overlap: KnownImport | None = None
         self.first_step: int | None = None
         before = self.source.before
@@ -475,6 +483,7 @@ class _Intake:
         """
         numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
         tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
+        self.has_numbers = self.has_numbers or not tables.keys().isdisjoint(_NUMBERS)
         if self.source.begins_at and numbering is next(iter(self._numberings.values())):
             tables = without_beginning(tables, self.source.begins_at)
             if self.first_step is None and "scalars" in tables:
