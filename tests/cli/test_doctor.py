@@ -13,9 +13,8 @@ import pytest
 
 from rankscope.access.service import Response, UnreachableError
 from rankscope.commands.doctor import run_checks
+from rankscope.doctor.checks import Environment, fail, is_healthy, ok, report_lines, warn
 from rankscope.doctor.endpoints import Endpoints, find_endpoints
-from rankscope.doctor.environment import Environment
-from rankscope.doctor.result import fail, is_healthy, ok, report_lines, warn
 from rankscope.up.machine import Listener, listeners
 from rankscope.up.state_dir import StateDir
 from rankscope_ingest.base.config_file import load_config

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rankscope.commands import build
 from rankscope.output.rows import as_text, cell, distinct_names, interval_text, write_rows
-from rankscope.output.summary_text import anomaly_table
+from rankscope.output.run_texts import anomaly_table
 from rankscope_storage.api.summaries import AnomalyRow
 
 ROWS = pa.table(

@@ -10,7 +10,7 @@ import typer
 
 from rankscope.access.stores import RunOption, RunOrPath, RunSelection, open_run
 from rankscope.output.rows import Output, OutputFormat, write_rows
-from rankscope.output.summary_text import anomaly_table, line_table
+from rankscope.output.run_texts import anomaly_table, line_table
 from rankscope.shell.options import STANDARD_OUTPUT, Store, step_range
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.access.stores import OpenRun, open_runs
-from rankscope.output.compare_text import compare_text
 from rankscope.output.figure_files import AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
-from rankscope.output.summary_text import FormatOption
+from rankscope.output.run_texts import FormatOption, compare_text
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import Store
 

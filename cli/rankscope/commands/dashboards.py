@@ -132,8 +132,8 @@ def deploy(
     """
     from rankscope_dashboards.grafana import deployment
     from rankscope_dashboards.grafana.contact_points import read_contact_points
+    from rankscope_dashboards.grafana.content import read_content
     from rankscope_dashboards.grafana.server import GrafanaError
-    from rankscope_dashboards.grafana.shipped import shipped
 
     if add_route and receiver is None:
         raise CommandError("--add-route needs the contact point of the route: add --receiver NAME", code=USAGE)
@@ -147,7 +147,7 @@ def deploy(
             force=force,
             dry_run=dry_run,
         )
-        deployment.deploy(_server(url, token_file, org), shipped(pages_url=pages_url), options, print)
+        deployment.deploy(_server(url, token_file, org), read_content(pages_url=pages_url), options, print)
 
 
 @dashboards.command("undeploy")
@@ -163,12 +163,12 @@ def undeploy(
     rankscope dashboards undeploy --url https://grafana:3000 --token-file token
     """
     from rankscope_dashboards.grafana import deployment
+    from rankscope_dashboards.grafana.content import read_content
     from rankscope_dashboards.grafana.server import GrafanaError
-    from rankscope_dashboards.grafana.shipped import shipped
 
     with command_errors(GrafanaError):
         options = deployment.Options(force=force, dry_run=dry_run)
-        remaining = deployment.undeploy(_server(url, token_file, org), shipped(), options, print)
+        remaining = deployment.undeploy(_server(url, token_file, org), read_content(), options, print)
     if remaining:
         raise CommandError("some objects remain in Grafana:\n  " + "\n  ".join(remaining))
 

@@ -13,9 +13,8 @@ from rankscope.shell.errors import CommandError
 from rankscope.shell.options import OptionalStore
 
 if TYPE_CHECKING:
+    from rankscope.doctor.checks import CheckResult, Environment
     from rankscope.doctor.endpoints import Endpoints
-    from rankscope.doctor.environment import Environment
-    from rankscope.doctor.result import CheckResult
 
 CONFIGURATION: Final = "Configuration"
 
@@ -44,23 +43,23 @@ def doctor(
 
     rankscope doctor --url http://127.0.0.1:9470 --json
     """
-    from rankscope.doctor import result
+    from rankscope.doctor import checks
+    from rankscope.doctor.checks import Environment
     from rankscope.doctor.endpoints import explicit_addresses, find_endpoints
-    from rankscope.doctor.environment import Environment
 
     try:
         settings = load_settings(config, store, None, None)
-        read = [result.ok(CONFIGURATION, f"{config} is valid")] if config else []
+        read = [checks.ok(CONFIGURATION, f"{config} is valid")] if config else []
     except CommandError as error:
         # Run the other checks anyway, with the settings from outside of the file.
         settings = load_settings(None, store, None, None)
-        read = [result.fail(CONFIGURATION, str(error), "see docs/configuration.md for the valid keys")]
+        read = [checks.fail(CONFIGURATION, str(error), "see docs/configuration.md for the valid keys")]
     where = find_endpoints(
         settings, state, given=explicit_addresses(url, prometheus, alertmanager), is_explicit=config is not None
     )
     outcome = [*read, *run_checks(Environment(where.client_tls), where)]
-    print(result.as_json(outcome) if as_json else "\n".join(result.report_lines(outcome)))
-    if not result.is_healthy(outcome):
+    print(checks.as_json(outcome) if as_json else "\n".join(checks.report_lines(outcome)))
+    if not checks.is_healthy(outcome):
         raise typer.Exit(1)
 
 

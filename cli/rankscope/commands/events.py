@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
-from rankscope.output.events_text import events_text
-from rankscope.output.summary_text import FormatOption
+from rankscope.output.run_texts import FormatOption, events_text
 from rankscope.shell.errors import USAGE, CommandError, suggestion
 from rankscope.shell.options import Store
 from rankscope_contract.model.events import Severity

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
-from rankscope.output.summary_text import FormatOption, summary_text
+from rankscope.output.run_texts import FormatOption, summary_text
 from rankscope.shell.options import Store
 
 

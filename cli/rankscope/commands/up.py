@@ -140,8 +140,9 @@ def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, v
     Returns after a stop signal, or when an essential program exited too often to be restarted.
     """
     from rankscope.output.progress import fetch_runs
+    from rankscope.up.programs import SERVICE
 
-    url, shown_at = service_url(plan.programs), 0.0
+    url, shown_at = plan.options.service.url(plan.options.ports[SERVICE]), 0.0
     while not stop_signals.count and supervisor.look():
         if not quiet and time.monotonic() - shown_at >= SHOW_SECONDS:
             shown_at = time.monotonic()
@@ -169,10 +170,3 @@ def short_path(path: Path) -> str:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
         return str(path)
-
-
-def service_url(programs: Iterable[Program]) -> str:
-    """Return the URL of the Rankscope service among the started programs."""
-    from rankscope.up.programs import SERVICE
-
-    return next(program.url for program in programs if program.name == SERVICE)

@@ -19,7 +19,7 @@ from rankscope.demo.checks import ExpectedRun, Query, checks, delays
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
 from rankscope.output.rows import columns, print_table
-from rankscope.output.summary_text import line_table, summary_text
+from rankscope.output.run_texts import line_table, summary_text
 
 
 def has_desktop(environment: Mapping[str, str], platform: str) -> bool:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from rankscope.access.service import ClientTls, environment_tls, service_address, service_tls
-from rankscope.doctor.environment import Environment
-from rankscope.doctor.result import CheckResult, fail, ok, warn
+from rankscope.doctor.checks import CheckResult, Environment, fail, ok, warn
 from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS
 from rankscope.up.programs import TOKEN_FILE
 from rankscope.up.state_dir import StateDir

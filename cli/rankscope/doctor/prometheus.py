@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from rankscope.access.service import UnreachableError
-from rankscope.doctor.environment import Environment
-from rankscope.doctor.result import CheckResult, fail, ok, warn
+from rankscope.doctor.checks import CheckResult, Environment, fail, ok, warn
 from rankscope.output.rows import printable
 from rankscope_contract.wire.channel import SERVICE_DISCOVERY_PATH
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, SERVICE_JOB

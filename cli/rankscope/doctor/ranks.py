@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope.access.service import UnreachableError
-from rankscope.doctor.environment import Environment
-from rankscope.doctor.result import CheckResult, ok, warn
+from rankscope.doctor.checks import CheckResult, Environment, ok, warn
 from rankscope.doctor.service import SKEW_SECONDS, skew_seconds
 from rankscope.output.rows import printable
 from rankscope_contract.wire.channel import HEALTH_PATH, METRICS_PATH, RECORDS_PATH, TARGETS_PATH

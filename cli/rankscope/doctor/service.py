@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.access.service import Response, UnreachableError
-from rankscope.doctor.environment import Environment
-from rankscope.doctor.result import CheckResult, fail, ok, warn
+from rankscope.doctor.checks import CheckResult, Environment, fail, ok, warn
 from rankscope_contract.wire.channel import HEALTH_PATH, SERVICE_PAGE_PATH, STATUS_PATH, TARGETS_PATH
 
 AREA: Final = "Service"

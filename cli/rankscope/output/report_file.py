@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from rankscope.access.service import UnreachableError, environment_tls, environment_token, request
-from rankscope.output.summary_text import lines_of
+from rankscope.output.run_texts import lines_of
 from rankscope.shell.errors import USAGE, CommandError, command_errors
 from rankscope.shell.options import output_file
 from rankscope_contract.wire.escaping import file_name

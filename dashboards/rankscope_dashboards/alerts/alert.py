@@ -1,4 +1,9 @@
-"""An alert as a value, from which the rule files of Prometheus and Grafana are generated."""
+"""An alert as a value, from which the rule files of Prometheus and Grafana are generated: texts, labels and panel.
+
+All instances of an alert have the same labels, and its texts are readable without a run. Grafana mixes up the values
+of two instances of a rule if the labels of one contain the labels of the other. Prometheus treats an empty label as
+absent, so an expression with such series has several sets of labels.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,71 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_dashboards.alerts.labels import guarded
-from rankscope_dashboards.alerts.panels import STATE, Panel
-from rankscope_dashboards.deploy.alertmanager import DETAIL
+from rankscope_dashboards.deploy.alertmanager import DETAIL, NOT_APPLICABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A panel, identified by the uid of its board and by its title."""
+
+    board: str
+    title: str
+
+
+_OVERVIEW: Final = "rankscope-run-overview"
+_RANKS: Final = "rankscope-ranks"
+_INCIDENTS: Final = "rankscope-incidents"
+_PIPELINE: Final = "rankscope-pipeline"
+
+STATE: Final = Panel(_OVERVIEW, "State")
+RANKS_UP: Final = Panel(_OVERVIEW, "Ranks up")
+LOST_DATA: Final = Panel(_PIPELINE, "Lost data")
+ANOMALIES: Final = Panel(_INCIDENTS, "Anomalies")
+REPLICAS: Final = Panel(_RANKS, "Replica divergence")
+LAST_COMMIT: Final = Panel(_PIPELINE, "Since last commit")
+GPU_ERRORS: Final = Panel(_RANKS, "GPU errors")
+THROTTLED_GPUS: Final = Panel(_RANKS, "Throttled GPUs")
+"""Panels that messages about alerts link to: the only table of boards and titles of panels for alerts.
+
+The ids of the panels are read from the board files by title, so that a panel that does not exist is an error when the
+files are generated.
+"""
+
+RUN: Final = "$labels.run"
+"""The run of an alert in its templates."""
+
+NOT_KNOWN: Final = "unknown"
+"""Value of the labels `rank`, `step` and `reason` of an alert if they are not known."""
+
+_OPTIONAL: Final = {
+    "rank": NOT_KNOWN,
+    "step": NOT_KNOWN,
+    "kind": NOT_APPLICABLE,
+    "tensor": NOT_APPLICABLE,
+    "op": NOT_APPLICABLE,
+}
+
+
+def with_all_labels(expression: str, names: Sequence[str]) -> str:
+    """Return PromQL with the samples of `expression`, each with all labels `names`."""
+    for name in names:
+        expression = f'label_replace({expression}, "{name}", "{_OPTIONAL[name]}", "{name}", "")'
+    return expression
+
+
+def unless(label: str, absent: str, text: str) -> str:
+    """Return a template that adds `text` unless `label` has the value `absent`."""
+    return f'{{{{ if eq $labels.{label} "{absent}" }}}}{{{{ else }}}}{text}{{{{ end }}}}'
+
+
+def guarded(text: str) -> str:
+    """Return the template `text` with "unknown" in place of the run in an alert without a run.
+
+    Without this, Grafana 9.4 would write "run [no value]". All other labels are present if the run is.
+    """
+    run = f"{{{{ {RUN} }}}}"
+    return text.replace(run, f"{{{{ if {RUN} }}}}{run}{{{{ else }}}}{NOT_KNOWN}{{{{ end }}}}")
+
 
 RUNBOOKS: Final = ""
 """Default address of the runbooks page: none, because a link in a message must be absolute.

@@ -25,10 +25,8 @@ from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import LIMITED, NOT_LIMITED, AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
 from rankscope_contract.wire.escaping import label_value
-from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.alert import ANOMALIES, Alert, with_all_labels
 from rankscope_dashboards.alerts.counters import increased
-from rankscope_dashboards.alerts.labels import with_all_labels
-from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 from rankscope_storage.base import service_catalogue
 

@@ -15,12 +15,21 @@ from rankscope_contract.metrics import hardware
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
-from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
+from rankscope_dashboards.alerts.alert import (
+    GPU_ERRORS,
+    LAST_COMMIT,
+    LOST_DATA,
+    NOT_KNOWN,
+    RANKS_UP,
+    RUNBOOKS,
+    THROTTLED_GPUS,
+    Alert,
+    AlertGroup,
+    unless,
+)
 from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
 from rankscope_dashboards.alerts.counters import held, increased
 from rankscope_dashboards.alerts.incidents import incident_alerts
-from rankscope_dashboards.alerts.labels import NOT_KNOWN, unless
-from rankscope_dashboards.alerts.panels import GPU_ERRORS, LAST_COMMIT, LOST_DATA, RANKS_UP, THROTTLED_GPUS
 from rankscope_dashboards.alerts.replicas import replica_alerts
 from rankscope_dashboards.deploy.prometheus import SERVICE_JOB
 from rankscope_storage.base import service_catalogue

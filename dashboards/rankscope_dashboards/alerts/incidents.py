@@ -11,10 +11,8 @@ from typing import Final
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import Severity
-from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.alert import ANOMALIES, NOT_KNOWN, Alert, unless, with_all_labels
 from rankscope_dashboards.alerts.counters import held, present_age
-from rankscope_dashboards.alerts.labels import NOT_KNOWN, unless, with_all_labels
-from rankscope_dashboards.alerts.panels import ANOMALIES
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 from rankscope_dashboards.deploy.prometheus import seconds
 from rankscope_storage.base import service_catalogue

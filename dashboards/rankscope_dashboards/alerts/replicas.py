@@ -11,10 +11,8 @@ from typing import Final
 
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.events import REPLICA_DESYNC, Severity
-from rankscope_dashboards.alerts.alert import Alert
+from rankscope_dashboards.alerts.alert import REPLICAS, Alert, with_all_labels
 from rankscope_dashboards.alerts.counters import increased
-from rankscope_dashboards.alerts.labels import with_all_labels
-from rankscope_dashboards.alerts.panels import REPLICAS
 from rankscope_storage.base import service_catalogue
 
 WINDOW: Final = "2m"

@@ -1,7 +1,7 @@
 """The Grafana boards. To add a board, add a module with a function `board()` to this folder.
 
 The name of the module becomes the uid of the board. The boards need Grafana's SDK, which only developers install. Its
-import is deferred to `boards()`, so that `boards.elements.names` and `boards.elements.pages` do not need the SDK.
+import is deferred to `boards()`, so that `boards.elements.pages` does not need the SDK.
 """
 
 from __future__ import annotations

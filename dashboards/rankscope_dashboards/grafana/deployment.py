@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_dashboards.grafana import routes
-from rankscope_dashboards.grafana.changes import OWNED, Action, Change, Kind, pending, removed
-from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, ContactPoints, is_our_contact_point
-from rankscope_dashboards.grafana.content import (
+from rankscope_dashboards.grafana.boards import (
     BOARDS,
     NO_ADDRESS,
     SOURCES,
@@ -25,6 +23,9 @@ from rankscope_dashboards.grafana.content import (
     is_board_unchanged,
     is_source_unchanged,
 )
+from rankscope_dashboards.grafana.changes import OWNED, Action, Change, Kind, pending, removed
+from rankscope_dashboards.grafana.contact_points import CONTACT_POINTS, ContactPoints, is_our_contact_point
+from rankscope_dashboards.grafana.content import Content, Folder
 from rankscope_dashboards.grafana.rules import RECEIVER_KEY, RULES, Groups, Rules, is_deployed, is_rule_unchanged
 from rankscope_dashboards.grafana.server import (
     FOLDERS,
@@ -34,7 +35,6 @@ from rankscope_dashboards.grafana.server import (
     UnreachableError,
     object_path,
 )
-from rankscope_dashboards.grafana.shipped import Folder, Shipped
 
 UNNOTIFIED: Final = "No contact point is notified of alerts of these rules, except by existing notification policies."
 AGAIN: Final = "run the same command again to complete it"
@@ -71,7 +71,7 @@ class Options:
     dry_run: bool = False
 
 
-def deploy(server: Server, content: Shipped, options: Options, show: Print) -> int:
+def deploy(server: Server, content: Content, options: Options, show: Print) -> int:
     """Make the objects on the server equal to `content`, and return the number of changes.
 
     Everything is read before the first write, so a missing read permission leaves the server as it is. After the
@@ -95,7 +95,7 @@ def deploy(server: Server, content: Shipped, options: Options, show: Print) -> i
     return count
 
 
-def undeploy(server: Server, content: Shipped, options: Options, show: Print) -> list[str]:
+def undeploy(server: Server, content: Content, options: Options, show: Print) -> list[str]:
     """Delete exactly the objects that a deployment has created, and return a text for each object that remains.
 
     A folder that holds anything else remains, and a data source that a remaining board or rule queries. Objects that a
@@ -114,7 +114,7 @@ def undeploy(server: Server, content: Shipped, options: Options, show: Print) ->
     return kept + [line for change in folders if (line := _delete(server, change, options, show)) is not None]
 
 
-def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
+def _kinds(server: Server, content: Content, options: Options) -> list[Kind]:
     """Return all kinds of objects, in an order in which each refers only to earlier ones."""
     force, rules_folder = options.force, content.rules_folder
     return [
@@ -128,7 +128,7 @@ def _kinds(server: Server, content: Shipped, options: Options) -> list[Kind]:
     ]
 
 
-def _check(planned: Sequence[Change], content: Shipped, server: Server, options: Options) -> None:
+def _check(planned: Sequence[Change], content: Content, server: Server, options: Options) -> None:
     """Raise GrafanaError if files own rules, a name is not free, or a needed object is absent, or owned."""
     owned = [change for change in planned if change.reason.startswith(OWNED)]
     if rules := [change.title for change in owned if change.kind == "rule"]:
@@ -183,7 +183,7 @@ def _read_back(kinds: Sequence[Kind]) -> None:
         raise GrafanaError(f"Grafana has not stored these objects as they were sent: {names}")
 
 
-def _notify(server: Server, content: Shipped, options: Options, show: Print) -> int:
+def _notify(server: Server, content: Content, options: Options, show: Print) -> int:
     """Add the route if it is needed, print the notified contact points, and return the number of changes."""
     title = _folder_title(server, content.rules_folder)
     count = 0
@@ -196,7 +196,7 @@ def _notify(server: Server, content: Shipped, options: Options, show: Print) -> 
     return count
 
 
-def _show_notification(server: Server, content: Shipped, options: Options, show: Print) -> None:
+def _show_notification(server: Server, content: Content, options: Options, show: Print) -> None:
     """Print the contact point of our rules, or that there is none."""
     ours = routes.our_routes(server.get(routes.POLICIES), _folder_title(server, content.rules_folder))
     receivers = _rule_receivers(server, content) | {one["receiver"] for one in ours}
@@ -211,7 +211,7 @@ def _show_notification(server: Server, content: Shipped, options: Options, show:
         show(f"{UNNOTIFIED} Use --receiver NAME.")
 
 
-def _rule_receivers(server: Server, content: Shipped) -> set[str]:
+def _rule_receivers(server: Server, content: Content) -> set[str]:
     """Return the contact points that our rules name on the server."""
     ours = {rule["uid"] for group in content.groups for rule in group.rules}
     found = [rule.get(RECEIVER_KEY) for rule in server.get(RULES) if rule["uid"] in ours]
@@ -232,7 +232,7 @@ def _show(changes: Sequence[Change], show: Print, *, with_diff: bool) -> None:
                 show(f"    {line}")
 
 
-def _deployed_rules(server: Server, content: Shipped, options: Options) -> list[Change]:
+def _deployed_rules(server: Server, content: Content, options: Options) -> list[Change]:
     """Return the removal of the route, rules, contact points and mute timing that a deployment has created."""
     title = _folder_title(server, content.rules_folder)
     ours = routes.our_routes(server.get(routes.POLICIES), title)
@@ -247,7 +247,7 @@ def _deployed_rules(server: Server, content: Shipped, options: Options) -> list[
     ]
 
 
-def _deployed_boards(server: Server, content: Shipped, options: Options) -> list[Change]:
+def _deployed_boards(server: Server, content: Content, options: Options) -> list[Change]:
     """Return the removal of each board that a deployment has created."""
     uids = board_titles(server, content.boards_folder.uid).keys() | {board["uid"] for board in content.boards}
     boards = [(uid, board) for uid in sorted(uids) if (board := find_board(server, uid)) is not None]
@@ -258,7 +258,7 @@ def _deployed_boards(server: Server, content: Shipped, options: Options) -> list
     ]
 
 
-def _deployed_sources(server: Server, content: Shipped, options: Options, gone: Collection[str]) -> list[Change]:
+def _deployed_sources(server: Server, content: Content, options: Options, gone: Collection[str]) -> list[Change]:
     """Return the removal of each data source that a deployment has created.
 
     `gone` are the uids of the boards and rules that are deleted before.
@@ -270,7 +270,7 @@ def _deployed_sources(server: Server, content: Shipped, options: Options, gone: 
     return [_used(change, [name for name, text in texts.items() if f'"{change.uid}"' in text]) for change in removals]
 
 
-def _deployed_folders(server: Server, content: Shipped, gone: Collection[str]) -> list[Change]:
+def _deployed_folders(server: Server, content: Content, gone: Collection[str]) -> list[Change]:
     """Return the removal of each folder that exists; it remains if it holds an object that is not in `gone`."""
     found = [
         folder

@@ -21,6 +21,7 @@ from rankscope_dashboards.grafana.changes import (
     removed,
     without_empty,
 )
+from rankscope_dashboards.grafana.content import Folder, RuleGroup
 from rankscope_dashboards.grafana.routes import GROUPING, MUTED
 from rankscope_dashboards.grafana.server import (
     EDITABLE,
@@ -30,7 +31,6 @@ from rankscope_dashboards.grafana.server import (
     object_path,
     segment,
 )
-from rankscope_dashboards.grafana.shipped import Folder, RuleGroup
 
 MARK: Final = "__rankscope_deployed__"
 RULES: Final = "/v1/provisioning/alert-rules"

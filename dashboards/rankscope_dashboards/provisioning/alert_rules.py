@@ -17,9 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
-from rankscope_dashboards.alerts.alert import RUNBOOKS, Alert, AlertGroup
-from rankscope_dashboards.alerts.labels import RUN
-from rankscope_dashboards.alerts.panels import LAST_COMMIT, Panel
+from rankscope_dashboards.alerts.alert import LAST_COMMIT, RUN, RUNBOOKS, Alert, AlertGroup, Panel
 from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE, seconds
 from rankscope_dashboards.provisioning.datasources import ORGANISATION
 

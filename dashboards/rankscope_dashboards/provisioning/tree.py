@@ -46,7 +46,7 @@ HEADER: Final = "# Written by `rankscope dashboards provision`.\n"
 
 _PACKAGED: Final = Path(__file__).parents[1] / "tree"
 _CHECKOUT: Final = Path(__file__).parents[2] / "provisioning"
-SHIPPED: Final = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
+PACKAGED_TREE: Final = _PACKAGED if _PACKAGED.is_dir() else _CHECKOUT
 """Folder with the generated tree: in the package, or in a checkout `dashboards/provisioning`."""
 
 HAND_WRITTEN: Final = (
@@ -138,13 +138,13 @@ def tree_files(
     }
     linked = {f"{BOARDS}/{name}": _linked(text, chosen.pages_url) for name, text in boards.items()}
     texts = {name: as_yaml(document) for name, document in documents.items()}
-    texts |= {name: (SHIPPED / name).read_text(encoding="utf-8") for name in HAND_WRITTEN}
+    texts |= {name: (PACKAGED_TREE / name).read_text(encoding="utf-8") for name in HAND_WRITTEN}
     return linked | {name: header + text for name, text in texts.items()}
 
 
 def packaged_boards() -> dict[str, str]:
     """Return the texts of the board files in the package, by name."""
-    folder = SHIPPED / BOARDS
+    folder = PACKAGED_TREE / BOARDS
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.json"))}
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from tests.dashboards.grafana.contract_server import ContractServer
 
+from rankscope_dashboards.grafana.content import Content, read_content
 from rankscope_dashboards.grafana.deployment import Options, deploy, undeploy
 from rankscope_dashboards.grafana.routes import CONFIGURATION, POLICIES
 from rankscope_dashboards.grafana.server import EDITABLE, Server, read_credentials
-from rankscope_dashboards.grafana.shipped import Shipped, shipped
 
 PROMETHEUS = "http://127.0.0.1:9090"
 
 
 @cache
-def complete() -> Shipped:
+def complete() -> Content:
     """Return the deployment of all committed files."""
-    return shipped()
+    return read_content()
 
 
-def few() -> Shipped:
+def few() -> Content:
     """Return a deployment with one board and the first two rules of two groups, which needs few requests."""
     content = complete()
     groups = tuple(replace(group, rules=group.rules[:2]) for group in content.groups[:2])
@@ -39,7 +39,7 @@ class Grafana:
     url: str
     credentials: str | tuple[str, str]
     folder: Path
-    content: Shipped
+    content: Content
     lines: list[str] = field(default_factory=list)
 
     @cached_property
@@ -54,7 +54,7 @@ class Grafana:
         urls = {"rankscope-live": PROMETHEUS, "rankscope-history": PROMETHEUS}
         return Options(**{"urls": urls, "copies": self.folder} | options)
 
-    def deploy(self, content: Shipped | None = None, server: Server | None = None, **options: Any) -> int:
+    def deploy(self, content: Content | None = None, server: Server | None = None, **options: Any) -> int:
         self.lines.clear()
         return deploy(server or self.user, content or self.content, self.options(**options), self.lines.append)
 
@@ -95,7 +95,7 @@ needs_server = pytest.mark.skipif(URL is None, reason="make test-grafana")
 """Mark of tests that only a real server can pass, with its own rules, notifications or pages."""
 
 
-def real_server(folder: Path, content: Shipped) -> Grafana:
+def real_server(folder: Path, content: Content) -> Grafana:
     """Return the real server."""
     assert URL is not None
     credentials = read_credentials(Path(os.environ["RANKSCOPE_GRAFANA_TOKEN_FILE"]))

@@ -15,9 +15,9 @@ from tests.ingest.notify.test_deliveries import Web
 from tests.programs import run_command
 
 from rankscope_dashboards.grafana.contact_points import contact_uid
+from rankscope_dashboards.grafana.content import Content, Folder, read_content
 from rankscope_dashboards.grafana.server import GrafanaError, Server, UnauthorizedError, UnreachableError
-from rankscope_dashboards.grafana.shipped import Folder, Shipped, shipped
-from rankscope_dashboards.provisioning.tree import SHIPPED
+from rankscope_dashboards.provisioning.tree import PACKAGED_TREE
 
 NEVER = {"refId": "A", "type": "math", "expression": "0"}
 RULES_FOLDER = "rankscope-alerts"
@@ -57,7 +57,7 @@ def edit_source(grafana: Grafana) -> None:
 EDITS = {"board": edit_board, "rule": edit_rule, "data source": edit_source}
 
 
-def changed_release(content: Shipped) -> Shipped:
+def changed_release(content: Content) -> Content:
     """Return a later release: other board, other rule, other interval, and one rule less."""
     board = content.boards[0] | {"description": "of a later release"}
     first, second = content.groups
@@ -291,11 +291,11 @@ def test_rules_have_only_keys_of_the_api_and_link_to_a_panel():
 
 def test_doubled_dollar_signs_of_a_file_are_single(tmp_path: Path):
     tree = tmp_path / "tree"
-    shutil.copytree(SHIPPED, tree)
+    shutil.copytree(PACKAGED_TREE, tree)
     file = tree / "alerting" / "rules.yaml"
     file.write_text(file.read_text().replace("severity: critical", "severity: costs $$5", 1))
 
-    assert "costs $5" == shipped(tree).groups[0].rules[0]["labels"]["severity"]
+    assert "costs $5" == read_content(tree).groups[0].rules[0]["labels"]["severity"]
 
 
 def test_commands_deploy_and_remove_everything(contract: ContractServer, tmp_path: Path):

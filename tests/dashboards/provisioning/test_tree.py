@@ -10,9 +10,8 @@ from tests.dashboards.conftest import BOARDS as GENERATED
 from tests.dashboards.conftest import FILES
 
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
-from rankscope_dashboards.alerts.alert import Alert, AlertGroup
+from rankscope_dashboards.alerts.alert import Alert, AlertGroup, Panel
 from rankscope_dashboards.alerts.groups import alert_groups
-from rankscope_dashboards.alerts.panels import Panel
 from rankscope_dashboards.boards.elements.pages import all_panels
 from rankscope_dashboards.deploy.prometheus import seconds
 from rankscope_dashboards.generate import PROVISIONING, generated_files

@@ -10,7 +10,7 @@ import pytest
 from tests.view.data.test_curves import history
 from tests.view.training import HOSTILE, MAIN, event, events, run_row, scalars
 
-from rankscope.output.summary_text import summary_text
+from rankscope.output.run_texts import summary_text
 from rankscope_storage.connection import connect
 from rankscope_view.data.advice import early_stopping, logging_interval, perplexity
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve

@@ -10,7 +10,7 @@ from grafana_foundation_sdk.models import dashboard
 
 from rankscope_contract import __version__
 from rankscope_dashboards.boards.elements.annotations import ALERTS_OFF
-from rankscope_dashboards.boards.elements.names import PAGES, TAG
+from rankscope_dashboards.boards.elements.pages import PAGES, TAG
 from rankscope_dashboards.boards.elements.panels import PanelBuilder
 from rankscope_dashboards.boards.elements.variables import RANK, RUN
 from rankscope_dashboards.deploy.prometheus import LIVE_SOURCE

@@ -1,6 +1,7 @@
-"""Add links to the pages of runs to a generated board. This module works on JSON and does not import Grafana's SDK.
+"""Add links to the pages of runs to a generated board, and names that all boards share.
 
-The committed boards have no such links, because the address of the pages is known only when the boards are deployed.
+This module works on JSON and does not import Grafana's SDK. The committed boards have no such links, because the
+address of the pages is known only when the boards are deployed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Final
 
-from rankscope_dashboards.boards.elements.names import PAGES
+TAG: Final = "rankscope"
+"""Tag of all boards. Each board has a menu with links to all boards that have the tag."""
+
+PAGES: Final = "pages"
+"""Name of the hidden variable that contains the address of the pages of runs."""
 
 _RUN: Final = "/runs/${run:percentencode}"
 
