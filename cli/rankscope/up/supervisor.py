@@ -123,15 +123,16 @@ class Supervisor:
     def look(self) -> bool:
         """Print the exits of programs since the last call.
 
-        Returns False when an essential program exited too often to be restarted, and when supervisord has exited.
+        Returns False when an essential program exited too often to be restarted. Raises CommandError when supervisord
+        has exited: the kernel then kills the programs.
         """
         for kind, name, reason in self._events():
             if kind == "exited":
                 self._print_line(f"{name} exited {reason}; restarting. {tail(self._folder.log(name))}")
             elif kind == "gave up":
                 self._print_line(f"{name}: giving up after {MAX_RESTARTS} restarts")
-        is_over = any(self._programs[name].is_essential for name in self.given_up)
-        return not is_over and self._process is not None and self._process.poll() is None
+        self._check_supervisord()
+        return not any(self._programs[name].is_essential for name in self.given_up)
 
     def stop(self) -> None:
         """Stop the programs in their order, each after the previous one has exited.
@@ -168,12 +169,15 @@ class Supervisor:
                 raise CommandError("interrupted before all programs were ready", code=130)
             for _, name, reason in self._events():
                 raise CommandError(f"{name} exited during the start {reason}. {tail(self._folder.log(name))}")
-            if self._process is None or self._process.poll() is not None:
-                raise CommandError(f"supervisord exited during the start. {tail(self._folder.log(_NAME))}")
+            self._check_supervisord()
             if time.monotonic() >= deadline:
                 waited = f"{program.name} was not ready after {READY_SECONDS:g} s"
                 raise CommandError(f"{waited}. {tail(self._folder.log(program.name))}")
             time.sleep(POLL_SECONDS)
+
+    def _check_supervisord(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            raise CommandError(f"supervisord has exited. {tail(self._folder.log(_NAME))}")
 
     def _is_ready(self, program: Program) -> bool:
         try:

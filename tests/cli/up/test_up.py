@@ -155,6 +155,16 @@ def test_program_that_always_exits_is_given_up(supervise, tmp_path):
     assert [6, "one: giving up after 5 restarts"] == [len(lines) - 1, lines[-1]]
 
 
+def test_programs_are_killed_if_supervisord_is(supervise):
+    supervisor, _, _ = supervise(f"{SERVER}server.serve_forever()")
+    supervisor._process.kill()
+    supervisor._process.wait(10)
+
+    with pytest.raises(CommandError, match=r"supervisord has exited. Last lines of"):
+        supervisor.look()
+    assert until(lambda: not supervisor._is_ready(supervisor._programs["one"]), 10, lambda: "")
+
+
 def test_arguments_reach_a_program_unchanged(supervise):
     arguments = ["a %(b)s %d", "c ; d", "e #f", "; g", "#", "it's ;'# #h", '"', ""]
     supervisor, _, log = supervise(f"{SERVER}server.serve_forever()", *arguments)
