@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, fi
 
 from rankscope_contract.wire.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.wire.tls import TlsServer, WebConfigError
+from rankscope_ingest.base.addresses import address_of
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_ingest.base.watch_config import RunName, WatchSection
@@ -86,11 +87,8 @@ def is_loopback(host: str) -> bool:
 
     Other host names are not resolved; the result for them is False.
     """
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 class _Section(BaseModel):

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
+from rankscope_ingest.base.addresses import Address, address_of
+
 ENVIRONMENT: Final = "environment"
 NO_PROXY: Final = "none"
 
 _SCHEMES: Final = frozenset(["http", "https", "socks4", "socks4a", "socks5", "socks5h"])
 _PORTS: Final = {"http": 80, "https": 443}
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def is_loopback(host: str) -> bool:
@@ -101,13 +101,9 @@ def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
 def _address(name: str) -> Address | None:
     """Return the address that `name` is; None if it is a name. Short forms such as `127.1` are those of the system."""
     try:
-        address = ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        try:
-            return ipaddress.IPv4Address(socket.inet_aton(name))
-        except (OSError, UnicodeEncodeError):
-            return None
-    return getattr(address, "ipv4_mapped", None) or address
+        return address_of(name) or ipaddress.IPv4Address(socket.inet_aton(name))
+    except (OSError, UnicodeEncodeError):
+        return None
 
 
 def _plain(host: str) -> str:

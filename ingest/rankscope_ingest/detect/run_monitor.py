@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity
 from rankscope_contract.model.phases import LABEL, STEP_PHASE_SECONDS, Phase
 from rankscope_contract.wire.channel import Registration
+from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.service_clock import ServiceClock, steady_microseconds
 from rankscope_ingest.base.tables import rows_table
@@ -43,7 +44,6 @@ from rankscope_ingest.detect.symptoms import parse_details, symptoms
 from rankscope_ingest.live.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.live.tails import LiveTails
-from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.rows import Row, Stamp, Versions, clock_row, event_row, incident_row, launch_row
 from rankscope_ingest.record_channel.admission import PollBudget

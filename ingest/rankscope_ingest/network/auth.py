@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hmac
-import ipaddress
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from rankscope_contract.wire.channel import HEALTH_PATH
+from rankscope_ingest.base.addresses import address_of
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
 
@@ -96,7 +96,7 @@ def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.get
     own = host_name().lower()
     names = {"localhost", own, own.partition(".")[0]} | {_plain(name) for name in hosts}
 
-    return lambda host: _is_address(host) or _plain(host) in names
+    return lambda host: address_of(host) is not None or _plain(host) in names
 
 
 def refuse_web_pages(is_own_name: OwnName | None) -> Any:
@@ -133,11 +133,3 @@ def _check_host(header: str, is_own_name: OwnName) -> None:
 
 def _plain(name: str) -> str:
     return name.lower().removesuffix(".")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

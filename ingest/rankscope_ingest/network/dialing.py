@@ -5,7 +5,6 @@ Without the second check, a name could resolve to a forbidden address after it w
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
@@ -13,10 +12,9 @@ from urllib.parse import urlsplit
 from aiohttp import ThreadedResolver
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from rankscope_ingest.base.addresses import Address, address_of
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
-
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_target_url(url: str) -> tuple[str, int]:
@@ -36,15 +34,6 @@ def parse_target_url(url: str) -> tuple[str, int]:
             400, f"url {url!r} is not of the form http://host:port: advertise an address of this form"
         )
     return host, port
-
-
-def address_of(host: str) -> Address | None:
-    """Return `host` as an IP address, or None if it is a name. An IPv4-mapped IPv6 address is returned as IPv4."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return None
-    return getattr(address, "ipv4_mapped", None) or address
 
 
 def check_allowed(url: str, addresses: Iterable[Address], networks: Sequence[Network]) -> None:

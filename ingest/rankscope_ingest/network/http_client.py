@@ -18,10 +18,11 @@ from yarl import URL
 
 from rankscope_contract import __version__
 from rankscope_contract.wire.tls import HUNG_UP, MakeContext
+from rankscope_ingest.base.addresses import Address, address_of
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tls import tls_trouble
-from rankscope_ingest.network.dialing import Address, AllowedResolver, ForbiddenAddressError, address_of, is_allowed
+from rankscope_ingest.network.dialing import AllowedResolver, ForbiddenAddressError, is_allowed
 
 KEEPALIVE_SECONDS: Final = 120.0
 """Time in seconds after which an idle connection is closed.

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, Field, Plan, PlanEntry, arrow_field, plan_hash
+from rankscope_contract.model.schema import NESTED, WIRE_FIELDS, Plan, PlanEntry, arrow_field, plan_hash
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.base.tables import cleaned, coded_schema, rows_table
 
@@ -134,12 +134,12 @@ class PlanCache:
         return columns
 
 
-_FLAT: Final[Mapping[str, tuple[pa.DataType, bool]]] = {
-    field.name: (arrow_field(pa, field).type, field.nullable) for field in WIRE_FIELDS if field.name not in NESTED
+_FLAT: Final[Mapping[str, pa.Field]] = {
+    field.name: arrow_field(pa, field) for field in WIRE_FIELDS if field.name not in NESTED
 }
-"""Type of each non-nested column of the record stream, and whether the column may contain null."""
-_MEMBERS: Final[dict[str, list[tuple[Field, pa.Field]]]] = {
-    dataset: [(field, arrow_field(pa, field)) for field in fields] for dataset, fields in NESTED.items()
+"""The non-nested columns of the record stream."""
+_MEMBERS: Final[Mapping[str, Sequence[pa.Field]]] = {
+    dataset: [arrow_field(pa, field) for field in fields] for dataset, fields in NESTED.items()
 }
 _PER_RECORD: Final = ("step", "micro_step", "ts")
 
@@ -248,8 +248,10 @@ def check(
     if wire.num_rows == 0:
         raise DecodeError("the stream has no records; a response without records must have status 204")
     # A lookup of each column in the table takes longer than the checks of most columns.
-    columns = dict(zip(wire.column_names, wire.itercolumns(), strict=True))
-    flat = {name: _flat_column(columns, name, wire.num_rows) for name in _FLAT}
+    columns = {name: _one(column) for name, column in zip(wire.column_names, wire.itercolumns(), strict=True)}
+    flat = {
+        name: _checked(columns.get(name), wire.num_rows, wanted, f"column {name}") for name, wanted in _FLAT.items()
+    }
     seqs = flat["seq"].to_numpy()
     missing = _missing_ranges(seqs, after)
     used = flat["plan"].to_pylist()
@@ -283,22 +285,20 @@ def _highest(steps: pa.Array) -> int | None:
     return highest
 
 
-def _flat_column(columns: Mapping[str, pa.ChunkedArray], name: str, rows: int) -> pa.Array:
-    """Return the column `name` after checking its type.
+def _checked(column: pa.Array | None, rows: int, wanted: pa.Field, name: str) -> pa.Array:
+    """Return `column` after checking its type.
 
     A nullable column that is absent, because the sender is older, is returned as nulls. Raises DecodeError if the
     column is invalid.
     """
-    type_, nullable = _FLAT[name]
-    if name not in columns:
-        if not nullable:
-            raise DecodeError(f"the record stream lacks the column {name}")
-        return pa.nulls(rows, type_)
-    column = _one(columns[name])
-    if column.type != type_:
-        raise DecodeError(f"column {name} has type {column.type} instead of {type_}")
-    if not nullable and column.null_count:
-        raise DecodeError(f"column {name} has a null, which is not allowed")
+    if column is None:
+        if not wanted.nullable:
+            raise DecodeError(f"the record stream lacks the {name}")
+        return pa.nulls(rows, wanted.type)
+    if column.type != wanted.type:
+        raise DecodeError(f"{name} has type {column.type} instead of {wanted.type}")
+    if not wanted.nullable and column.null_count:
+        raise DecodeError(f"{name} has a null, which is not allowed")
     return column
 
 
@@ -358,12 +358,12 @@ def absent_counts(measured: Measured) -> npt.NDArray[np.bool_]:
     return absent
 
 
-def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
+def _nested(of: Mapping[str, pa.Array], dataset: str) -> Nested | None:
     """Return the rows of `dataset`, which are nested in the records as lists of structs; None if there are no rows.
 
     Raises DecodeError if the type of the column of `dataset` is not a list of structs.
     """
-    lists = _one(of[dataset])
+    lists = of[dataset]
     if not pa.types.is_list(lists.type) or not pa.types.is_struct(lists.type.value_type):
         raise DecodeError(f"column {dataset} has type {lists.type} instead of a list of structs")
     if len(lists.values) == 0:  # true for most bodies
@@ -372,20 +372,10 @@ def _nested(of: Mapping[str, pa.ChunkedArray], dataset: str) -> Nested | None:
     if len(structs) == 0:
         return None
     members = [*structs.flatten(), None]  # the index of an absent field is -1
-    columns = {
-        field.name: _member(members[structs.type.get_field_index(field.name)], len(structs), dataset, field, wanted)
-        for field, wanted in _MEMBERS[dataset]
-    }
+    columns = {}
+    for wanted in _MEMBERS[dataset]:
+        member = members[structs.type.get_field_index(wanted.name)]
+        column = _checked(member, len(structs), wanted, f"field {dataset}.{wanted.name}")
+        is_text = wanted.type == pa.string() and column.null_count < len(structs)
+        columns[wanted.name] = cleaned(column, wanted.name) if is_text else column
     return Nested(columns=columns, records=pc.list_parent_indices(lists).to_numpy())
-
-
-def _member(member: Any, rows: int, dataset: str, field: Field, wanted: pa.Field) -> pa.Array:
-    if member is None and field.nullable:
-        return pa.nulls(rows, wanted.type)
-    if member is None:
-        raise DecodeError(f"column {dataset} lacks the field {field.name}")
-    if member.type != wanted.type:
-        raise DecodeError(f"field {dataset}.{field.name} has type {member.type} instead of {wanted.type}")
-    if not field.nullable and member.null_count:
-        raise DecodeError(f"field {dataset}.{field.name} has a null, which is not allowed")
-    return cleaned(member, field.name) if wanted.type == pa.string() and member.null_count < rows else member

@@ -20,9 +20,9 @@ import pyarrow as pa
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import STATE_DRAINING, STATE_RUNNING, Registration
 from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolReader, folders
+from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
-from rankscope_ingest.network.dialing import Address
 from rankscope_ingest.record_channel.arrow_guard import open_stream
 from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus
 from rankscope_ingest.record_channel.loop import RecordSource

@@ -16,9 +16,10 @@ from typing import Final
 from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.identity import LONGEST_NAME
 from rankscope_contract.wire.channel import Registration, RegistrationReply
+from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.network.dialing import Address, check_allowed, parse_target_url
+from rankscope_ingest.network.dialing import check_allowed, parse_target_url
 from rankscope_ingest.runs.models import Health, Liveness, Target
 
 
