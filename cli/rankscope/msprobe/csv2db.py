@@ -5,9 +5,7 @@ The values are those of the files. NaN is stored as NULL, because SQLite has no 
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +58,8 @@ def csv2db(config: CSV2DBConfig) -> None:
     Raises ValueError if an argument is wrong, if no folder is in the range of times, or if a file with the name of the
     database is not such a database.
     """
+    from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES, OtherFileError, new_database
+
     processes = csv_rows.checked_number("process_num", config.process_num)
     partition = csv_rows.checked_number("step_partition", config.step_partition, 10, 10_000_000)
     types = csv_rows.checked_types(config.data_type_list, tuple(FAMILIES))
@@ -67,8 +67,6 @@ def csv2db(config: CSV2DBConfig) -> None:
     folder = csv_rows.output_folder(config.monitor_path, config.output_dirpath, "csv2db")
     config.output_dirpath = str(folder)
     target = folder / DATABASE
-    _require_replaceable(target)
-    staged = folder / f".{DATABASE}.{uuid.uuid4().hex[:8]}"
     files = {family: _files(ranks, family) for family in types}
     columns = {
         family: csv_rows.statistics_of(csv_rows.file_columns(path for _, path in found))
@@ -77,7 +75,7 @@ def csv2db(config: CSV2DBConfig) -> None:
     statistics = {family: names for family, names in columns.items() if names}
     jobs = [(rank, family) for rank in ranks for family in statistics]
     try:
-        with contextlib.closing(sqlite3.connect(staged, isolation_level=None)) as connection:
+        with new_database(target, DIMENSION_TABLES + _GLOBAL_STATS, own_table="monitoring_metrics") as connection:
             database = _Database(connection, partition, statistics)
             # As in msprobe, the names of the files determine the first and the last step.
             database.describe([file for family in statistics for file, _ in files[family]], max(ranks))
@@ -86,12 +84,12 @@ def csv2db(config: CSV2DBConfig) -> None:
             ):
                 if table is not None:
                     database.insert(rank, family, table)
-            connection.execute("COMMIT")
-        staged.replace(target)
+    except OtherFileError as error:
+        raise ValueError(
+            f"{target} is not a database that csv2db or msprobe wrote: choose another output_dirpath"
+        ) from error
     except sqlite3.Error as error:
         raise OSError(f"cannot write {target}: {error}") from error
-    finally:
-        staged.unlink(missing_ok=True)
     print(f"{database.rows:,} rows of {len(ranks)} ranks; output has been saved to: {target}")
 
 
@@ -102,17 +100,13 @@ class _Database:
     """
 
     def __init__(self, connection: sqlite3.Connection, partition: int, statistics: Mapping[str, Sequence[str]]) -> None:
-        from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES, MetricTables
+        from rankscope_storage.formats.msprobe.sqlite_schema import MetricTables
 
         self.rows = 0
         self._connection = connection
         self._partition = partition
         self._statistics = statistics
         self._tables = MetricTables(connection, partition)
-        # The file is new and gets its name when it is whole: no journal is needed.
-        connection.executescript(
-            f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; BEGIN; {DIMENSION_TABLES} {_GLOBAL_STATS}"
-        )
         for family, columns in statistics.items():
             self._tables.metric(family, columns)
 
@@ -133,15 +127,11 @@ class _Database:
         present = {*table.column_names}
         columns = [
             table[name].to_pylist() if name in present else [None] * len(table)
-            for name in ("name", "vpp_stage", "micro_step", "step", *statistics)
+            for name in ("name", "vpp_stage", "micro_step", *statistics)
         ]
-        rows: dict[str, list[tuple[float | None, ...]]] = {}
-        for name, vpp, micro, step, *numbers in zip(*columns, strict=True):
-            target = self._tables.target((name, vpp, max(0, micro)))
-            rows.setdefault(self._table(family, step), []).append((rank, step, target, *numbers))
-        marks = ", ".join("?" * (3 + len(statistics)))
-        for name, values in rows.items():
-            self._connection.executemany(f"INSERT OR REPLACE INTO {name} VALUES ({marks})", values)  # noqa: S608 - own name
+        names, vpp, micro, *numbers = columns
+        targets = [self._tables.target((*key, max(0, one))) for *key, one in zip(names, vpp, micro, strict=True)]
+        self._tables.insert(family, statistics, rank, table["step"].to_pylist(), [targets, *numbers])
         self.rows += len(table)
 
     def _table(self, family: str, step: int) -> str:
@@ -151,16 +141,3 @@ class _Database:
 
 def _files(ranks: Mapping[int, Sequence[csv_rows.Files]], family: str) -> list[tuple[FamilyFile, Path]]:
     return [file for folders in ranks.values() for files in folders for file in files.get(family, ())]
-
-
-def _require_replaceable(target: Path) -> None:
-    """Raise ValueError if `target` exists and is not a database of msprobe's converter or of `csv2db`."""
-    if not target.exists():
-        return
-    try:
-        with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            database.execute("SELECT 1 FROM monitoring_metrics LIMIT 1")
-    except sqlite3.Error as error:
-        raise ValueError(
-            f"{target} is not a database that csv2db or msprobe wrote: choose another output_dirpath"
-        ) from error

@@ -7,10 +7,8 @@ is limited to 1e9. A NaN is stored as NULL, because SQLite has no NaN.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sqlite3
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +35,9 @@ from rankscope_storage.formats.msprobe.sqlite_schema import (
     OPS,
     TABLES,
     MetricTables,
+    OtherFileError,
     global_stats_table,
+    new_database,
     tags,
     trend_views,
 )
@@ -62,22 +62,17 @@ class Sqlite:
         self, connection: Connection, run: str, target: Path, options: ExportOptions, progress: Progress = no_progress
     ) -> ExportReport:
         """Write `run` to the SQLite database `target`, which may be an earlier export. See `ExportFormat.export`."""
-        _require_own_export(target)
-        staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
         with connection.pinned():
             selection = Selection(connection, run, options)
             totals = {name: selection.count(name) for name in HELD}
             require_rows(selection, totals)
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.closing(sqlite3.connect(staged, isolation_level=None)) as database:
+                with new_database(target, TABLES, own_table="export_facts") as database:
                     rows = _Database(database, selection).fill(progress, sum(totals.values()))
-                staged.replace(target)
+            except OtherFileError as error:
+                raise ExportError(f"{target} exists and is not an export of Rankscope: choose another name") from error
             except (OSError, sqlite3.Error) as error:
                 raise ExportError(f"cannot write {target}: {error}") from error
-            finally:
-                with contextlib.suppress(OSError):
-                    staged.unlink()
             replaced = selection.count("tensor_stats", "step IS NOT NULL") - rows["tensor_stats"]
             omitted = {
                 "rows without a step": sum(selection.count(name, "step IS NULL") for name in HELD),
@@ -94,15 +89,12 @@ class _Database:
     def __init__(self, database: sqlite3.Connection, selection: Selection) -> None:
         self._database = database
         self._selection = selection
-        self._steps = selection.options.step_partition
-        self._tables = MetricTables(database, self._steps)
+        self._tables = MetricTables(database, selection.options.step_partition)
         self._targets_of: dict[int, set[int]] = {}
         self._range = (math.inf, -math.inf)
 
     def fill(self, progress: Progress, total: int) -> Counter[str]:
         """Write all tables, and return the numbers of written rows by dataset."""
-        # The file is new and gets its name when it is whole: no journal is needed.
-        self._database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {TABLES} BEGIN;")
         written: Counter[str] = Counter()
         ranks = self._ranks()
         for rank in ranks:
@@ -111,7 +103,6 @@ class _Database:
                     written[dataset] += self._insert(family, columns, rank, rows)
                     progress(min(written.total(), total), total)
         self._finish(max(ranks))
-        self._database.execute("COMMIT")
         return written
 
     def _families(self, rank: int) -> Iterator[tuple[str, str, Sequence[str], Iterator[MsprobeCells]]]:
@@ -133,23 +124,11 @@ class _Database:
         return sorted(int(rank) for rank in rows["rank"].to_pylist())
 
     def _insert(self, family: str, columns: Sequence[str], rank: int, rows: MsprobeCells) -> int:
-        metric = self._tables.metric(family, columns)
-        targets = self._target_ids(rows, metric)
+        targets = self._target_ids(rows, self._tables.metric(family, columns))
         values = [_numbers(rows.columns[column]) for column in columns]
         steps = rows.step.to_pylist()
         self._range = (min(self._range[0], steps[0]), max(self._range[1], steps[-1]))
-        partitions = pc.divide(rows.step, self._steps).to_pylist()
-        start = 0
-        for end in [*(at for at in range(1, len(steps)) if partitions[at] != partitions[at - 1]), len(steps)]:
-            name = self._tables.partition(metric, steps[start], columns)
-            marks = ", ".join("?" * (3 + len(columns)))
-            piece = slice(start, end)
-            columns_of_piece = [steps[piece], targets[piece], *(value[piece] for value in values)]
-            self._database.executemany(
-                f"INSERT INTO {name} VALUES ({marks})",
-                ((rank, *row) for row in zip(*columns_of_piece, strict=True)),
-            )
-            start = end
+        self._tables.insert(family, columns, rank, steps, [targets, *values])
         return len(steps)
 
     def _target_ids(self, rows: MsprobeCells, metric: int) -> list[int]:
@@ -178,7 +157,7 @@ class _Database:
         partitions = self._tables.partitions
         for statement in trend_views({name: metric for name, metric in partitions.items() if trends[metric]}):
             self._database.execute(statement)
-        facts = {**_FACTS, "run": self._selection.run, "step_partition": str(self._steps)}
+        facts = {**_FACTS, "run": self._selection.run, "step_partition": str(self._selection.options.step_partition)}
         self._database.executemany("INSERT INTO export_facts VALUES (?, ?)", facts.items())
 
     def _tag(self) -> None:
@@ -196,17 +175,6 @@ class _Database:
 
 def _numbers(column: pa.StringArray) -> list[float | None]:
     return [None if value != value else value for value in pc.cast(column, pa.float64()).to_pylist()]  # noqa: PLR0124 - NaN
-
-
-def _require_own_export(target: Path) -> None:
-    """Raise ExportError if `target` exists and is not an earlier export."""
-    if not target.exists():
-        return
-    try:
-        with contextlib.closing(sqlite3.connect(f"{target.absolute().as_uri()}?mode=ro", uri=True)) as database:
-            database.execute("SELECT 1 FROM export_facts LIMIT 1")
-    except sqlite3.Error as error:
-        raise ExportError(f"{target} exists and is not an export of Rankscope: choose another name") from error
 
 
 EXPORT_FORMAT = Sqlite()

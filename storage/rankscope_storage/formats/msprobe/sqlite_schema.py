@@ -1,4 +1,4 @@
-"""SQL text of the tables of msprobe's database, in the layouts of two msprobe versions.
+"""Tables of msprobe's database, in the layouts of two msprobe versions, and the writing of a new database.
 
 The tables of targets (tensor names), of metrics, of tags and of `global_stats` are those of msprobe 26.2.0. As in
 msprobe 8.3.0, the statistics are in tables `metric_<id>_step_<first>_<last>` of `step_partition` steps each.
@@ -7,9 +7,13 @@ msprobe 8.3.0, the statistics are in tables `metric_<id>_step_<first>_<last>` of
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sqlite3
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from rankscope_storage.base.escaping import sql_identifier
 
@@ -67,6 +71,42 @@ and descriptions of the exported numbers.
 """
 
 
+class OtherFileError(Exception):
+    """Raised when a file exists that is no earlier database of the writer."""
+
+
+@contextlib.contextmanager
+def new_database(target: Path, tables: str, own_table: str) -> Iterator[sqlite3.Connection]:
+    """Yield the connection of a new database with `tables`, which gets the name `target` after the block.
+
+    An earlier database with this name is replaced. Raises OtherFileError if `target` exists and is no database with
+    the table `own_table`, and OSError or sqlite3.Error if the database cannot be written.
+    """
+    if target.exists() and not _has_table(target, own_table):
+        raise OtherFileError(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with contextlib.closing(sqlite3.connect(staged, isolation_level=None)) as database:
+            # The file is new and gets its name when it is whole: no journal is needed.
+            database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {tables} BEGIN;")
+            yield database
+            database.execute("COMMIT")
+        staged.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            staged.unlink()
+
+
+def _has_table(path: Path, table: str) -> bool:
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            database.execute(f"SELECT 1 FROM {table} LIMIT 1")
+    except sqlite3.Error:
+        return False
+    return True
+
+
 class MetricTables:
     """The metrics, targets and tables of a new database, which are written to it when they are first requested.
 
@@ -95,6 +135,21 @@ class MetricTables:
             row = (self.targets[target], *target)
             self._database.execute("INSERT INTO monitoring_targets VALUES (?, ?, ?, ?)", row)
         return self.targets[target]
+
+    def insert(
+        self, family: str, columns: Sequence[str], rank: int, steps: Sequence[int], values: Sequence[Sequence[Any]]
+    ) -> None:
+        """Insert rows of a family. `values` are their targets, and one list of numbers for each of `columns`.
+
+        The rows are sorted by step. A row replaces an earlier one of the same rank, step and target.
+        """
+        metric, marks = self.metric(family, columns), ", ".join("?" * (3 + len(columns)))
+        start = 0
+        for _, group in itertools.groupby(steps, key=lambda step: step // self._steps):
+            piece = slice(start, start := start + len(list(group)))
+            name = self.partition(metric, steps[piece.start], columns)
+            rows = zip(itertools.repeat(rank), steps[piece], *(column[piece] for column in values), strict=False)
+            self._database.executemany(f"INSERT OR REPLACE INTO {name} VALUES ({marks})", rows)
 
     def partition(self, metric: int, step: int, columns: Sequence[str]) -> str:
         """Return the name of the table that contains `step` of a metric with the statistics `columns`."""
