@@ -39,8 +39,7 @@ from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
 from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
-from rankscope_ingest.remote_write.outcomes import OUTCOME
-from rankscope_ingest.remote_write.senders import Senders, printable
+from rankscope_ingest.remote_write.senders import OUTCOME, Senders, printable
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS, REMOTE_WRITE_SAMPLES

@@ -1,18 +1,32 @@
 """Record the senders of remote write with refused requests: a sender drops refused samples, which are lost.
 
-The module logs one line per such sender, and lists the senders for the status page. It does no I/O apart from logging.
+The module logs one line per such sender, and lists the senders for the status page. Its middleware sees the final
+response, whichever part of the service refuses a request. A request can be refused before its handler runs, for example
+without a valid token, and a request to another path has no handler.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from http import HTTPStatus
+from typing import Any, Final
+
+from aiohttp import web
 
 from rankscope_contract.model.redaction import MAX_NAME, redacted_text
+from rankscope_contract.wire.channel import REMOTE_WRITE_PATH
+from rankscope_ingest.live.service_metrics import ServiceMetrics
+from rankscope_storage.base.service_catalogue import REMOTE_WRITE_REQUESTS
 
 log = logging.getLogger(__name__)
+
+OUTCOME: Final = "remote_write_outcome"
+"""Key of a request: the outcome that its handler has counted."""
+
+_VERSION: Final = "X-Prometheus-Remote-Write-Version"
+"""Header of all requests of Prometheus and vmagent. It identifies remote write that is sent to a wrong path."""
 
 FORGIVEN_SECONDS: Final = 60.0
 """A sender is listed if none of its requests was accepted in this time before a refused one.
@@ -156,3 +170,36 @@ def printable(text: str) -> str:
     """Return `text`, which is from a header, cut, and without secrets and characters that are not printable."""
     shown = redacted_text(text, MAX_NAME)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
+
+
+def recording(senders: Senders, counts: ServiceMetrics) -> Any:
+    """Return the outermost middleware of the service, which records accepted and refused remote write requests."""
+
+    @web.middleware
+    async def record(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        response = await handler(request)
+        if not _is_write(request):
+            return response
+        sender = request.remote or "unknown address", request.headers.get("User-Agent", "")
+        if response.status < 300:
+            senders.accepted(*sender)
+        elif response.status < 500 and request.transport is not None:  # None: the client has disconnected
+            if OUTCOME not in request:
+                counts.count(REMOTE_WRITE_REQUESTS, 1, "refused")
+            senders.refused(*sender, _reason(request, response))
+        return response
+
+    return record
+
+
+def _is_write(request: web.Request) -> bool:
+    return (request.method == "POST" and request.path == REMOTE_WRITE_PATH) or _VERSION in request.headers
+
+
+def _reason(request: web.Request, response: web.StreamResponse) -> str:
+    if request.path != REMOTE_WRITE_PATH:
+        return f"wrong path: send remote write to {REMOTE_WRITE_PATH}"  # the path of the request can contain a secret
+    kind = str(request.get(OUTCOME, HTTPStatus(response.status).phrase.lower())).replace("_", " ")
+    return f"{kind}: {response.text if isinstance(response, web.Response) else ''}"

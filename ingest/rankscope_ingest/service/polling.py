@@ -12,9 +12,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 
@@ -107,34 +107,6 @@ A rank rejects a request with this id, and its response contains the incarnation
 """
 
 
-async def watch(
-    static: StaticTarget,
-    fetcher: Fetcher,
-    accept: Callable[[Registration], Target],
-    *,
-    poll_seconds: float,
-) -> None:
-    """Poll the address of a static target, which is a rank with a configured address, until cancelled.
-
-    Pass each new process at the address to `accept`.
-    """
-    target: Target | None = None
-    while True:
-        if target is None or target.health in {Health.GONE, Health.FAILING}:
-            try:
-                incarnation = await incarnation_at(static, fetcher)
-                if target is None or target.incarnation != incarnation:
-                    target = accept(registration_of(static, incarnation))
-            except (FetchError, RegistrationError) as error:
-                log.info(
-                    "static target cannot be polled yet, retrying in %g s: %s",
-                    poll_seconds,
-                    error,
-                    extra={"target": static.url},
-                )
-        await asyncio.sleep(poll_seconds)
-
-
 async def incarnation_at(static: StaticTarget, fetcher: Fetcher) -> str:
     """Return the incarnation of the process at the configured address of a rank (a static target).
 
@@ -183,6 +155,7 @@ class Polling:
         self._config = config
         self._fetcher = fetcher
         self._monitor = monitor
+        self._static: dict[StaticTarget, Target] = {}  # the latest process at the address of each
         pace = Pace(
             poll_seconds=config.ingest.poll_seconds,
             max_backoff_seconds=config.ingest.max_backoff_seconds,
@@ -239,18 +212,30 @@ class Polling:
         """
         interval = self._config.ingest.poll_seconds
         jobs = [
-            Job(f"watching {static.url}", interval, functools.partial(self._watch, static), starts_immediately=True)
+            Job(f"watching {static.url}", interval, functools.partial(self._look_at, static), starts_immediately=True)
             for static in self._config.targets
         ]
         if self._config.spool.folders:
             jobs.append(Job("scanning for spools", self._config.spool.scan_seconds, self.spool_scanner.scan))
         return jobs
 
-    def _watch(self, static: StaticTarget) -> Coroutine[Any, Any, None]:
-        def accept(registration: Registration) -> Target:
-            return self.pollers.follow(self._monitor.accept(registration, ()).target)
-
-        return watch(static, self._fetcher, accept, poll_seconds=self._config.ingest.poll_seconds)
+    async def _look_at(self, static: StaticTarget) -> None:
+        """Register the process at the address of a static target, which is a rank with a configured address."""
+        target = self._static.get(static)
+        if target is not None and target.health not in {Health.GONE, Health.FAILING}:
+            return
+        try:
+            incarnation = await incarnation_at(static, self._fetcher)
+            if target is None or target.incarnation != incarnation:
+                accepted = self._monitor.accept(registration_of(static, incarnation), ())
+                self._static[static] = self.pollers.follow(accepted.target)
+        except (FetchError, RegistrationError) as error:
+            log.info(
+                "static target cannot be polled yet, retrying in %g s: %s",
+                self._config.ingest.poll_seconds,
+                error,
+                extra={"target": static.url},
+            )
 
     def _follow_now(self, target: Target) -> None:
         self.pollers.follow(target)

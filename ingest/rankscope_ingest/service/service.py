@@ -43,7 +43,7 @@ from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_ingest.remote_write.handler import answer
-from rankscope_ingest.remote_write.outcomes import recording
+from rankscope_ingest.remote_write.senders import recording
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Target
 from rankscope_ingest.runs.text import Place, title
