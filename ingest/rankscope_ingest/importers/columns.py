@@ -19,7 +19,7 @@ from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faul
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import canonical
-from rankscope_ingest.importers.common.log_records import read_log
+from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.values import plain, quantity, whole
 
 _TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
@@ -84,17 +84,15 @@ class Columns:
         yield from read_log(path, faults, _Rows(path, faults))
 
 
-class _Rows:
+class _Rows(LineParser):
     """The rows of one table, in order."""
 
     def __init__(self, path: Path, faults: Faults) -> None:
+        super().__init__(faults)
         self._name = path.stem
-        self.counts: dict[str, int] = {}
-        self._faults = faults
         self._layout: Layout | None = None
 
     def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
-        """Return the row on a line of the table, if there is one."""
         text = line.decode(errors="replace")
         if not _is_content(text, self._name):
             return ()
@@ -102,9 +100,9 @@ class _Rows:
             self._layout = layout_of(text, self._name)
             if self._layout is None or self._layout.has_heading:
                 return ()
-        row = None if self._faults.is_torn else row_of(text, self._layout)
+        row = None if self.faults.is_torn else row_of(text, self._layout)
         if row is None:
-            self._faults.add(
+            self.faults.add(
                 number,
                 f"the line does not have {len(self._layout.names)} columns with a step and another number, "
                 f"or it has no line end: {shown(line)}",

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.bars import Bars
+from rankscope_ingest.importers.common.forms import Match, Reading
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import canonical
-from rankscope_ingest.importers.common.log_records import read_log
+from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import has_values
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 from rankscope_ingest.importers.common.wrapped import opened, place_of, text_in
@@ -107,21 +108,28 @@ class JsonLines:
         yield from read_log(path, faults, _Objects(faults), max_bytes=MAX_LINE_BYTES)
 
 
-class _Objects:
+class _Objects(LineParser):
     """The objects on the lines of one log, in order."""
 
     def __init__(self, faults: Faults) -> None:
+        super().__init__(faults)
         self.counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
-        self._faults = faults
         self._first: Kind | None = None
         self._bars = Bars()
         self._text = Lines(faults)
 
+    def match(self, line: bytes) -> Match | None:
+        match = self.forms.match(line)
+        if match is None:
+            return None
+        kind, is_plain = match[0].effects
+        is_plain = is_plain and kind is self._first and (kind is not Kind.PRINTED or not self._bars.has_position)
+        return match if is_plain else None
+
     def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
-        """Return the objects on a line of the log."""
         if len(rows := rows_on(line)) > 1:
             return [document for row in rows for document in self.documents(number, row)]
-        kind, document = parse_line(line)
+        kind, document = self._parsed(line)
         if self._first is Kind.JSON is kind and document is not None:
             return self.opened(number, document)
         is_bar = kind in {Kind.NONE, Kind.PRINTED} and self._bars.see(line.decode(errors="replace"))
@@ -131,7 +139,7 @@ class _Objects:
         if document is None or (self._first is Kind.JSON and kind is not Kind.JSON):
             self.counts[Kind.OTHER_JSON if kind is Kind.OTHER_JSON else Kind.NONE] += 1
             if not is_bar:
-                self._faults.add(number, f"{_reason(kind, document)}: {shown(line)}")
+                self.faults.add(number, f"{_reason(kind, document)}: {shown(line)}")
             return ()
         found = self.opened(number, document)
         if self._first is None and any(map(_is_record, found)):
@@ -149,6 +157,23 @@ class _Objects:
         if not (found or is_driver):
             return (opened(document),)
         return [{**place_of(document), **each} for each in found]
+
+    def _parsed(self, line: bytes) -> Line:
+        if (match := self.forms.match(line)) is not None:
+            kind, _ = match[0].effects
+            return kind, match[0].values(match[1], {})
+        kind, document = parse_line(line)
+        if document is not None and b"\r" not in line:
+            self.forms.see(line, [_reading])
+        return kind, document
+
+
+def _reading(text: str) -> Reading | None:
+    """Return the reading of a line; its effects are the kind and whether the document is the record, unopened."""
+    kind, document = parse_line(text.encode())
+    if document is None:
+        return None
+    return Reading(document, (kind, text_in(document) is None and opened(document) is document))
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:

@@ -16,15 +16,17 @@ the loss of an evaluation. Other lines are counted, but not stored.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.bars import states
 from rankscope_ingest.importers.common.boxes import Boxes
+from rankscope_ingest.importers.common.forms import Match, Reading
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import (
@@ -35,7 +37,7 @@ from rankscope_ingest.importers.common.lines import (
     without_colours,
 )
 from rankscope_ingest.importers.common.log_names import canonical
-from rankscope_ingest.importers.common.log_records import read_log
+from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import Line, parse, records_on
 from rankscope_ingest.importers.common.sections import Sections
 from rankscope_ingest.importers.common.shapes import (
@@ -76,6 +78,7 @@ _TOTAL: Final = ("total", "num", "max")
 """Beginnings of the names of counters that are values of a block and not its place: `Total steps: 98304`."""
 _MOST_LINES: Final = 2_000
 _FEW_LINES: Final = 100
+_OTHER_COUNT: Final = 7_654_321  # no count of a log
 
 
 class TextLog:
@@ -126,7 +129,7 @@ class TextLog:
         yield from read_log(path, faults, Lines(faults))
 
 
-class Lines:
+class Lines(LineParser):
     """The lines of one text log, in order.
 
     A line of an epoch, such as `Epoch 2/10`, gives its epoch to the records after it that contain none. A line of
@@ -136,8 +139,8 @@ class Lines:
     """
 
     def __init__(self, faults: Faults) -> None:
+        super().__init__(faults)
         self.counts = {"other_lines": 0}
-        self._faults = faults
         self._patterns = [pattern_of(text) for text in faults.options.pattern]
         self._tables = Tables()
         self._boxes = Boxes()
@@ -149,8 +152,72 @@ class Lines:
         self._has_point = False
         self._form: tuple[tuple[str, ...], int] | None = None  # of the last record
 
+    def match(self, line: bytes) -> Match | None:
+        return None if self._heading or self.faults.is_torn else self.forms.match(line, self._context())
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        return {} if self._epoch is None else {EPOCH: self._epoch}
+
+    def after(self, match: Match, line: bytes, count: int) -> None:
+        form, texts = match
+        unkept, counters, is_of_training = form.effects
+        document = form.values(texts, self.given)
+        self.faults.unkept.update(dict.fromkeys(unkept, count))
+        self._counters = {name: document[name] for name in counters}
+        if is_of_training:
+            self._sections.counters = self._counters
+        self._form = _form_of(document, line.decode())
+
+    def _context(self) -> Hashable:
+        """Return the state on which the meaning of a line depends, besides its place, without a heading."""
+        is_shown = self._shown_epoch == self._epoch
+        has_place = self._epoch is None, bool(self._counters)
+        return has_place, is_shown, self._has_point, self._tables.names, self._boxes.context(), self._sections.context()
+
     def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
         """Return the records on a line of the file, of which a progress bar may have printed several."""
+        documents = self._parsed(number, line)
+        is_plain = len(documents) == 1 and not self._heading and not self._patterns
+        if is_plain and b"\r" not in line and b"\x1b" not in line:
+            here, elsewhere = (
+                lambda text, is_elsewhere=place: copy.copy(self).reading(text, is_elsewhere=is_elsewhere)
+                for place in (False, True)
+            )
+            self.forms.see(line, (here, elsewhere), self._context())
+        return documents
+
+    def reading(self, text: str, *, is_elsewhere: bool) -> Reading | None:
+        """Return the reading of a line here or, with `is_elsewhere`, at another place of the log; None if it has none.
+
+        This object must be a copy: it cannot be used after the call.
+        """
+        self.faults = Faults(options=self.faults.options)
+        self.counts = dict(self.counts)
+        self._tables, self._boxes = copy.copy(self._tables), copy.deepcopy(self._boxes)
+        self._sections = copy.copy(self._sections)
+        self._counters, self._sections.counters = dict(self._counters), dict(self._sections.counters)
+        if is_elsewhere:
+            is_shown = self._shown_epoch == self._epoch
+            self._counters = self._sections.counters = {"step": _OTHER_COUNT} if self._counters else {}
+            self._epoch = None if self._epoch is None else float(_OTHER_COUNT)
+            self._shown_epoch = self._epoch if is_shown else None
+        before, training = self._state(), self._sections.counters
+        documents = self._parsed(0, text.encode())
+        if self._state() != before or len(documents) != 1 or self.faults.count or "event" in documents[0]:
+            return None
+        counters = {name: documents[0].get(name) for name in self._counters}
+        is_of_training = self._sections.counters is not training
+        if counters != self._counters or (is_of_training and self._sections.counters != counters):
+            return None
+        effects = tuple(self.faults.unkept.elements()), tuple(counters), is_of_training
+        return Reading(documents[0], effects, self.given)
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return all state that a line of a learned form does not change."""
+        return self._context(), self._epoch, self._shown_epoch, dict(self.counts), self._heading
+
+    def _parsed(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
         found = []
         parts = [each for part in states(line.decode(errors="replace")) for each in records_on(part)]
         for place, part in enumerate(parts, 1):
@@ -159,9 +226,9 @@ class Lines:
             if record is None:
                 self.counts["other_lines"] += 1
                 continue
-            form = tuple(record), len(text.rstrip().rpartition(".")[2])
-            if self._faults.is_torn and place == len(parts) and form != self._form:
-                self._faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
+            form = _form_of(record, text)
+            if self.faults.is_torn and place == len(parts) and form != self._form:
+                self.faults.add(number, f"the last line has no line end and may be incomplete: {shown(line)}")
             else:
                 found.append(record)
             self._form = form
@@ -229,7 +296,7 @@ class Lines:
         if {"val loss", "train loss"} <= found.pairs.keys() and found.counters.keys() != {EPOCH}:
             # nanoGPT's estimate over both sets is another quantity than the loss of each step.
             found.pairs["train_loss_estimate"] = found.pairs.pop("train loss")
-        self._faults.unkept.update(found.rest)
+        self.faults.unkept.update(found.rest)
         return found.document()
 
     def _read_counters(self, found: Line, text: str) -> dict[str, Any] | None:
@@ -278,6 +345,11 @@ def nearest_miss(head: bytes) -> str | None:
 
 def _with_article(name: str) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _form_of(record: Mapping[str, Any], text: str) -> tuple[tuple[str, ...], int]:
+    """Return the names of a record and the number of decimals of the last number of its line."""
+    return tuple(record), len(text.rstrip().rpartition(".")[2])
 
 
 def _is_certain(line: Line) -> bool:

@@ -92,6 +92,11 @@ class Bars:
         self._of_training: tuple[str, str] | None = None
         self._used: int | None = None
 
+    @property
+    def has_position(self) -> bool:
+        """True if the log has shown a bar."""
+        return self._latest is not None
+
     def see(self, text: str) -> bool:
         """Store the positions of the bars in `text`. Return whether there is a bar."""
         if not has_bar(text):

@@ -31,6 +31,10 @@ class Boxes:
         self._section = ""
         self._box: dict[str, Any] = {}
 
+    def context(self) -> tuple[Any, ...]:
+        """Return the state on which the meaning of a line depends; the pairs of an open box are not compared."""
+        return self._heading, self._section, bool(self._box)
+
     def read(self, line: str) -> dict[str, Any] | None:
         """Return the record that ends with `line`, empty if none ends; None if `line` is not of a table."""
         text = line.strip()

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_ingest.base.tables import table_schema
+from rankscope_ingest.importers.common.row_layout import Rows, Series
 
 KEPT_FAULTS: Final = 20
 MAX_NAMES: Final = 1_000
@@ -287,12 +290,16 @@ class BlockBuilder:
         # A log repeats few names for many numbers: each combination is stored once.
         self._value_names.append(self._names.setdefault((name, unit, labels), len(self._names)))
 
-    def scalars(self, values: Sequence[float], series: Sequence[tuple[str, str | None, str | None]]) -> None:
-        """Add `values` to the current record. `series` has the name, the unit and the labels (JSON) of each value."""
-        names, record = self._names, len(self._records) - 1
-        self._values.extend(values)
-        self._value_records.extend([record] * len(values))
-        self._value_names.extend([names.setdefault(each, len(names)) for each in series])
+    def rows(self, rows: Rows, attempts: Sequence[int], series: Sequence[Series]) -> None:
+        """Add a record with its scalars for each of `rows`, which have values of the same series."""
+        count, first = len(rows), len(self._records)
+        origins = (None if ts is None else FROM_LOG for ts in rows.times)
+        self._records.extend(zip(rows.steps, rows.ranks, rows.times, origins, attempts, strict=True))
+        places = array("i", range(first, first + count))
+        for values, each in zip(rows.numbers, series, strict=True):
+            self._values.extend(values)
+            self._value_records.extend(places)
+            self._value_names.extend([self._names.setdefault(each, len(self._names))] * count)
 
     def event(
         self,
@@ -312,11 +319,11 @@ class BlockBuilder:
             return None
         tables = {}
         if self._values:
-            places = pa.array(self._value_names)
-            names = [
-                column.take(places).dictionary_encode() for column in _columns("scalars", _SCALAR_COLUMNS, self._names)
+            series = np.frombuffer(self._value_names, np.int32)
+            columns = [
+                pa.array(np.frombuffer(self._values)),
+                *(_coded(each, series) for each in zip(*self._names, strict=True)),
             ]
-            columns = [pa.array(self._values), *names]
             tables["scalars"] = self._table(self._value_records, ("value", *_SCALAR_COLUMNS), columns)
         if self._events:
             columns = _columns("events", _EVENT_COLUMNS, self._events)
@@ -328,7 +335,7 @@ class BlockBuilder:
 
     def _table(self, row_records: array[int], names: Sequence[str], columns: Sequence[Any]) -> pa.Table:
         places = pa.array(row_records, pa.int32())
-        common = [column.take(places) for column in _columns("scalars", _RECORD_COLUMNS, self._records)]
+        common = [_encoded(column).take(places) for column in _columns("scalars", _RECORD_COLUMNS, self._records)]
         return pa.table([places, *common, *columns], names=[RECORD_COLUMN, *_RECORD_COLUMNS, *names])
 
 
@@ -337,3 +344,14 @@ def _columns(dataset: str, names: Sequence[str], rows: Any) -> list[pa.Array]:
     return [
         pa.array(values, schema.field(name).type) for name, values in zip(names, zip(*rows, strict=True), strict=True)
     ]
+
+
+def _encoded(column: pa.Array) -> pa.Array:
+    return column.dictionary_encode() if pa.types.is_string(column.type) else column
+
+
+def _coded(texts: Sequence[str | None], places: npt.NDArray[np.int32]) -> pa.DictionaryArray:
+    """Return a dictionary-encoded column with the texts at `places`."""
+    distinct = list(dict.fromkeys(text for text in texts if text is not None))
+    codes = np.array([-1 if text is None else distinct.index(text) for text in texts], np.int32)[places]
+    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=codes < 0), pa.array(distinct, pa.string()))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
 from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
 from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
+from rankscope_ingest.importers.common.forms import Form, Forms, Match
 from rankscope_ingest.importers.common.importer import (
     FROM_LOG,
     SETTLED_SECONDS,
@@ -35,18 +36,39 @@ from rankscope_ingest.importers.common.objects import ObjectReader
 from rankscope_ingest.importers.common.records import Record
 from rankscope_ingest.importers.common.values import micros
 
+RUN_ROWS: Final = 4096
+"""Maximum number of rows that are added together."""
+
 MAX_WAITING: Final = 10_000
 """Maximum number of failures that wait for the decision. Twice this number is the maximum of objects and failures."""
 
 
-class LineParser(Protocol):
-    """Parses the lines of one log in order. Its attributes are all of its state between two lines."""
+class LineParser:
+    """Parses the lines of one log in order. Its attributes are all of its state between two lines.
 
-    counts: dict[str, int]
-    """Numbers of lines by kind, which are stored with the run."""
+    Only the learned forms of lines are no state: without them, a log is read in the same way, but slower.
+    """
 
-    def documents(self, number: int, line: bytes) -> Iterable[Mapping[str, Any]]:
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.forms = Forms()
+        self.counts: dict[str, int] = {}
+        """Numbers of lines by kind, which are stored with the run."""
+
+    def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
         """Return the objects on a line with its number, from 1. Unreadable lines are added to the faults of the log."""
+        raise NotImplementedError
+
+    def match(self, line: bytes) -> Match | None:
+        """Return the form of a line that has one object and no other effects than those of its form, or None."""
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The values in objects of learned forms that the lines do not contain."""
+        return {}
+
+    def after(self, match: Match, line: bytes, count: int) -> None:
+        """Take over the effects of `count` lines of a learned form. `line` is the last one, with the form `match`."""
 
 
 def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int = MAX_LINE_BYTES) -> Iterator[Imported]:
@@ -61,12 +83,19 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
     torn: Checkpoint | None = None
     for number, line in read_lines(path, faults, max_bytes=max_bytes, begin=(faults.read_bytes, faults.lines)):
         if faults.is_torn and records.is_final:
+            records.end_run()
             if block := builder.take():
                 yield block
             yield (torn := records.checkpoint(faults.line_start, number - 1))
-        records.line(number, line)
+        if not faults.is_torn and records.continues_run(line):
+            continue
+        match = records.parser.match(line)
+        if match is None or not records.begins_run(match, line):
+            records.end_run()
+            records.line(number, line, match)
         if builder.is_full and (block := builder.take()):
             yield block
+    records.end_run()
     records.decide()
     if torn is None or torn.lines < faults.lines - 1:
         if block := builder.take():
@@ -116,6 +145,9 @@ class _LogRecords:
         self._first_byte = 0  # position behind the line of the first row, or of an object before it
         self._is_decided = False
         self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
+        self._run: list[tuple[bytes, ...]] = []  # the texts in the slots of consecutive lines of the form `_form`
+        self._form: Form | None = None
+        self._run_end: bytes | None = None  # the last of these lines
 
     def begin(self, path: Path) -> None:
         """Read the next lines from the file at `path`."""
@@ -131,18 +163,66 @@ class _LogRecords:
         """Return the present state as that behind the first `lines` lines of the file, of `offset` bytes."""
         return Checkpoint(reader=self, offset=offset, lines=lines, is_final=self.is_final)
 
-    def line(self, number: int, line: bytes) -> None:
-        """Add the objects and the failures on the line `number`."""
+    def continues_run(self, line: bytes) -> bool:
+        """Return whether `line` has the form of the lines before it. If it has, it is added together with them."""
+        found = None if self._form is None else self._form.expression.fullmatch(line)
+        if found is None or len(self._run) >= RUN_ROWS:
+            return False
+        self._run.append(found.groups())
+        self._run_end = line
+        return True
+
+    def begins_run(self, match: Match, line: bytes) -> bool:
+        """Return whether `line` is a row of a known layout. If it is, it is added together with the lines after it.
+
+        `end_run` adds the rows of consecutive lines of one form.
+        """
+        self.end_run()
+        form, texts = match
+        is_bar = b"it/s" in line or b"s/it" in line  # the text of a failure may follow a progress bar on its line
+        if (
+            not self._is_decided
+            or self._held
+            or self.failures.ending
+            or (is_bar and self.failures.is_possible(line))
+            or self.objects.layouts.get(form) is None
+        ):
+            return False
+        self._form, self._run, self._run_end = form, [texts], line
+        return True
+
+    def end_run(self) -> None:
+        """Add the rows of the lines of which `begins_run` and `continues_run` have returned true."""
+        form, rows, line = self._form, self._run, self._run_end
+        self._form, self._run, self._run_end = None, [], None
+        if form is None or line is None:
+            return
+        given, layout = self.parser.given, self.objects.layouts.get(form)
+        columns = list(zip(*rows, strict=True))
+        if layout is None or not self.objects.add_rows(layout, columns, self.builder, given=given):
+            for row in rows:
+                self.objects.add(form.values(row, given), self.builder, form=form)
+        self.parser.after((form, rows[-1]), line, len(rows))
+
+    def line(self, number: int, line: bytes, match: Match | None) -> None:
+        """Add the objects and the failures on the line `number`; its form is known if `match` is not None."""
         if self._held:
             self._add_failures(self._held)  # another line follows, so the line before is complete
             self._held = []
+        form = None
+        if match is None:
+            documents = self.parser.documents(number, line)
+        else:
+            form, texts = match
+            documents = (form.values(texts, self.parser.given),)
+            self.parser.after(match, line, 1)
         has_objects = False
-        for document in self.parser.documents(number, line):
+        for document in documents:
             has_objects = True
             if not self._is_decided:
                 self._wait(number, document)
                 continue
-            self.objects.add(document, self.builder)
+            self.objects.add(document, self.builder, form=form)
             if self.objects.ambiguous or self.failures.ending:
                 self._added(number)
         # The text of a failure may follow a progress bar on its line.
@@ -209,7 +289,7 @@ class _LogRecords:
     def _added(self, number: int) -> None:
         if self.objects.ambiguous:
             self.objects.report_ambiguous(self._faults, number)
-        if self.failures.ending and self.objects.has_advanced:
+        if self.failures.ending and self.objects.progress.has_advanced:
             self.failures.record_seen()
 
     def _failures_on(self, line: bytes) -> Iterator[FailureLine]:

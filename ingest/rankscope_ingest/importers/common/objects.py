@@ -14,7 +14,8 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
@@ -24,6 +25,7 @@ from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.choices import LOSS, RANK, Choices, decide, is_training
 from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.failures import ENDS
+from rankscope_ingest.importers.common.forms import Form
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     BATCH,
@@ -31,8 +33,6 @@ from rankscope_ingest.importers.common.keys import (
     EVALUATION_SPLITS,
     Named,
     Names,
-    Shape,
-    Shapes,
     event_type,
     name_in_set,
     name_in_split,
@@ -41,6 +41,7 @@ from rankscope_ingest.importers.common.keys import (
 )
 from rankscope_ingest.importers.common.log_names import UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.records import Record, record_of
+from rankscope_ingest.importers.common.row_layout import Layouts, RowLayout, Rows, layout_of, of_document
 from rankscope_ingest.importers.common.step_streams import StepStreams
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
@@ -109,6 +110,53 @@ class StepCounter:
         self._last[record.stream] = record.counters
 
 
+class RunProgress:
+    """The last steps of a run, its planned steps, and the end that its log reports."""
+
+    def __init__(self) -> None:
+        self.planned_steps: int | None = None
+        self.last_step: int | None = None
+        self.end: str | None = None  # reason for the state completed
+        self.has_advanced = False
+        """True if the last object is a row of training, and its step is not that of the row of its rank before it.
+
+        A row of training without a step is one, too. Checkpoints, evaluations and summaries are none.
+        """
+        self.last_steps: dict[int | None, int | None] = {}  # per rank, the step of the last row of training
+
+    def step(self, step: int) -> None:
+        """Update the last step, and the end if it is the last planned one."""
+        self.last_step = step if self.last_step is None else max(step, self.last_step)
+        if self.planned_steps and step >= self.planned_steps:
+            self.end = self.end or f"the last planned step, {step}, was reached"
+
+    def row(self, rank: int | None, step: int | None) -> None:
+        """Set `has_advanced` for a row of training, after which an earlier end is none."""
+        self.has_advanced = step is None or self.last_steps.get(rank) != step
+        if self.has_advanced and not (self.planned_steps and step is not None and step >= self.planned_steps):
+            self.end = None  # training continued
+        self.last_steps[rank] = step
+
+    def rows(self, rows: Rows) -> None:
+        """Update the progress for rows of training, in order."""
+        ranks, steps, totals = rows.ranks, rows.steps, {*rows.planned}
+        planned = next(iter(totals)) or self.planned_steps
+        known = [step for step in steps if step is not None]
+        if len(totals) == len({*ranks}) == 1 and not self.end and known:
+            last = max(known)
+            if not planned or last < planned:  # no row is the end of the run: the last two rows suffice
+                self.planned_steps = planned
+                self.step(last)
+                self.last_steps[ranks[0]] = steps[-2] if len(steps) > 1 else self.last_steps.get(ranks[0])
+                self.row(ranks[0], steps[-1])
+                return
+        for rank, step, total in zip(ranks, steps, rows.planned, strict=True):
+            self.planned_steps = total or self.planned_steps
+            if step is not None:
+                self.step(step)
+            self.row(rank, step)
+
+
 MAX_KEYS: Final = 1000
 MAX_NAMES: Final = 1000
 """Number of different names of scalars that are stored of one log. Values of further names are counted."""
@@ -160,19 +208,11 @@ class ObjectReader:
         A message is removed when `report_ambiguous` has reported it.
         """
         self.config: Any = None
-        self.planned_steps: int | None = None
-        self.last_step: int | None = None
-        self.end: str | None = None  # reason for the state completed
-        self.has_advanced = False
-        """True if the last object is a row of training, and its step is not that of the row of its rank before it.
-
-        A row of training without a step is one, too. Checkpoints, evaluations and summaries are none.
-        """
+        self.progress = RunProgress()
         self._steps = StepCounter(choices, self.contradictions)
-        self._last_steps: dict[int | None, int | None] = {}  # per rank, the step of the last row of training
         self._names = Names()
         self._streams = StepStreams()
-        self._shapes = Shapes()
+        self.layouts = Layouts()
         self._unkept: Counter[str] = Counter() if unkept is None else unkept
         self._stored: set[str] = set()
         self._has_other_loss = False
@@ -186,21 +226,25 @@ class ObjectReader:
         *,
         attempt: int | None = None,
         record: Record | None = None,
+        form: Form | None = None,
     ) -> None:
         """Add the logged object `document` as one record to `builder`.
 
-        `record` has the values of `document`, if the caller knows them. If `attempt` is None, the attempt is derived
-        from the steps of the log. If the log has no steps, the step is the number of the record among the records of
-        its rank that contain a number.
+        `record` has the values of `document`, if the caller knows them, and `form` is the form of its line. If
+        `attempt` is None, the attempt is derived from the steps of the log. If the log has no steps, the step is the
+        number of the record among the records of its rank that contain a number.
         """
-        shape = self._shapes.of(document, self._names.version)
-        if shape is None or not self._add_plain(shape, tuple(document.values()), builder, attempt):
-            record = record or self.record(document)
-            if attempt is None and self._last_steps and _is_start(record.event or ""):
-                self._starts.append(record)
-                self.has_advanced = False
-            else:
-                self._add_any(record, builder, attempt)
+        kind = form or (tuple(document), tuple(map(type, document.values())))
+        layout = None if form else self.layouts.get(kind)
+        columns = [[value] for value in document.values()]
+        if layout is not None and self.add_rows(layout, columns, builder, attempt=attempt):
+            return
+        record = record or self.record(document)
+        if attempt is None and self.progress.last_steps and _is_start(record.event or ""):
+            self._starts.append(record)
+            self.progress.has_advanced = False
+        else:
+            self._add_any(record, builder, attempt, kind)
 
     def add_starts(self, builder: BlockBuilder, attempt: int | None = None) -> None:
         """Add the launches and loads that wait, by default to the attempt of the last record."""
@@ -208,28 +252,44 @@ class ObjectReader:
         for record in starts:
             self._add_any(record, builder, attempt)
 
-    def _add_plain(self, shape: Shape, values: Sequence[Any], builder: BlockBuilder, attempt: int | None) -> bool:
-        """Add a record of a known shape. Return False, and add nothing, if one of its values has another form."""
-        found, numbers = shape.place(values), shape.numbers_in(values)
-        if found is None or numbers is None:
+    def add_rows(
+        self,
+        layout: RowLayout,
+        columns: Sequence[Sequence[Any]],
+        builder: BlockBuilder,
+        *,
+        attempt: int | None = None,
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> bool:
+        """Add rows of training. Return False, and add none, if a value has another form than the layout.
+
+        `RowLayout.rows` describes `columns` and `given`.
+        """
+        if layout.step is None and self.progress.planned_steps:
+            return False  # the number of a record is not compared with the planned steps
+        try:
+            rows = layout.rows(columns, given)
+        except (ValueError, OverflowError):
             return False
-        step, planned, rank, ts = found
-        self.planned_steps = planned or self.planned_steps
-        if attempt is None:
-            epoch = None if shape.epoch is None else values[shape.epoch]
-            value = numbers[0] if numbers and shape.numbers[0][1] is None else None  # as in `_add_any`
-            attempt = self._streams.attempt(rank, step, epoch, value=value)
-        self.add_starts(builder, attempt)
-        if step is not None:
-            self._update_last_step(step)
-        self._see_row(rank, step)
-        builder.record(step=step, rank=rank, ts=ts, origin=FROM_LOG, attempt=attempt)
-        if shape.is_converted:
-            numbers = [alias.converted(value) for value, (alias, _) in zip(numbers, shape.names, strict=True)]
-        builder.scalars(numbers, shape.series)
+        if layout.step is None:
+            rows = self._numbered(rows)
+        attempts = [attempt] * len(rows) if attempt is not None else self._streams.attempts(rows)
+        self.add_starts(builder, attempts[0])
+        self.progress.rows(rows)
+        builder.rows(rows, attempts, layout.series)
         return True
 
-    def _add_any(self, record: Record, builder: BlockBuilder, attempt: int | None) -> None:
+    def _numbered(self, rows: Rows) -> Rows:
+        """Return `rows` with the numbers of the records of their rank as steps."""
+        steps = []
+        for rank in rows.ranks:
+            self._rows[rank] = self._rows.get(rank, 0) + 1
+            steps.append(self._rows[rank])
+        return dataclasses.replace(rows, steps=steps)
+
+    def _add_any(
+        self, record: Record, builder: BlockBuilder, attempt: int | None, kind: Hashable | None = None
+    ) -> None:
         document = record.document
         if record.undated and record.ts is None:
             self._take_time(record, record.undated)
@@ -242,9 +302,10 @@ class ObjectReader:
         is_aside = self.choices.has_training and not is_training(record)
         step = self._take_step(record, step_key)
         if step is None and not is_training(record) and record.is_row():
-            step = self._last_steps.get(record.rank)  # a summary of the steps before it
+            step = self.progress.last_steps.get(record.rank)  # a summary of the steps before it
         if step is None and self.choices.numbers_rows and record.is_row():
-            self.last_step = step = self._rows[record.rank] = self._rows.get(record.rank, 0) + 1
+            step = self._rows[record.rank] = self._rows.get(record.rank, 0) + 1
+            self.progress.last_step = max(step, self.progress.last_step or 0)
         if attempt is None:
             value = next((value for value in record.numbers.values() if isinstance(value, float)), None)
             # A row of an evaluation begins no attempt: its step may be that of a checkpoint, or an epoch.
@@ -253,14 +314,15 @@ class ObjectReader:
         self.add_starts(builder, attempt)
         ts = builder.last_ts if record.ts is None and record.event is not None else record.ts
         builder.record(step=step, rank=record.rank, ts=ts, origin=FROM_LOG, attempt=attempt)
-        self.has_advanced = False
+        self.progress.has_advanced = False
         if not is_aside and record.split not in EVALUATION_SPLITS and _LAST_ENTRY not in document and record.is_row():
-            self._see_row(record.rank, step)
+            self.progress.row(record.rank, step)
         if _LAST_ENTRY in document:
-            self.end = _REPORTED_END
+            self.progress.end = _REPORTED_END
         if record.event is not None:
             self._add_event(record.event, document, builder)
         added = self._add_numbers(record, builder)
+        self.layouts.names_changed(self._names.version)
         for key in record.omitted:
             if key in self.omitted or len(self.omitted) < MAX_KEYS:
                 self.omitted[key] = self.omitted.get(key, 0) + 1
@@ -279,19 +341,22 @@ class ObjectReader:
             or _UTILISATION in {named[0].name for _, named, _ in added}
             or _LAST_ENTRY in document
             or (self.choices.loss in document and bool(record.sets))
-            or step_key is None
+            or (step_key is None and not (self.choices.numbers_rows and is_training(record)))
         )
         if not is_special and record.event is None and record.split is None and len(record.counters) <= 1:
-            self._learn(record, step_key, added)
+            self._learn(record, step_key, added, kind)
 
-    def _learn(self, record: Record, step_key: str | None, added: list[_Added]) -> None:
-        """Store the shape of a record of training, so that further records of this shape are added faster."""
-        if not record.plans.keys() - {step_key}:
-            stored = []
-            for key, named, value in added:
-                copy = [(key, _as_loss(key, named), value)] if key == self.choices.loss else []
-                stored += [(key, named, value), *copy]
-            self._shapes.learn(record.document, step_key, stored, has_plan=self._steps.is_plan(step_key))
+    def _learn(self, record: Record, step_key: str | None, added: list[_Added], kind: Hashable) -> None:
+        """Store the layout of rows of training like `record`, so that further rows of this kind are added faster."""
+        if record.plans.keys() - {step_key}:
+            return
+        stored = []
+        for key, named, value in added:
+            copy = [(key, _as_loss(key, named), value)] if key == self.choices.loss else []
+            stored += [(key, named, value), *copy]
+        template = kind.document if isinstance(kind, Form) else of_document(record.document)
+        layout = layout_of(record.document, template, step_key, stored, has_plan=self._steps.is_plan(step_key))
+        self.layouts.learn(kind, layout)
 
     def _take_time(self, record: Record, text: str) -> None:
         """Store the time that `text` contains, or without a year the time since the first record."""
@@ -345,9 +410,9 @@ class ObjectReader:
             about["step"] = "number of the record"
         config = {"import": about, "log": self.config, **sections}
         return ImportedRun(
-            state=RunState.COMPLETED if self.end else None,
-            reason=self.end,
-            planned_steps=self.planned_steps,
+            state=RunState.COMPLETED if self.progress.end else None,
+            reason=self.progress.end,
+            planned_steps=self.progress.planned_steps,
             config=json_text(config, limit=4 * MAX_JSON),
         )
 
@@ -372,24 +437,12 @@ class ObjectReader:
             return None if chosen is None else record.counters[chosen]
         own = record.plans.get(chosen or "") if self._steps.is_plan(chosen) else None
         planned = own or next((total for key, total in record.plans.items() if key not in record.counters), None)
-        self.planned_steps = planned or self.planned_steps
+        self.progress.planned_steps = planned or self.progress.planned_steps
         if chosen is None:
             return None
         step = record.counters[chosen]
-        self._update_last_step(step)
+        self.progress.step(step)
         return step
-
-    def _see_row(self, rank: int | None, step: int | None) -> None:
-        """Set `has_advanced` for a row of training, after which an earlier end is none."""
-        self.has_advanced = step is None or self._last_steps.get(rank) != step
-        if self.has_advanced and not (self.planned_steps and step is not None and step >= self.planned_steps):
-            self.end = None  # training continued
-        self._last_steps[rank] = step
-
-    def _update_last_step(self, step: int) -> None:
-        self.last_step = step if self.last_step is None else max(step, self.last_step)
-        if self.planned_steps and step >= self.planned_steps:
-            self.end = self.end or f"the last planned step, {step}, was reached"
 
     def _add_numbers(self, record: Record, builder: BlockBuilder) -> list[_Added]:
         """Add all numbers of `record`, including numbers in text, as scalars. Return them."""
@@ -450,8 +503,8 @@ class ObjectReader:
         found = event_type(name)
         details = {key: value for key, value in document.items() if number(value) is None and value is not None}
         if found == EventType.EXIT:
-            self.end = _REPORTED_END
-            details = {"reason": ExitReason.COMPLETED, "last_step": self.last_step, **details}
+            self.progress.end = _REPORTED_END
+            details = {"reason": ExitReason.COMPLETED, "last_step": self.progress.last_step, **details}
         severity = Severity.CRITICAL if found == EventType.ERROR else Severity.INFO
         builder.event(found, severity, redacted_text(name), json_text(details))
 

@@ -38,10 +38,15 @@ class Sections:
     """
 
     def __init__(self) -> None:
+        self.counters: dict[str, Any] = {}
+        """The counters of the last row of training."""
         self._split: str | None = None
-        self._counters: dict[str, Any] = {}  # of the last row of training
         self._has_training_headings = False
         self._is_checked = False
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the state on which the meaning of a row depends, besides the counters of the row before it."""
+        return self._split, bool(self.counters), self._has_training_headings, self._is_checked
 
     def begin(self, text: str) -> bool:
         """Begin the part of which `text` is the heading; return False if `text` is no heading."""
@@ -54,7 +59,7 @@ class Sections:
         self._split = None
         if parts <= _TRAINING:
             self._has_training_headings = True
-        elif self._counters:
+        elif self.counters:
             self._split = "test" if parts & _TEST else "eval"
             self._is_checked = False
         return True
@@ -72,9 +77,9 @@ class Sections:
             self._split = None
         if self._split is not None and "split" not in line.prefix:
             line.prefix["split"] = self._split
-            line.counters = dict(self._counters)
+            line.counters = dict(self.counters)
         elif "split" not in line.prefix and line.counters:
-            self._counters = line.counters
+            self.counters = line.counters
 
     def _is_training(self, line: Line, *, has_counters: bool) -> bool:
         if any(canonical(name).name in _OF_TRAINING for name in line.pairs):
@@ -84,7 +89,7 @@ class Sections:
         self._is_checked = True
         return any(
             _count(line.counters[key]) > _count(before)
-            for key, before in self._counters.items()
+            for key, before in self.counters.items()
             if key in line.counters and key != EPOCH
         )
 

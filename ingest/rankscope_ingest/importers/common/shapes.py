@@ -114,7 +114,8 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self.names: tuple[str, ...] = ()
+        """The names of the cells of the current table."""
 
     def row(self, line: str, counters: Mapping[str, Any]) -> str | None:
         """Return a row of the current table with the names of its cells; None if `line` is no row.
@@ -124,28 +125,28 @@ class Tables:
         if _HEADING.match(line):
             self._begin(_BAR_BEHIND.sub("", line))
             return None
-        if not self._names:
+        if not self.names:
             return None
         bar = _BAR_BEHIND.search(line)
         if bar and bar["percent"] != "100":
             return None
         cells = _BAR_BEHIND.sub("", line).split()
-        if len(cells) != len(self._names):
+        if len(cells) != len(self.names):
             return None
-        is_summary = self._names[0].lower() == "class"
+        is_summary = self.names[0].lower() == "class"
         values = cells[1:] if is_summary else cells
         if (is_summary and cells[0] != _OF_ALL) or not all(map(_CELL.fullmatch, values)):
             return None
         if is_summary:
             known = "".join(f"{name} {int(v) if name == EPOCH else v} " for name, v in counters.items())
-            return f"{EVALUATION_MARK}{known}| " + _listed(self._names[1:], values)
-        return f"{self._names[0]} {values[0]} | " + _listed(self._names[1:], values[1:])
+            return f"{EVALUATION_MARK}{known}| " + _listed(self.names[1:], values)
+        return f"{self.names[0]} {values[0]} | " + _listed(self.names[1:], values[1:])
 
     def _begin(self, heading: str) -> None:
         """Begin the table with this heading. In `Box(P  R  mAP50)`, the cells are named Box/P, Box/R and Box/mAP50."""
         parts = _COLUMNS.split(heading.lstrip("# ").rstrip())
         cells = parts if len(parts) >= _FEWEST_CELLS else heading.lstrip("# ").split()
-        self._names = []
+        self.names = ()
         group = ""
         if len(cells) < _FEWEST_CELLS or not all(map(_HEADING_CELL.fullmatch, cells)):
             return
@@ -153,7 +154,7 @@ class Tables:
             before, bracket, name = cell.partition("(")
             group = f"{before}/" if bracket else group
             name = (name if bracket else cell).rstrip("):")
-            self._names.append(f"{group}{_SHORT_NAMES.get(name, name)}")
+            self.names += (f"{group}{_SHORT_NAMES.get(name, name)}",)
 
 
 def _listed(names: Iterable[str], values: Iterable[str]) -> str:

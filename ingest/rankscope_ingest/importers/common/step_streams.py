@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from rankscope_ingest.importers.common.row_layout import Rows
+
 _ALIVE_RECORDS: Final = 4
 """A stream of ascending steps ends when this number of consecutive records did not belong to it."""
 
@@ -172,3 +174,19 @@ class StepStreams:
         if streams is None:
             streams = self._ranks[rank] = _RankStreams()
         return streams.attempt(step, epoch, writer, value)
+
+    def attempts(self, rows: Rows) -> list[int]:
+        """Return the attempts of the next records, which have no writer."""
+        count, steps = len(rows), rows.steps
+        streams = self._ranks.get(rows.ranks[0])
+        only = streams.alive[0] if streams is not None and len(streams.alive) == 1 else None
+        if streams is None or only is None or only.interval is None or len({*rows.ranks}) > 1:
+            return [*map(self.attempt, rows.ranks, rows.steps, rows.epochs, [None] * count, rows.firsts)]
+        first, interval = only.last + only.interval, only.interval
+        if steps != [*range(first, first + count * interval, interval)]:
+            return [*map(self.attempt, rows.ranks, rows.steps, rows.epochs, [None] * count, rows.firsts)]
+        streams.records += count  # the only stream continues
+        streams.interval = interval
+        only.last, only.written, only.value = first + (count - 1) * interval, streams.records, rows.firsts[-1]
+        only.epoch = only.epoch if rows.epochs[-1] is None else rows.epochs[-1]
+        return [only.attempt] * count
