@@ -41,12 +41,11 @@ from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import Line, parse, records_on
 from rankscope_ingest.importers.common.sections import Sections
 from rankscope_ingest.importers.common.shapes import (
-    EVALUATION_MARK,
     Tables,
     in_english,
+    line_of,
     match_of,
     pattern_of,
-    rewritten,
 )
 
 MAX_LINE_CHARACTERS: Final = 8192
@@ -243,7 +242,7 @@ class Lines(LineParser):
         line = line if line.isascii() else in_english(line)
         for pattern in self._patterns:
             if found := pattern.search(line):
-                return self._read(rewritten(found, self._counters), is_certain=True)
+                return self._take(line_of(found, self._counters), line.strip(), is_certain=True)
         if (record := self._read(line)) is None and (text := self._tables.row(line, self._counters)) is not None:
             return self._read(text)
         return record or self._of_tool(line.strip())
@@ -259,30 +258,37 @@ class Lines(LineParser):
         found = match_of(text)
         if found is None:
             return None
-        line = rewritten(found, self._counters)
-        if found.groupdict() or self._epoch is None:
-            return self._read(line)
-        # Keras prints a line below the heading of each epoch; a further line is `Model.evaluate`.
-        if self._shown_epoch == self._epoch and "val_" not in line:
-            return self._read(f"{EVALUATION_MARK}epoch {int(self._epoch)} {line}")
-        self._shown_epoch = self._epoch
-        return self._read(line)
+        line = line_of(found, self._counters)
+        if not found.groupdict() and self._epoch is not None:
+            # Keras prints a line below the heading of each epoch; a further line is `Model.evaluate`.
+            if self._shown_epoch == self._epoch and not any(name.startswith("val_") for name in line.pairs):
+                line.prefix["split"], line.counters = "eval", {EPOCH: self._epoch}
+            self._shown_epoch = self._epoch
+        return self._take(line, text)
 
-    def _read(self, line: str, *, is_certain: bool = False) -> dict[str, Any] | None:
-        """Return the record on a line of counters and pairs; with `is_certain`, also if it has no counter."""
+    def _read(self, line: str) -> dict[str, Any] | None:
+        """Return the record on a line of counters and pairs."""
         text = line.strip()
         is_below = self._heading is not None and line[0].isspace()
         text = _SET.sub("", text) if is_below else text
         if self._sections.begin(text):
             return None
-        if not (is_below or is_certain) and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
+        if not is_below and not _COUNTED.search(text) and not (self._counters and _ALONE.search(text)):
             return None
         found = parse(text)
+        if found.pairs and not found.counters and match_of(text):
+            return None
+        return self._take(found, text, is_below=is_below)
+
+    def _take(
+        self, found: Line, text: str, *, is_below: bool = False, is_certain: bool = False
+    ) -> dict[str, Any] | None:
+        """Return the record on a line of the file; with `is_certain`, also if it has no counter."""
         if not found.pairs:
             return self._read_counters(found, text)
         if has_counters := bool(found.counters):
             self._counters, self._heading = found.counters, None
-        elif self._counters and not found.has_words and (is_below or _is_certain(found)) and not match_of(text):
+        elif self._counters and not found.has_words and (is_below or _is_certain(found)):
             found.counters = dict(self._counters)
             found.prefix = {**(self._heading.prefix if self._heading else {}), **found.prefix}
         elif not is_certain:
@@ -309,7 +315,7 @@ class Lines(LineParser):
             values = {name.replace("_", " "): value for name, value in found.counters.items()}  # and no plan
             return {**self._heading.prefix, **self._heading.counters, **values}
         has_plan = any(isinstance(count, str) for count in found.counters.values())
-        is_heading = (has_plan and len(text) <= _HEADING_CHARACTERS) or text.startswith(EVALUATION_MARK)
+        is_heading = (has_plan and len(text) <= _HEADING_CHARACTERS) or "split" in found.prefix
         if found.counters and (is_heading or not found.has_words):
             self._heading, self._counters = found, dict(found.counters)
         return None

@@ -16,7 +16,7 @@ from rankscope_ingest.importers.common.choices import AVERAGE
 from rankscope_ingest.importers.common.keys import BATCH, COUNTER_NAME, EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import prefix_fields
 from rankscope_ingest.importers.common.log_names import UNITS, canonical, is_known
-from rankscope_ingest.importers.common.values import MULTIPLES, NUMBER, plain
+from rankscope_ingest.importers.common.values import MULTIPLES, NUMBER, plain, quantity
 
 _COUNT: Final = r"(?:\d{1,3}(?:,\d{3})+|\d{1,15})"
 
@@ -378,6 +378,15 @@ def _with_unit(name: str, value: str, unit: str) -> tuple[str, str]:
     the name, in parentheses.
     """
     return (name, f"{value}{unit}") if unit in MULTIPLES or canonical(name).unit else (f"{name} ({unit})", value)
+
+
+def named_value(name: str, text: str) -> tuple[str, Any]:
+    """Return name and value of a quantity whose value is `text`, with its unit in the place of `_with_unit`."""
+    found = quantity(text)
+    if found is None or found[1] is None:
+        return name, plain(text)
+    name, value = _with_unit(name, text.strip().removesuffix(found[1]).rstrip(), found[1])
+    return name, plain(value)
 
 
 def _add_value(found: re.Match[str], line: Line) -> str:

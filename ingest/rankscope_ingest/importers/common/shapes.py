@@ -1,8 +1,8 @@
-"""Rewrite lines that name their numbers by position, so that the grammar of names and values can read them.
+"""Read lines that name their numbers by position: patterns, tables within a text, and lines with Chinese words.
 
-A shape is a pattern of a tool or one `--pattern` of the user: a regular expression whose named groups are the counters
-`epoch`, `step` (of `total`) and `batch` (of `batches`), and the quantities on a line. Tables within a text, and Chinese
-words, are rewritten in the same way.
+A pattern of a tool, or one `--pattern` of the user, is a regular expression whose named groups are the counters
+`epoch`, `step` (of `total`) and `batch` (of `batches`), and the quantities on a line. Rows of tables and Chinese words
+are rewritten, so that the grammar of names and values can read them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.keys import EPOCH
-from rankscope_ingest.importers.common.values import NUMBER
+from rankscope_ingest.importers.common.keys import BATCH, EPOCH
+from rankscope_ingest.importers.common.pairs import Line, named_value, parse
+from rankscope_ingest.importers.common.values import NUMBER, whole
 
 EVALUATION: Final = "evaluation"
 """Name of a group that begins an evaluation, which has the counters of the record before it."""
@@ -21,12 +22,8 @@ EVALUATION: Final = "evaluation"
 EVALUATION_MARK: Final = "[eval] "
 """The beginning of a rewritten line of an evaluation."""
 
-_COUNTERS: Final = {
-    "epoch": ("epoch {}/{} ", "epoch {} "),
-    "step": ("step {}/{} ", "step {} "),
-    "batch": ("[{}/{}] ", "batch {} | "),
-}
 _PLANS: Final = {"step": "total", "batch": "batches", "epoch": "epochs"}
+_COUNTERS: Final = {*_PLANS, *_PLANS.values()}
 
 # Logs of these tools are in `docs/tools.toml`. "^" is matched: a search would try each position of the text.
 _PATTERNS: Final = (
@@ -68,28 +65,30 @@ def pattern_of(text: str) -> re.Pattern[str]:
         pattern = re.compile(text)
     except re.error as error:
         raise IngestError(f"--pattern {text!r} is no regular expression: {error}") from error
-    if not pattern.groupindex.keys() - _COUNTERS.keys() - set(_PLANS.values()):
+    if not pattern.groupindex.keys() - _COUNTERS:
         raise IngestError(f"--pattern {text!r} names no quantity: add a group such as `(?P<loss>[0-9.]+)`")
     return pattern
 
 
-def rewritten(found: re.Match[str], counters: Mapping[str, Any]) -> str:
-    """Return a line with the names of the groups of `found`; `counters` are those of the record before it.
+def line_of(found: re.Match[str], counters: Mapping[str, Any]) -> Line:
+    """Return the counters and the quantities in the groups of `found` and in the text around it.
 
-    Two underscores in the name of a group become a slash.
+    `counters` are those of the record before the line. Two underscores in the name of a group become a slash.
     """
     groups = {name: value for name, value in found.groupdict().items() if value is not None}
-    text = ""
-    if EVALUATION in groups:
-        del groups[EVALUATION]
-        text = EVALUATION_MARK + "".join(f"{name} {int(v) if name == EPOCH else v} " for name, v in counters.items())
-    for name, (form, form_without_plan) in _COUNTERS.items():
-        if (count := groups.pop(name, None)) is not None:
-            total = groups.pop(_PLANS[name], None)
-            text += form.format(count, total) if total else form_without_plan.format(count)
-    text += "".join(f"| {name.replace('__', '/')}: {value} " for name, value in groups.items())
-    before, after = found.string[: found.start()], found.string[found.end() :]
-    return f"{before}{text}| {after}" if after.strip() else f"{before}{text}"
+    line = parse(f"{found.string[: found.start()]}| {found.string[found.end() :]}".strip())
+    if groups.pop(EVALUATION, None):
+        line.prefix["split"] = "eval"
+        line.counters = {**counters, **line.counters}
+    for name, plan in _PLANS.items():
+        count, total = (whole(groups.pop(group, "")) for group in (name, plan))
+        if count is not None and name == EPOCH:
+            line.counters[EPOCH] = float(count)
+        elif count is not None:
+            line.counters[BATCH if name == "batch" else name] = f"{count}/{total}" if total else count
+    line.has_point |= any("." in text for text in groups.values())
+    line.pairs = dict(named_value(name.replace("__", "/"), text) for name, text in groups.items()) | line.pairs
+    return line
 
 
 _HEADING: Final = re.compile(
