@@ -104,7 +104,9 @@ def _collect(
     try:
         supervisor.start()
         for program in programs(options, state):
-            console.print(f"{program.name:<14}{program.url}  (log: {state.log(program.name)})", markup=False)
+            console.print(
+                f"{program.name:<14}{program.url}  (log: {state.log(program.name)})", markup=False, soft_wrap=True
+            )
         url = options.service.url(options.ports[SERVICE])
         console.print(f"{'page':<14}{url}/runs/{RUN}  (live until the demo ends)")
         _train(command, folder, url, receiver, console)
