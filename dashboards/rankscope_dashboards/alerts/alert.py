@@ -89,7 +89,7 @@ class Alert:
 
     - `severity`, `rule`: values of these labels. The default of `rule` is the name of the alert. None: the series that
       `expression` returns have the label, or the alert is not about a run and has no label `rule`.
-    - `runbook`: the heading on the runbooks page, or a complete URL.
+    - `runbook`: the heading on the runbooks page, or a complete URL. The default is the name of the alert.
     - `hold_for`: the time for which the condition must hold before the alert fires.
     - `panel`: the panel that shows the condition.
     - `is_detail`: another alert notifies about the incident to which this alert belongs.
@@ -102,7 +102,7 @@ class Alert:
     summary: str
     description: str
     severity: str | None
-    runbook: str
+    runbook: str = ""
     rule: str | None = ""
     labels: dict[str, str] = field(default_factory=dict)
     hold_for: str | None = None
@@ -122,7 +122,8 @@ class Alert:
 
         `runbooks` is the address of the runbooks page. There is no `runbook_url` unless it is absolute.
         """
-        link = self.runbook if "://" in self.runbook else f"{runbooks}#{self.runbook.lower()}"
+        runbook = self.runbook or self.name
+        link = runbook if "://" in runbook else f"{runbooks}#{runbook.lower()}"
         texts = {"summary": guarded(self.summary), "description": guarded(self.description)}
         return texts | ({"runbook_url": link} if "://" in link else {})
 

@@ -107,7 +107,6 @@ def rule_disagreement(rule: AnomalyRule) -> Alert:
         description="The rank and Prometheus evaluated the rule on the same scrape, with different results. Usual "
         "cause: the rank is configured with other rules than the rule file was generated for.",
         severity=Severity.WARNING,
-        runbook="RuleDisagreement",
         labels={"judged_by": rule.name},
         keep_firing_for="5m",
         panel=ANOMALIES,

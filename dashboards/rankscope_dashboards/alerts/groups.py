@@ -57,7 +57,6 @@ def _run_failed() -> Alert:
         description="A rank ended with an exception, or stopped responding without an exit event. "
         "`rankscope summary {{ $labels.run }}` shows the rank and the reason.",
         severity=Severity.CRITICAL,
-        runbook="RunFailed",
     )
 
 
@@ -72,7 +71,6 @@ def _run_stalled() -> Alert:
         "Likely causes: a collective or a data loader that waits forever. "
         "`rankscope stacks {{ $labels.run }}` shows the stack of each rank.",
         severity=Severity.CRITICAL,
-        runbook="RunStalled",
     )
 
 
@@ -84,7 +82,6 @@ def _rank_gone() -> Alert:
         description="The service receives no heartbeat and no response from the rank. Likely causes: process killed, "
         'out of memory, host down, network down. The run has the state "failed" until the rank responds again.',
         severity=Severity.WARNING,
-        runbook="RankGone",
         panel=RANKS_UP,
     )
 
@@ -97,7 +94,6 @@ def _ingest_losing() -> Alert:
         description="Records of ranks were overwritten, or lost with their process, before the service read them. The "
         "history in the store has a gap. Training is not affected.",
         severity=Severity.WARNING,
-        runbook="IngestLosing",
         panel=LOST_DATA,
     )
 
@@ -114,7 +110,6 @@ def _service_down() -> Alert:
         description="Until the service responds again, no step is stored and no alert on runs can fire. Ranks keep "
         "records in their rings and spools as far as these have capacity. Training continues.",
         severity=Severity.CRITICAL,
-        runbook="ServiceDown",
         rule=None,  # the alert is about no run: a route for runs or rules must not receive it
         hold_for=SERVICE_DOWN_FOR,
         panel=LAST_COMMIT,
@@ -144,7 +139,6 @@ def _xid() -> Alert:
         summary=f"critical driver error (XID) on {_GPU_TEXT}",
         description="The event of type `xid` in the store contains the XID number and its meaning.",
         severity=Severity.CRITICAL,
-        runbook="GpuXid",
         panel=GPU_ERRORS,
     )
 
@@ -156,7 +150,6 @@ def _uncorrected() -> Alert:
         summary=f"uncorrectable memory error on {_GPU_TEXT}",
         description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
         severity=Severity.CRITICAL,
-        runbook="GpuEccUncorrected",
         panel=GPU_ERRORS,
     )
 
@@ -169,7 +162,6 @@ def _throttled() -> Alert:
         summary=f"{_GPU_TEXT} is throttled by heat or power supply",
         description=f"The GPU has reduced its clock rates for {THROTTLED_FOR}. One slow rank delays all other ranks.",
         severity=Severity.WARNING,
-        runbook="GpuThrottled",
         hold_for=THROTTLED_FOR,
         panel=THROTTLED_GPUS,
     )

@@ -53,7 +53,6 @@ def _incident(window: str) -> Alert:
         description="This is the first firing of the incident, in causal order over all ranks. "
         "`rankscope anomalies RUN` lists the others.",
         severity=None,
-        runbook="AnomalyIncident",
         rule=None,
         panel=ANOMALIES,
     )
@@ -72,7 +71,6 @@ def _without_service(window: str) -> Alert:
         description="The pages of the ranks show the firing. No service has the records of this run, so that the first "
         "tensor and its rank are unknown.",
         severity=Severity.CRITICAL,
-        runbook="AnomalyWithoutService",
         rule=None,
         hold_for=UNREPORTED_FOR,
         panel=ANOMALIES,

@@ -52,7 +52,6 @@ def _comparison_alert() -> Alert:
         description="Tensors that must be bit-identical on these ranks have different hashes at the same step. "
         + _COMMANDS,
         severity=Severity.CRITICAL,
-        runbook=REPLICA_DESYNC,
         keep_firing_for="1m",  # the hashes are not comparable while one rank already exports the next step
         panel=REPLICAS,
         is_detail=True,

@@ -92,7 +92,6 @@ def _unreachable() -> Alert:
         description="Until Grafana can query Prometheus again, it sends no alert on runs, ranks or the service. "
         "Training and the service continue.",
         severity=Severity.CRITICAL,
-        runbook="DatasourceUnreachable",
         rule=None,  # the alert is about no run: a route for runs or rules must not receive it
         hold_for=UNREACHABLE_FOR,
         panel=LAST_COMMIT,
