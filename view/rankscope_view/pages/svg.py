@@ -30,13 +30,17 @@ def sparkline(line: Sparkline) -> Markup:
 
     A value between two others that are not finite is a dot.
     """
-    places, values = np.array(line.points or [(0, math.nan)], float).T
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    x = 2 + places * ((_WIDTH - 4) / max(1, line.places - 1))
-    parts = _parts(x, 3 + (high - values) * ((_HEIGHT - 6) / ((high - low) or 1.0)))
-    bars = x[~np.isfinite(values)].tolist() if line.points else []
-    marks = "".join(f'<rect class="nan" x="{x - 1.5:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>' for x in bars)
+    finite = [value for _, value in line.points if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    across, down = (_WIDTH - 4) / max(1, line.places - 1), (_HEIGHT - 6) / ((high - low) or 1.0)
+    parts: list[list[Point]] = [[]]
+    marks = ""
+    for place, value in line.points:
+        if math.isfinite(value):
+            parts[-1].append((2 + place * across, 3 + (high - value) * down))
+        else:
+            marks += f'<rect class="nan" x="{0.5 + place * across:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>'
+            parts.append([])
     dots = _path(part for part in parts if len(part) == 1)
     return Markup(
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
@@ -55,11 +59,12 @@ def _parts(x: Floats, y: Floats) -> list[list[Point]]:
 def _path(parts: Iterable[Sequence[Point]]) -> str:
     """Return the path of several lines. A line of one point is drawn as a dot."""
     found = []
-    for (x, y), *others in parts:
-        if others:
-            found.append("L".join([f"M{x:.1f} {y:.1f}", *[f"{x:.1f} {y:.1f}" for x, y in others]]))
-        else:
+    for part in parts:
+        if len(part) == 1:
+            x, y = part[0]
             found.append(f"M{x - 0.5:.1f} {y:.1f}h1")
+        elif part:
+            found.append("M" + "L".join([f"{x:.1f} {y:.1f}" for x, y in part]))
     return "".join(found)
 
 
