@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.shell.errors import CommandError
+from rankscope_contract.wire.spool import write_whole
 
 DEFAULT: Final = "rankscope-live"
 _NOTES: Final = "live.json"
@@ -69,11 +70,11 @@ class StateDir:
     def write(self, files: Mapping[str, str]) -> None:
         """Write generated configuration files atomically; only the owner can read them."""
         for name, text in files.items():
-            _replace(self.config(name), text)
+            write_whole(self.config(name), text)
 
     def save_notes(self, notes: Mapping[str, Any]) -> None:
         """Save ports and URLs for the next start and for `rankscope doctor`."""
-        _replace(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
+        write_whole(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
 
     def load_notes(self) -> dict[str, Any]:
         """Return the saved ports and URLs; an empty dict if the file that contains them is missing or invalid."""
@@ -102,11 +103,3 @@ class StateDir:
             lock.write(f"process {os.getpid()}")
             lock.flush()
             yield
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_name(f".{path.name}.new")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    fresh.replace(path)
