@@ -35,14 +35,19 @@ from rankscope_ingest.importers.common.importer import (
     Faults,
     Imported,
     ImportedBlock,
-    ImportedRecord,
     ImportedRun,
     Importer,
     Options,
 )
 from rankscope_ingest.importers.common.lines import open_log, readable, refuse_binary, skip_hole
 from rankscope_ingest.importers.common.live_run import is_live, live_runs
-from rankscope_ingest.importers.common.log_identity import KnownImport, known_imports, known_imports_of, stream_of
+from rankscope_ingest.importers.common.log_identity import (
+    KnownImport,
+    is_shorter,
+    known_imports,
+    known_imports_of,
+    stream_of,
+)
 from rankscope_ingest.importers.common.report import ImportReport
 from rankscope_ingest.importers.common.rules import IMPORT_RULES
 from rankscope_ingest.importers.common.runner import (
@@ -101,7 +106,8 @@ def replaceable(
         )
     faults = Faults(options=options)
     sources, records = _content(path, importer, faults)
-    if not records or source.behind is not None or _is_shorter(path, before, records):
+    has_fewer = is_shorter(path, before) if before.marks else records < before.records  # of a folder
+    if not records or source.behind is not None or has_fewer:
         raise IngestError(
             f"{path} has fewer records than its last import into the run {run!r} has read: --reimport would lose them"
         )
@@ -122,20 +128,10 @@ def _content(path: Path, importer: Importer, faults: Faults) -> tuple[set[str], 
     records = 0
     with errors_about(path), readable(path):
         for item in importer.read(path, faults):
-            if isinstance(item, ImportedBlock | ImportedRecord):
+            if isinstance(item, ImportedBlock):
                 sources.add(item.source)
-                records += item.records if isinstance(item, ImportedBlock) else 1
+                records += item.records
     return sources, records
-
-
-def _is_shorter(path: Path, before: KnownImport, records: int) -> bool:
-    """Return whether the log at `path` lacks a part that the import `before` has read.
-
-    Another release may derive fewer records from the same bytes of a file.
-    """
-    if before.marks:
-        return path.stat().st_size < before.marks[-1][0]
-    return records < before.records
 
 
 def _attempts(log: KnownImport) -> set[int]:
@@ -274,7 +270,6 @@ __all__ = [
     "ImportReport",
     "Imported",
     "ImportedBlock",
-    "ImportedRecord",
     "ImportedRun",
     "Importer",
     "KnownImport",

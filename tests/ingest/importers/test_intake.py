@@ -17,7 +17,6 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers import (
     Faults,
     ImportedBlock,
-    ImportedRecord,
     ImportedRun,
     Options,
     find_importer,
@@ -26,6 +25,7 @@ from rankscope_ingest.importers import (
     replaceable,
     run_name,
 )
+from rankscope_ingest.importers.common.importer import block_of
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.rules import RuleEvaluator
 from rankscope_storage.base.errors import StoreError
@@ -67,9 +67,8 @@ def test_records_are_numbered_within_their_source(logs):
     columns = {"name": ["x", "x", "y"], "value": [1.0, 2.0, 3.0], "step": [5, 6, 6], "rank": [None, 3, 3]}
     table = pa.table({"record": pa.array([0, 1, 1], pa.int32()), **columns})
     block = ImportedBlock(records=2, source="b", tables={"scalars": table})
-    record = ImportedRecord(
-        rows={"scalars": [{"name": "x", "value": 0.5}]}, step=9, micro_step=4, ts=10**15, source="a"
-    )
+    row = {"name": "x", "value": 0.5, "step": 9, "micro_step": 4, "ts": 10**15, "ts_origin": "log"}
+    record = block_of("scalars", [row], "a")
     facts = ImportedRun(state="completed", planned_steps=9, reason="done")
     report = import_records(logs.folder, logs.writer, Made(record, block, facts, record, block), run="r")
     again = import_records(logs.folder, logs.writer, Made(record, facts, block, record, block), run="r")

@@ -13,7 +13,6 @@ from tests.properties import few
 
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.importers import (
-    ImportedRecord,
     ImportReport,
     find_importer,
     import_records,
@@ -21,6 +20,7 @@ from rankscope_ingest.importers import (
     known_imports,
     replaceable,
 )
+from rankscope_ingest.importers.common.importer import block_of
 from rankscope_storage.api import summaries
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.connection import Connection, connect
@@ -132,10 +132,12 @@ def test_grown_and_moved_log_of_a_live_run_keeps_its_label(store: LiveStore) -> 
 
 
 def test_tensor_statistics_of_a_log_do_not_enter_a_live_run(store: LiveStore) -> None:
-    rows = {"tensor_stats": [{"kind": "grad_reduced", "tensor": "w", "norm": 1.0}]}
-    rows |= {"scalars": [{"name": "x", "value": 1.0}]}
+    blocks = (
+        block_of("tensor_stats", [{"step": 1, "kind": "grad_reduced", "tensor": "w", "norm": 1.0}]),
+        block_of("scalars", [{"step": 1, "name": "x", "value": 1.0}]),
+    )
     store.report()
-    report = store.import_log(store.log(1, 1), Made(ImportedRecord(rows=rows, step=1)))
+    report = store.import_log(store.log(1, 1), Made(*blocks))
 
     assert (1, 1) == (report.left_out, report.rows_stored)
     assert [] == store.query("FROM tensor_stats")

@@ -130,7 +130,10 @@ def test_copy_of_a_log_is_the_same_log(logs):
     copied = logs.import_again(logs.write("copy/of.log", content))
     grown = logs.import_again(logs.write("other/copy.log", content + text_line(0, 9000, 1.0, 0.1)))
 
+    shorter = logs.import_again(logs.write("shorter.log", content[: len(content) // 2]))
+
     assert (True, 0, ROWS + 3) == (copied.is_known, copied.rows_stored, copied.records)
+    assert (True, 0, 9000) == (shorter.is_known, shorter.rows_stored, logs.value("SELECT last_step FROM runs"))
     assert 3 == grown.rows_stored
 
 

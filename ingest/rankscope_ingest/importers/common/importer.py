@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rankscope_ingest.base.tables import table_schema
+from rankscope_ingest.base.tables import rows_table, table_schema
 from rankscope_ingest.importers.common.row_layout import Rows, Series
 
 KEPT_FAULTS: Final = 20
@@ -51,30 +51,12 @@ NOT_MINE: Final = Detection(0.0, "the log contains nothing in this format")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportedRecord:
-    """The data of one step in a log.
-
-    `rows` has the rows by dataset, without the columns that are equal in all rows of the record. `source` names the
-    stream of a folder that the record comes from, such as a file or a rank. Records are numbered within their source,
-    because one stream may grow and must not change the numbers of another stream. A log that is a single file has one
-    source, named "".
-    """
-
-    rows: Mapping[str, Sequence[Mapping[str, Any]]]
-    step: int | None = None
-    rank: int | None = None
-    ts: int | None = None  # UTC µs, from the log
-    attempt: int = 0  # within this log, from 0
-    micro_step: int | None = None
-    ts_origin: str = FROM_LOG
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedBlock:
-    """Many records as Arrow tables, which are stored faster than single records.
+    """Records as Arrow tables.
 
-    All records are from one source, such as a file or a rank of a log folder. Each table has columns of its dataset and
+    All records are from one source, such as a file or a rank of a log folder. Records are numbered within their source,
+    because one source may grow and must not change the numbers of another one. A log that is a single file has one
+    source, named "". Each table has columns of its dataset and
     the column `record` (int32). For each row, `record` is the number of the record to which the row belongs, from 0
     within the block. The columns step, rank, ts, attempt, micro_step, vpp_stage and ts_origin are optional; null means
     that the row has no such value.
@@ -114,7 +96,17 @@ class Checkpoint:
     """True if all decisions about the log are made. Otherwise, a log that grows is read from its beginning."""
 
 
-Imported = ImportedRecord | ImportedBlock | ImportedRun | Checkpoint
+Imported = ImportedBlock | ImportedRun | Checkpoint
+
+
+def block_of(dataset: str, rows: Sequence[Mapping[str, Any]], source: str = "") -> ImportedBlock:
+    """Return a block in which each of `rows`, which have columns of `dataset`, is a record."""
+    table = rows_table(dataset, rows)
+    return ImportedBlock(
+        records=len(rows),
+        tables={dataset: table.append_column(RECORD_COLUMN, pa.array(range(len(rows)), pa.int32()))},
+        source=source,
+    )
 
 
 class NameCounts(Counter[str]):

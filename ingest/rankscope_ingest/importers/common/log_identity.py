@@ -207,6 +207,11 @@ def is_unchanged(path: Path, log: KnownImport) -> bool:
         return path.stat().st_size == size and _digest(path, size) == digest
 
 
+def is_shorter(path: Path, log: KnownImport | None) -> bool:
+    """Return whether the file at `path` has only the beginning of the imported log `log`."""
+    return log is not None and bool(log.marks) and path.stat().st_size < log.marks[-1][0]
+
+
 def tails(path: Path, offset: int) -> list[tuple[int, str]]:
     """Return pairs of a size and a digest of the last 1, 4, 16 and 64 lines before `offset`, the end of a line."""
     with readable(path), open_log(path) as file:

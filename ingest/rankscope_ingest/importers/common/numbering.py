@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.base.tables import cleaned, constant, rows_table, table_schema
-from rankscope_ingest.importers.common.importer import RECORD_COLUMN, ImportedBlock, ImportedRecord
+from rankscope_ingest.base.tables import cleaned, constant, table_schema
+from rankscope_ingest.importers.common.importer import RECORD_COLUMN, ImportedBlock
 from rankscope_ingest.importers.common.positions import Positions
 
 _CODED: Final = pa.dictionary(pa.int32(), pa.string())
@@ -30,24 +28,6 @@ class Numbering:
         self.records = 0
         self.positions = positions or Positions()
 
-    def rows(self, records: Sequence[ImportedRecord]) -> dict[str, pa.Table]:
-        """Return the rows of `records` as tables by dataset.
-
-        Each record gets the next sequence number of the source. The next call continues after the sequence number of
-        the last record of this call.
-        """
-        rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        arrived = time.time_ns() // 1000
-        for seq, record in enumerate(records, self.records):
-            common = {name: getattr(record, name) for name in ("attempt", "rank", "step", "micro_step", "ts")}
-            common |= {"run": self.run, "incarnation": self.incarnation, "seq": seq, "ordinal": arrived + seq}
-            common["ts_origin"] = None if record.ts is None else record.ts_origin
-            for dataset, own in record.rows.items():
-                rows[dataset] += [{**common, **row} for row in own]
-        self.records += len(records)
-        tables = {dataset: _clean(rows_table(dataset, listed)) for dataset, listed in rows.items() if listed}
-        return self._placed(tables)
-
     def block(self, block: ImportedBlock) -> dict[str, pa.Table]:
         """Return the tables of `block` with all columns of their datasets.
 
@@ -59,9 +39,6 @@ class Numbering:
             name: _clean(self._full(name, table, arrived)) for name, table in block.tables.items() if table.num_rows
         }
         self.records += block.records
-        return self._placed(tables)
-
-    def _placed(self, tables: dict[str, pa.Table]) -> dict[str, pa.Table]:
         if "scalars" in tables:
             tables["scalars"] = self.positions.placed(tables["scalars"])
         return tables

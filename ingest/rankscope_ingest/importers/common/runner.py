@@ -36,7 +36,6 @@ from rankscope_ingest.importers.common.importer import (
     Faults,
     Imported,
     ImportedBlock,
-    ImportedRecord,
     ImportedRun,
     Importer,
     Options,
@@ -49,6 +48,7 @@ from rankscope_ingest.importers.common.log_identity import (
     Source,
     first_attempt,
     identify,
+    is_shorter,
     is_unchanged,
     marks,
     overlapping,
@@ -112,11 +112,11 @@ def _scalars(imported: Iterable[Imported]) -> tuple[str, pa.Table]:
     """Return the name of the first source (a file or a rank) of a log, and the scalars of this source."""
     numbering, stream, tables = Numbering(run="", incarnation=""), "", []
     for item in imported:
-        if not isinstance(item, ImportedBlock | ImportedRecord):
+        if not isinstance(item, ImportedBlock):
             continue
         stream = stream if numbering.records else item.source
         if item.source == stream:
-            rows = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows([item])
+            rows = numbering.block(item)
             tables += [rows["scalars"].select(_COLUMNS)] if "scalars" in rows else []
     names = pa.field("name", pa.string())
     schema = pa.schema([("seq", pa.int64()), ("step", pa.int64()), names, ("value", pa.float64())])
@@ -150,7 +150,6 @@ def _first_difference(imported: pa.Table, stored: pa.Table) -> int | None:
     return min(ends, default=None)
 
 
-BATCH_RECORDS: Final = 20_000
 BATCH_ROWS: Final = 500_000
 NO_END: Final = "imported from a log"
 """Reason of the state of a run whose log contains no end of the run."""
@@ -215,7 +214,8 @@ def import_records(
         if progress:
             progress(faults.read_bytes)
         note = None if known is None else intake.note(faults, key, is_settled=is_settled)
-    if (intake.records or intake.facts) and (rows_stored or note is None or note != source.before):
+    is_new = rows_stored or note is None or (note != source.before and not is_shorter(path, source.before))
+    if (intake.records or intake.facts) and is_new:
         appender.append(intake.dimensions(note, [*faults.unkept]))
     return _report(intake, faults, rows_stored)
 
@@ -346,7 +346,7 @@ class _Intake:
         if before is None or before.state is None:
             return faults
         state = before.state
-        is_whole = behind is not None or (state["is_final"] and self.path.stat().st_size >= before.marks[-1][0])
+        is_whole = behind is not None or (state["is_final"] and not is_shorter(self.path, before))
         try:
             parts = decoded(state["objects"]) if is_whole and state["key"] == key else None
         except ValueError:
@@ -374,7 +374,7 @@ class _Intake:
     def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
         """Yield the imported rows and their anomaly events in batches of about 500,000 rows."""
         rows = 0
-        for item in _grouped(imported):
+        for item in imported:
             if isinstance(item, Checkpoint):
                 self._save(item, faults)
                 continue
@@ -476,13 +476,10 @@ class _Intake:
         shared = ("planned_steps", "world_size", "config")
         return row | {name: value for name, value in self.facts.items() if is_last or name in shared}
 
-    def _tables(self, item: list[ImportedRecord] | ImportedBlock) -> dict[str, pa.Table]:
-        """Return the rows of `item`, a list of records or a block, as tables by dataset, with anomaly events.
-
-        If all rows of `item` are already stored, the result is empty.
-        """
-        numbering = self._numbering(item.source if isinstance(item, ImportedBlock) else item[0].source)
-        tables = numbering.block(item) if isinstance(item, ImportedBlock) else numbering.rows(item)
+    def _tables(self, block: ImportedBlock) -> dict[str, pa.Table]:
+        """Return the rows of `block` as tables by dataset, with anomaly events; nothing if all rows are stored."""
+        numbering = self._numbering(block.source)
+        tables = numbering.block(block)
         self.has_numbers = self.has_numbers or not tables.keys().isdisjoint(_NUMBERS)
         if self.source.begins_at and numbering is next(iter(self._numberings.values())):
             tables = without_beginning(tables, self.source.begins_at)
@@ -523,26 +520,6 @@ class _Intake:
         return Batch(
             tables={name: concatenated(name, tables) for name, tables in waiting.items()}, watermarks=watermarks
         )
-
-
-def _grouped(
-    imported: Iterator[Imported],
-) -> Iterator[list[ImportedRecord] | ImportedBlock | ImportedRun | Checkpoint]:
-    """Yield consecutive single records of one source as one list, and yield all other items unchanged."""
-    waiting: list[ImportedRecord] = []
-    rows = 0
-    for item in imported:
-        continues = isinstance(item, ImportedRecord) and waiting and waiting[0].source == item.source
-        if waiting and (not continues or rows >= BATCH_RECORDS):
-            yield waiting
-            waiting, rows = [], 0
-        if isinstance(item, ImportedRecord):
-            waiting.append(item)
-            rows += 1 + sum(map(len, item.rows.values()))
-        else:
-            yield item
-    if waiting:
-        yield waiting
 
 
 def _moved(table: pa.Table, attempt: int) -> pa.Table:

@@ -63,9 +63,9 @@ class Msprobe:
                 repeats = max(repeats, (yield from _read_folder(folder, faults, attempt)))
             attempt += 1 + repeats
         for file in found.structures:
-            yield from read_structure(file, faults, rank=rank_of(file), source=_source(path, file))
+            yield read_structure(file, faults, rank=rank_of(file), source=_source(path, file))
         for file in found.anomalies:
-            yield from read_anomalies(file, faults, attempt=max(0, attempt - 1), source=_source(path, file))
+            yield read_anomalies(file, faults, attempt=max(0, attempt - 1), source=_source(path, file))
         yield _run(found, self._time_zone)
 
 
@@ -93,7 +93,7 @@ def _read_folder(folder: Folder, faults: Faults, attempt: int) -> Generator[Impo
         repeats = max(repeats, reader.repeats)
     if folder.stacks:
         source = f"{folder.source}/{folder.stacks.name}"
-        yield from read_stacks(folder.stacks, faults, rank=folder.rank, attempt=attempt, source=source)
+        yield read_stacks(folder.stacks, faults, rank=folder.rank, attempt=attempt, source=source)
     return repeats
 
 

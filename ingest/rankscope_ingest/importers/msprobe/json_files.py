@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import Kind
-from rankscope_ingest.importers.common.importer import Faults, ImportedRecord
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, block_of
 from rankscope_ingest.importers.common.lines import read_chunks, read_lines
 from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
@@ -103,18 +103,21 @@ def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
             faults.add(window.line_here, f"{path.name}: {error}")
 
 
-def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> Iterator[ImportedRecord]:
-    """Yield one record per module that the file `module_struct.json` at `path` describes."""
+def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> ImportedBlock:
+    """Return one record per module that the file `module_struct.json` at `path` describes."""
+    modules = []
     for line, name, described in members(path, faults):
         if not isinstance(described, dict):
             faults.add(line, f"{path.name}: the entry {name[:80]!r} does not describe a module")
             continue
         row = {"inputs": _tensors(described.get("input")), "outputs": _tensors(described.get("output"))}
-        yield _module_record(name, row, rank=rank, attempt=0, source=source)
+        modules.append({**_module(name), **row, "rank": rank, "attempt": 0})
+    return block_of("modules", modules, source)
 
 
-def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, source: str) -> Iterator[ImportedRecord]:
-    """Yield one record per module whose call stack is in the file `stack_info.csv` at `path`."""
+def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, source: str) -> ImportedBlock:
+    """Return one record per module whose call stack is in the file `stack_info.csv` at `path`."""
+    modules = []
     limit = csv.field_size_limit(_MAX_STACK)
     try:
         reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in read_lines(path, faults))
@@ -124,19 +127,19 @@ def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, s
             if len(fields) != len(STACKS_COLUMNS):
                 faults.add(reader.line_num, f"{path.name}: {len(fields)} fields, expected 2")
                 continue
-            yield _module_record(fields[0], {"stack": fields[1]}, rank=rank, attempt=attempt, source=source)
+            modules.append({**_module(fields[0]), "stack": fields[1], "rank": rank, "attempt": attempt})
     except csv.Error as error:
         faults.add(reader.line_num, f"{path.name}: {error}")
     finally:
         csv.field_size_limit(limit)
+    return block_of("modules", modules, source)
 
 
-def _module_record(name: str, row: Mapping[str, Any], *, rank: int | None, attempt: int, source: str) -> ImportedRecord:
+def _module(name: str) -> dict[str, Any]:
     match = _NAME.fullmatch(name)
     assert match is not None  # the expression matches any text
     vpp = None if match["vpp"] is None else int(match["vpp"])
-    own = {"module": match["module"], "vpp_stage": vpp, **row}
-    return ImportedRecord(rows={"modules": [own]}, rank=rank, attempt=attempt, source=source)
+    return {"module": match["module"], "vpp_stage": vpp}
 
 
 def _tensors(slots: Any) -> str | None:
@@ -156,17 +159,19 @@ def _tensor(text: Any) -> dict[str, Any] | None:
     return {"shape": [int(size[:20]) for size in match["shape"].split(",") if size.strip()], "dtype": match["dtype"]}
 
 
-def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> Iterator[ImportedRecord]:
-    """Yield one record with an anomaly event for each entry of the anomaly file at `path`."""
+def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> ImportedBlock:
+    """Return one record with an anomaly event for each entry of the anomaly file at `path`."""
+    events = []
     for line, key, entry in members(path, faults):
         step = whole(entry.get("step")) if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or step is None:
             faults.add(line, f"{path.name}: the entry {key[:80]!r} is not an anomaly record of msprobe")
             continue
-        yield _anomaly_record(entry, step, attempt=attempt, source=source)
+        events.append({**_anomaly(entry, step), "attempt": attempt})
+    return block_of("events", events, source)
 
 
-def _anomaly_record(entry: Mapping[str, Any], step: int, *, attempt: int, source: str) -> ImportedRecord:
+def _anomaly(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
     tag_name = str(entry.get("tag_name", ""))
     tag = parse_anomaly_tag(tag_name)
     text = str(entry.get("message", ""))
@@ -180,7 +185,10 @@ def _anomaly_record(entry: Mapping[str, Any], step: int, *, attempt: int, source
         "index": named.index,
         "tag_name": str(entry.get("tag_name", "")),
     }
-    event = {
+    return {
+        "step": our_step(named.kind, step),
+        "rank": _small(entry.get("rank")),
+        "micro_step": _small(tag.micro_step),
         "type": EventType.ANOMALY,
         "severity": Severity.CRITICAL if message and message.rule == "AnomalyNan" else Severity.WARNING,
         "rule": message.rule if message else None,
@@ -195,14 +203,6 @@ def _anomaly_record(entry: Mapping[str, Any], step: int, *, attempt: int, source
         "message": text,
         "details": json.dumps(details),
     }
-    return ImportedRecord(
-        rows={"events": [event]},
-        step=our_step(named.kind, step),
-        rank=_small(entry.get("rank")),
-        attempt=attempt,
-        micro_step=_small(tag.micro_step),
-        source=source,
-    )
 
 
 def _float(text: str | None) -> float | None:

@@ -12,7 +12,7 @@ from rankscope_contract.model.schema import WIRE_VALUE_OPS, Plan, PlanEntry
 from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Statistics, StepRecord
 from rankscope_ingest.importers import importers
-from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRecord
+from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
 
 Numbers = Mapping[str, float | None]
 FINITE: dict[str, float | None] = {"norm": 5.0, "min": -3.0, "max": 4.0, "mean": 0.5}
@@ -44,11 +44,6 @@ def imported(folder: Path) -> tuple[dict[str, list[dict[str, Any]]], Faults]:
     faults = Faults()
     rows: dict[str, list[dict[str, Any]]] = {}
     for item in importers()["msprobe"].read(folder, faults):
-        tables: dict[str, list[dict[str, Any]]] = {}
-        if isinstance(item, ImportedBlock):
-            tables = {name: table.to_pylist() for name, table in item.tables.items()}
-        elif isinstance(item, ImportedRecord):
-            tables = {name: [dict(row) for row in listed] for name, listed in item.rows.items()}
-        for name, listed in tables.items():
-            rows.setdefault(name, []).extend(listed)
+        for name, table in item.tables.items() if isinstance(item, ImportedBlock) else ():
+            rows.setdefault(name, []).extend(table.to_pylist())
     return rows, faults
