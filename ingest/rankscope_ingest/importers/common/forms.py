@@ -81,13 +81,13 @@ class _Slot:
             first, rest = self.sample.split(":", 1)
             return f"([0-9]{{1,{max(2, len(first))}}}:{_fixed(rest)})"
         sign = "-?" if _NEGATIVE in self.variants else ""
-        whole, fraction = f"[0-9]{{1,{self.digits}}}", r"\.[0-9]{1,30}"
+        whole, fraction = f"[0-9]{{1,{self.digits}}}+", r"\.[0-9]{1,30}+"
         exponent = rf"[0-9]{{1,15}}(?:{fraction})?[eE][-+]?[0-9]{{1,3}}"
         decimal = rf"[0-9]{{1,15}}{fraction}"
         known = {_WHOLE: whole, _DECIMAL: decimal, _EXPONENT: exponent}
         numbers = [known[variant] for variant in (_EXPONENT, _DECIMAL, _WHOLE) if variant in self.variants]
         if len(numbers) == len(known) and self.digits == _MOST_DIGITS:
-            numbers = [rf"[0-9]{{1,15}}(?:{fraction})?(?:[eE][-+]?[0-9]{{1,3}})?"]
+            numbers = [rf"[0-9]{{1,15}}+(?:{fraction})?+(?:[eE][-+]?[0-9]{{1,3}}+)?+"]
         return f"({sign}(?:{'|'.join(numbers)}))" if len(numbers) > 1 else f"({sign}{numbers[0]})"
 
     def text(self, number: int, variant: str) -> str:
@@ -213,22 +213,10 @@ class _Experiment:
         form = self._narrow_form()
         if form is None:
             return None
-        numbers = {place: self._slot(place) for place in slots if self._is_number(place)}
-        for place, slot in numbers.items():  # mostly, all slots accept all kinds of numbers
-            self._pieces[place] = replace(slot, variants=frozenset(_VARIANTS), digits=_MOST_DIGITS)
-        widest = replace(form, expression=self._expression())
-        if self._holds(widest, _PROBES):
-            return widest
-        for place, slot in numbers.items():
-            self._pieces[place] = slot
-        for place in numbers:
-            for wider in self._wider(place):
-                form = self._widened(form, place, wider)
+        for place in slots:
+            self._widen(place, form)
+        form.expression = self._expression()
         return form if self._holds(form, _PROBES) else None
-
-    def _is_number(self, place: int) -> bool:
-        piece = self._pieces[place]
-        return isinstance(piece, _Slot) and piece.kind == "number"
 
     def _slot(self, place: int) -> _Slot:
         piece = self._pieces[place]
@@ -254,31 +242,28 @@ class _Experiment:
         form = Form(self._expression(), templates.of(reading.document), frozenset(templates.dashed), reading.effects)
         return form if self._holds(form, 2) else None
 
-    def _wider(self, place: int) -> Iterator[Callable[[_Slot], _Slot]]:
-        """Yield functions that return a slot with one more kind of numbers, or with more digits."""
-        piece = self._slot(place)
+    def _widen(self, place: int, form: Form) -> None:
+        """Add to a number the kinds and the digits of numbers that the parser reads in the same way."""
+        slot = self._pieces[place]
+        if not isinstance(slot, _Slot) or slot.kind != "number":
+            return
         before = self._pieces[place - 1] if place else ""
         is_signed = isinstance(before, str) and before.endswith(("-", "+"))
         for variant in _VARIANTS:
-            if variant not in piece.variants and not (is_signed and variant == _NEGATIVE):
-                yield lambda slot, variant=variant: replace(slot, variants=slot.variants | {variant})  # type: ignore[misc]
+            wider = replace(slot, variants=slot.variants | {variant})
+            if not (is_signed and variant == _NEGATIVE) and self._reads(form, {place: wider.text(4711, variant)}):
+                slot = wider
         for digits in (6, 9, _MOST_DIGITS):
-            yield lambda slot, digits=digits: replace(slot, digits=digits)  # type: ignore[misc]
+            if _WHOLE in slot.variants and self._reads(form, {place: "9" * digits}):
+                slot = replace(slot, digits=digits)
+        self._pieces[place] = slot
 
-    def _widened(self, form: Form, place: int, wider: Callable[[_Slot], _Slot]) -> Form:
-        """Return `form` with a wider slot if the parser reads numbers of the new kind in the same way."""
-        before = self._slot(place)
-        after = self._pieces[place] = wider(before)
-        assert isinstance(after, _Slot)
-        new = next(iter(after.variants - before.variants), None)
-        if new is None and _WHOLE not in after.variants:
-            return form
-        text = "9" * after.digits if new is None else after.text(4711, new)
-        candidate, line = replace(form, expression=self._expression()), self._line({place: text})
-        if all(_agrees(candidate, line, parse(line)) for parse in self._parses):
-            return candidate
-        self._pieces[place] = before
-        return form
+    def _reads(self, form: Form, texts: Mapping[int, str]) -> bool:
+        """Return whether the parser reads the line with other texts as `form` does."""
+        line = self._line(texts)
+        slots = ((place, piece) for place, piece in enumerate(self._pieces) if isinstance(piece, _Slot))
+        groups = [texts.get(place, slot.sample).encode() for place, slot in slots if slot.kind != "blanks"]
+        return all(_is_equal(form, groups, parse(line)) for parse in self._parses)
 
     def _expression(self) -> re.Pattern[bytes]:
         pieces = (re.escape(piece) if isinstance(piece, str) else piece.expression() for piece in self._pieces)
@@ -318,9 +303,13 @@ class _Experiment:
 
 def _agrees(form: Form, line: str, reading: Reading | None) -> bool:
     found = form.expression.fullmatch(line.encode())
-    if found is None or reading is None or form.effects != reading.effects:
+    return found is not None and _is_equal(form, found.groups(), reading)
+
+
+def _is_equal(form: Form, groups: Sequence[bytes], reading: Reading | None) -> bool:
+    if reading is None or form.effects != reading.effects:
         return False
-    return bool(_typed(form.values(found.groups(), reading.given)) == _typed(reading.document))
+    return bool(_typed(form.values(groups, reading.given)) == _typed(reading.document))
 
 
 def _typed(value: Any) -> Any:

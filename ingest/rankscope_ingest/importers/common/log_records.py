@@ -139,7 +139,7 @@ class _LogRecords:
         self.is_final = False
         """True if the step and the loss are decided over enough records, or cannot be decided again."""
         self._faults = faults
-        self._waiting: list[tuple[int, Record | FailureLine]] = []
+        self._waiting: list[tuple[int, Record | FailureLine, Match | None]] = []
         self._waiting_failures: set[tuple[str, int | None]] = set()  # keys, since the last object
         self._rows = 0  # number of rows that wait
         self._first_byte = 0  # position behind the line of the first row, or of an object before it
@@ -157,7 +157,8 @@ class _LogRecords:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state between two lines, without facts about the file."""
-        return {name: value for name, value in vars(self).items() if name not in {"_path", "_is_settled"}}
+        state = {name: value for name, value in vars(self).items() if name not in {"_path", "_is_settled"}}
+        return state | {"_waiting": [(number, item, None) for number, item, _ in self._waiting]}
 
     def checkpoint(self, offset: int, lines: int) -> Checkpoint:
         """Return the present state as that behind the first `lines` lines of the file, of `offset` bytes."""
@@ -201,7 +202,7 @@ class _LogRecords:
         columns = list(zip(*rows, strict=True))
         if layout is None or not self.objects.add_rows(layout, columns, self.builder, given=given):
             for row in rows:
-                self.objects.add(form.values(row, given), self.builder, form=form)
+                self.objects.add(form.values(row, given), self.builder, match=(form, row))
         self.parser.after((form, rows[-1]), line, len(rows))
 
     def line(self, number: int, line: bytes, match: Match | None) -> None:
@@ -209,20 +210,18 @@ class _LogRecords:
         if self._held:
             self._add_failures(self._held)  # another line follows, so the line before is complete
             self._held = []
-        form = None
         if match is None:
             documents = self.parser.documents(number, line)
         else:
-            form, texts = match
-            documents = (form.values(texts, self.parser.given),)
+            documents = (match[0].values(match[1], self.parser.given),)
             self.parser.after(match, line, 1)
         has_objects = False
         for document in documents:
             has_objects = True
             if not self._is_decided:
-                self._wait(number, document)
+                self._wait(number, document, match)
                 continue
-            self.objects.add(document, self.builder, form=form)
+            self.objects.add(document, self.builder, match=match)
             if self.objects.ambiguous or self.failures.ending:
                 self._added(number)
         # The text of a failure may follow a progress bar on its line.
@@ -235,12 +234,12 @@ class _LogRecords:
         if self._waiting and self._first_byte and self._faults.read_bytes - self._first_byte >= MAX_BYTES:
             self._end_waiting()
 
-    def _wait(self, number: int, document: Mapping[str, Any]) -> None:
+    def _wait(self, number: int, document: Mapping[str, Any], match: Match | None) -> None:
         record = self.objects.record(document)
         is_first_row = record.is_row() and not self._rows
         self._first_byte = self._faults.read_bytes if is_first_row or not self._first_byte else self._first_byte
         self._rows += record.is_row()
-        self._waiting.append((number, record))
+        self._waiting.append((number, record, match))
         self._waiting_failures.clear()
         if self._rows >= MAX_RECORDS or len(self._waiting) >= 2 * MAX_WAITING:
             self._end_waiting()
@@ -257,7 +256,7 @@ class _LogRecords:
     def decide(self) -> None:
         """Decide the step and the loss if they are not decided yet, and add all records that wait."""
         if not self._is_decided:
-            rows = [record for _, record in self._waiting if isinstance(record, Record)]
+            rows = [record for _, record, _ in self._waiting if isinstance(record, Record)]
             loss, dates = self._faults.options.loss, self._dates()
             self.objects.choose(rows, loss=loss, dates=dates)
             self._faults.choices = self.objects.choices.to_json()
@@ -266,7 +265,7 @@ class _LogRecords:
 
     def _dates(self) -> Dates | None:
         """Return the decision about times without a complete date, or None if the waiting lines have none."""
-        times = [item.undated if isinstance(item, Record) else item.timestamp for _, item in self._waiting]
+        times = [item.undated if isinstance(item, Record) else item.timestamp for _, item, _ in self._waiting]
         undated = [text for text in times if text and FORM.search(text)]
         if not undated:
             return None
@@ -274,17 +273,14 @@ class _LogRecords:
         return decide_dates(undated, lines, changed=self._path.stat().st_mtime, year=self._faults.options.year)
 
     def _add_waiting(self) -> None:
-        for number, item in self._waiting:
+        for number, item, match in self._waiting:
             if isinstance(item, FailureLine):
                 self._add_failure(item)
             else:
-                self._add(number, item.document, item)
+                self.objects.add(item.document, self.builder, record=item, match=match)
+                self._added(number)
         self._waiting.clear()
         self._waiting_failures.clear()
-
-    def _add(self, number: int, document: Mapping[str, Any], record: Record) -> None:
-        self.objects.add(document, self.builder, record=record)
-        self._added(number)
 
     def _added(self, number: int) -> None:
         if self.objects.ambiguous:
@@ -306,7 +302,7 @@ class _LogRecords:
                 self._add_failure(failure)
             elif len(self._waiting_failures) < MAX_WAITING:
                 self._waiting_failures.add(failure.key)
-                self._waiting.append((number, failure))
+                self._waiting.append((number, failure, None))
 
     def _add_failure(self, failure: FailureLine) -> None:
         """Add an event for `failure`, at the step of the last record, unless it has one."""

@@ -25,7 +25,7 @@ from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.choices import LOSS, RANK, Choices, decide, is_training
 from rankscope_ingest.importers.common.dates import Clock, Dates
 from rankscope_ingest.importers.common.failures import ENDS
-from rankscope_ingest.importers.common.forms import Form
+from rankscope_ingest.importers.common.forms import Form, Match
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
 from rankscope_ingest.importers.common.keys import (
     BATCH,
@@ -226,18 +226,18 @@ class ObjectReader:
         *,
         attempt: int | None = None,
         record: Record | None = None,
-        form: Form | None = None,
+        match: Match | None = None,
     ) -> None:
         """Add the logged object `document` as one record to `builder`.
 
-        `record` has the values of `document`, if the caller knows them, and `form` is the form of its line. If
+        `record` has the values of `document`, if the caller knows them, and `match` is the known form of its line. If
         `attempt` is None, the attempt is derived from the steps of the log. If the log has no steps, the step is the
         number of the record among the records of its rank that contain a number.
         """
-        kind = form or (tuple(document), tuple(map(type, document.values())))
-        layout = None if form else self.layouts.get(kind)
-        columns = [[value] for value in document.values()]
-        if layout is not None and self.add_rows(layout, columns, builder, attempt=attempt):
+        kind: Hashable = match[0] if match else (tuple(document), tuple(map(type, document.values())))
+        columns = [[value] for value in (match[1] if match else document.values())]
+        layout = self.layouts.get(kind)
+        if layout is not None and self.add_rows(layout, columns, builder, attempt=attempt, given=document):
             return
         record = record or self.record(document)
         if attempt is None and self.progress.last_steps and _is_start(record.event or ""):

@@ -67,12 +67,19 @@ class _Curve(Curve):
     def firings(self, rule: CurveRule, values: Numbers, seqs: Integers, pauses: Integers) -> tuple[Integers, Numbers]:
         """Return the positions in `values` at which `rule` fires, and the medians before them; then add the values."""
         previous = np.append(self.seq, seqs[:-1])
-        single = len(values) if rule.above == "highest" else max(0, rule.rows - len(self.values))
+        if rule.above == "highest":  # only a value that is far above all before it needs the comparison one by one
+            highest = np.maximum.accumulate(np.append(self.highest, values))[:-1]
+            far = np.flatnonzero((values >= rule.ratio * highest) & (highest > 0))
+            single = int(far[-1]) + 1 if len(far) else 0
+        else:
+            single = max(0, rule.rows - len(self.values))
         found = [self.compared(rule, value) for value in values[:single].tolist()]
         medians = np.full(len(values), np.nan)
         medians[: len(found)] = np.array(found, np.float64)  # None becomes NaN
         judged = values[single:]
-        if len(judged):
+        if len(judged) and rule.above == "highest":
+            self._raise(rule, judged)
+        elif len(judged):
             history = np.concatenate([self.values, judged])
             windows = np.lib.stride_tricks.sliding_window_view(history[:-1], rule.rows)
             # The median is not below the lowest value: few rows need a median.
@@ -89,6 +96,14 @@ class _Curve(Curve):
         self.above, self.seq = int(runs[-1]), int(seqs[-1])
         fired = np.flatnonzero(runs == rule.in_a_row)
         return self._hold(rule, values, fired, medians) if rule.holds else (fired, medians[fired])
+
+    def _raise(self, rule: CurveRule, values: Numbers) -> None:
+        """Add values of which none is far above all before it, for a rule about the highest value."""
+        highest = np.maximum.accumulate(np.append(self.highest, values))
+        rises = np.diff(highest)[highest[:-1] >= 0]
+        self.rise = max(self.rise, float(rises.max(initial=0.0)))
+        self.highest, self.count = float(highest[-1]), self.count + len(values)
+        self.values = [*self.values, *values[-rule.rows :].tolist()][-rule.rows :]
 
     def _rise(self, rule: CurveRule, history: Numbers, windows: Numbers, medians: Numbers) -> None:
         """Write the lowest median into `medians` for the rows that end a rise above its limit. See `Curve`."""
