@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -65,11 +65,12 @@ class Place:
 class _JoinedLines(Extension):
     """Removes the line breaks of templates with the spaces around them; one between two words becomes a space."""
 
-    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        for token in stream:
-            if token.type == "data":
-                token = Token(token.lineno, "data", _LINE_BREAK.sub("", _BETWEEN_WORDS.sub(" ", token.value)))  # noqa: PLW2901
-            yield token
+    def filter_stream(self, stream: TokenStream) -> list[Token]:
+        tokens = list(stream)
+        for at, (line, kind, text) in enumerate(tokens):
+            if kind == "data":
+                tokens[at] = Token(line, kind, _LINE_BREAK.sub("", _BETWEEN_WORDS.sub(" ", text)))
+        return tokens
 
 
 @functools.cache
