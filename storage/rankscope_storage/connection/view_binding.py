@@ -20,7 +20,7 @@ from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.pruning import ViewReference, row_ranges, view_references
 from rankscope_storage.query.statements import StatementCache, needed_definitions
-from rankscope_storage.sql.scalar_curve import raw_curve, scalar_curve, sole_attempt_curve
+from rankscope_storage.sql.scalar_curve import scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT
 from rankscope_storage.sql.views import bucket_deviations, common_columns, has_positions, raw_select, tensor_latest
 
@@ -33,7 +33,6 @@ _NEWEST: Final = f"  FROM {file_facts.NEWEST_TABLE}\n"
 LATEST_OF_KNOWN: Final = tensor_latest(_NEWEST)
 LATEST_MEASURED_ONCE: Final = tensor_latest(_NEWEST, measured_once=True)
 CURVE_OF_KNOWN: Final = scalar_curve(file_facts.EXTENTS_TABLE)
-RAW_CURVE: Final = raw_curve(file_facts.EXTENTS_TABLE)
 SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE)
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
@@ -155,7 +154,7 @@ class BoundViews:
             self.instance.facts.pop(LOSS, None)
             return
         files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
-        self._find(LOSS, (files, runs), lambda: file_facts.find_loss_facts(files, runs, self._table))
+        self._find(LOSS, (files, runs), lambda: file_facts.are_logged_once(files, runs, self._table))
 
     def _define(
         self, names: Iterable[str], reading: Mapping[str, Sequence[RowRanges]] | None, snapshot: Snapshot
@@ -187,12 +186,11 @@ class BoundViews:
             return LATEST_MEASURED_ONCE if self._fact(LATEST) else LATEST_OF_KNOWN
         if name in {CURVE, LOSS} and has_positions(self.files["scalars"]):
             return general
-        if name == CURVE and self.files["scalar_rollups"]:
-            return CURVE_OF_KNOWN
-        if name == CURVE:
-            return SOLE_ATTEMPT_CURVE if snapshot.is_of_attempt_0("scalars", self.files["scalars"]) else RAW_CURVE
-        if name == LOSS and (losses := self._fact(LOSS)) is not None and losses.are_logged_once:
-            return LOSS_OF_SOLE_ATTEMPT if losses.are_of_attempt_0 else general
+        if name in {CURVE, LOSS}:
+            is_sole = snapshot.is_of_attempt_0("scalars", self.files["scalars"])
+            if name == LOSS:
+                return LOSS_OF_SOLE_ATTEMPT if is_sole and self._fact(LOSS) else general
+            return SOLE_ATTEMPT_CURVE if is_sole and not self.files["scalar_rollups"] else CURVE_OF_KNOWN
         if name == BUCKETS:
             return bucket_deviations(file_facts.absent_keys(self.files["tensor_stats"], self._table))
         return general

@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -231,30 +230,15 @@ _LOSS_SCHEMA: Final = pa.schema(
 _LOSS_SERIES: Final = ["run", "labels", "attempt", "rank"]
 
 
-@dataclass(frozen=True, slots=True)
-class LossFacts:
-    """Facts about the losses of some runs in some files.
-
-    `are_logged_once` is true if no rank logged the loss of a step twice. `are_of_attempt_0` is true if all rows are of
-    attempt 0.
-    """
-
-    are_logged_once: bool
-    are_of_attempt_0: bool
-
-
-def find_loss_facts(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> LossFacts:
-    """Return the facts about the losses of `runs` (None: all runs) in `files`: logged once, and all of attempt 0.
+def are_logged_once(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> bool:
+    """Return whether no rank logged the loss of a step of `runs` (None: all runs) in `files` twice.
 
     `run_sql` executes SQL.
     """
     facts = _LOSSES.of(files, run_sql)
     if runs is not None:
         facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
-    return LossFacts(
-        are_logged_once=bool(pc.all(facts.column("is_logged_once"), min_count=0).as_py()) and not _overlap(facts),
-        are_of_attempt_0=bool(pc.all(pc.equal(facts.column("attempt"), 0), min_count=0).as_py()),
-    )
+    return bool(pc.all(facts.column("is_logged_once"), min_count=0).as_py()) and not _overlap(facts)
 
 
 def _overlap(facts: pa.Table) -> bool:

@@ -129,24 +129,6 @@ value that one rank logged several times for a step counts each time. Steps are 
 rollup row belongs to the bucket of its first step, and counts only if none of its steps is superseded."""
 
 
-def raw_curve(extents: str) -> str:
-    """Return the statement that creates the macro `scalar_curve` for a scalar without rollups.
-
-    The macro takes two thirds of the time of the general macro.
-    """
-    return f"""\
-{_HEAD}
-WITH extent AS MATERIALIZED (
-  {_known(extents)}
-),
-{_SPAN},
-bucket AS (
-{_raw_buckets("((step - origin) // width)::SMALLINT")}
-)
-SELECT origin + number * width AS step, mean, lowest, highest, parts FROM bucket, span ORDER BY step
-"""
-
-
 def sole_attempt_curve(extents: str) -> str:
     """Return the statement that creates the macro `scalar_curve` for a run that has only raw rows of attempt 0.
 

@@ -18,7 +18,7 @@ from rankscope_view.data.comparison import compared_values, difference
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, notice
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
-from rankscope_view.data.history import History, read_history
+from rankscope_view.data.history import History
 from rankscope_view.data.smoothing import ema, ema_at, moving_average
 from rankscope_view.data.speed import Method, Utilization
 from rankscope_view.data.summary import read_summary
@@ -56,7 +56,7 @@ def test_arrival_axis_has_raw_steps_as_labels():
 
 
 def test_no_line_crosses_a_restart(connection):
-    loss = read_history(connection, MAIN, "loss")
+    loss = read_chart(connection, MAIN, "loss")
     for axis in Axis:
         found = curve(loss, CurveRequest(axis=axis))
         if axis is Axis.ATTEMPT:
@@ -119,7 +119,7 @@ def test_zoom_and_the_newest_rows_are_drawn_exactly():
 
 @pytest.mark.parametrize(("macro", "request_"), [("ema", CurveRequest(decay=0.9)), ("moving_average", AVERAGE)])
 def test_smoothing_equals_the_macro_of_the_store_without_its_first_bias(connection, macro, request_):
-    found = curve(read_history(connection, "no-times", "loss"), request_).lines[0].smoothed
+    found = curve(read_chart(connection, "no-times", "loss"), request_).lines[0].smoothed
     parameter = 0.1 if macro == "ema" else AVERAGE.width
     stored = connection.query(
         "WITH points AS (SELECT step, loss FROM loss_curve WHERE run = 'no-times') "

@@ -12,17 +12,16 @@ from rankscope.commands.runs import runs
 from rankscope_contract.model.events import Severity
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis
-from rankscope_view.data.detail import nothing, read_detail
+from rankscope_view.data.detail import nothing, read_chart, read_detail
 from rankscope_view.data.event_query import EventQuery, select_events
 from rankscope_view.data.events import NEWEST, Group, event_lines, event_log, markers
-from rankscope_view.data.history import read_history
 from rankscope_view.data.incidents import happening, incidents, sentence_of
-from rankscope_view.data.raw_rows import raw_histories, read_rows
+from rankscope_view.data.series import main_series
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
-    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
-    found = event_log(event_lines(connection, MAIN), loss, [read_history(connection, MAIN, "grad_norm")], evaluations)
+    loss, evaluations = read_chart(connection, MAIN, "loss"), read_chart(connection, MAIN, "eval_loss")
+    found = event_log(event_lines(connection, MAIN), loss, [read_chart(connection, MAIN, "grad_norm")], evaluations)
 
     assert (3, 2) == (found.counts[Group.RESTART], found.restarts)
     assert (138, len(evaluations)) == (found.counts[Group.STEP], found.counts[Group.EVALUATION])
@@ -36,7 +35,7 @@ def test_event_without_a_time_follows_the_row_of_its_step(opened):
     steps = np.arange(1, 401)
     error = event("r", "error", 250, None, ordinal=250, message="Traceback")
     store = opened(scalars=scalars("r", "loss", steps, 1.0, ts=START + steps * 1_000_000), events=events([error]))
-    loss = read_history(store, "r", "loss")
+    loss = read_chart(store, "r", "loss")
     found = event_log(event_lines(store, "r"), loss, (), nothing("eval_loss"), newest=1000)
     place = [line.text for line in found.lines].index("Traceback")
 
@@ -52,7 +51,7 @@ def test_completed_end_of_a_run_is_no_restart_and_no_incident(opened):
 
 
 def test_log_of_one_group_has_only_this_group(connection):
-    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
+    loss, evaluations = read_chart(connection, MAIN, "loss"), read_chart(connection, MAIN, "eval_loss")
     lines = event_lines(connection, MAIN)
     found = event_log(lines, loss, (), evaluations, groups={Group.CHECKPOINT}, newest=5)
 
@@ -80,13 +79,13 @@ def test_events_of_one_time_have_one_order_with_several_threads(opened):
 
 
 def test_markers_lie_on_the_axis_of_the_attempt(connection, course):
-    loss, evaluations = read_history(connection, MAIN, "loss"), read_history(connection, MAIN, "eval_loss")
+    loss, evaluations = read_chart(connection, MAIN, "loss"), read_chart(connection, MAIN, "eval_loss")
     found = markers(event_lines(connection, MAIN), evaluations, loss, Axis.ARRIVAL)
 
     assert [50.0, 94.0] == [marker.x for marker in found if marker.group is Group.RESTART]
     (first, *_) = (marker for marker in found if marker.group is Group.INCIDENT and marker.is_critical)
     assert float(course.nan_from) == first.x
-    one = [read_history(connection, "one-row", name) for name in ("eval_loss", "loss")]
+    one = [read_chart(connection, "one-row", name) for name in ("eval_loss", "loss")]
     assert [] == markers([], *one, Axis.STEP)
 
 
@@ -99,7 +98,7 @@ def test_failure_at_repeated_steps_has_a_mark(opened):
         for at, steps in enumerate((np.arange(1, 50), np.arange(41, 121)))
     )
     store = opened({"scalars": second}, scalars=first, events=events(listed))
-    lines, loss = event_lines(store, "r"), read_history(store, "r", "loss")
+    lines, loss = event_lines(store, "r"), read_chart(store, "r", "loss")
     found = {axis: markers(lines, nothing("eval_loss"), loss, axis) for axis in (Axis.STEP, Axis.CUMULATIVE)}
 
     begin = (Group.RESTART, 41.0, "attempt 1 begins at step 41")
@@ -180,7 +179,7 @@ def test_evaluation_is_one_line(opened):
     listed = [event("r", "phase", step, START + step, details={"phase": "evaluation"}) for step in (10, 20, 30)]
     tables = [scalars("r", "loss", np.arange(1, 41), 1.0), scalars("r", "eval_loss", np.array([10, 20]), 2.0)]
     store = opened(scalars=pa.concat_tables(tables), events=events(listed))
-    loss, evaluations = read_history(store, "r", "loss"), read_history(store, "r", "eval_loss")
+    loss, evaluations = read_chart(store, "r", "loss"), read_chart(store, "r", "eval_loss")
     found = event_log(event_lines(store, "r"), loss, (), evaluations, groups={Group.EVALUATION})
 
     texts = [(line.step, line.text) for line in found.lines]
@@ -224,7 +223,7 @@ def test_firings_of_one_cause_are_one_line(opened):
     listed += [event("r", "step_skipped", step, step, rank=rank, message="not run") for step, rank in skipped]
     store = opened(events=events(listed), scalars=scalars("r", "loss", np.arange(301), 1.0, ts=START))
     found = event_lines(store, "r")
-    marks = markers(found, nothing("eval_loss"), read_history(store, "r", "loss"), Axis.STEP)
+    marks = markers(found, nothing("eval_loss"), read_chart(store, "r", "loss"), Axis.STEP)
 
     assert [
         (300, 119, "AnomalyNan: layer.0 and 118 more"),
@@ -291,18 +290,20 @@ def long_runs(tmp_path_factory):
         yield connection
 
 
-@pytest.mark.parametrize("run", ["long", "gaps", "several"])
-def test_long_series_equals_sql(long_runs, run):
+VIEW = """\
+SELECT attempt, step, cumulative_step AS cumulative, epoch(ts) AS time, value, lowest, highest, stands
+FROM scalar_history WHERE run = $run AND name = $name ORDER BY attempt, cumulative_step"""
+
+
+@pytest.mark.parametrize("run", ["long", "gaps", "log", "several"])
+def test_long_series_equals_the_view(long_runs, run):
     names = ["grad_norm", "late", "loss"] if run == "several" else ["loss"]
-    histories = raw_histories(long_runs, run, names)
+    histories = main_series(long_runs, run, names)
 
     for scalar in names:
-        expected, found = read_history(long_runs, run, scalar), histories[scalar]
-        for name in ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands"):
-            np.testing.assert_allclose(getattr(expected, name), getattr(found, name), rtol=1e-15)
+        expected = long_runs.query(VIEW, {"run": run, "name": scalar})
+        for name in expected.column_names:
+            stored = expected[name].to_numpy(zero_copy_only=False).astype(float)
+            np.testing.assert_allclose(stored, getattr(histories[scalar], name).astype(float), rtol=1e-15)
     if run == "several":
         assert np.shares_memory(histories["grad_norm"].time, histories["loss"].time)
-
-
-def test_long_imported_run_needs_sql(long_runs):
-    assert {"log"} == read_rows(long_runs, ["log"], ["loss"]).for_sql

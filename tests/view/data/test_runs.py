@@ -14,12 +14,12 @@ from rankscope.output.run_texts import summary_text
 from rankscope_storage.connection import connect
 from rankscope_view.data.advice import early_stopping, logging_interval, perplexity
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
+from rankscope_view.data.detail import nothing, read_chart
 from rankscope_view.data.evaluation import evaluation_curve
-from rankscope_view.data.history import main_labels, read_history
 from rankscope_view.data.newest import NO_CURVE
-from rankscope_view.data.raw_rows import raw_histories
 from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, run_facts, run_list
 from rankscope_view.data.runs import run_row as row_of_run
+from rankscope_view.data.series import main_series, read_rows
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
 from rankscope_view.pages.sections import _decimals, _six, sections
 from rankscope_view.site import Site
@@ -115,26 +115,24 @@ WHERE run = $run AND name = $name AND labels IS NOT DISTINCT FROM $labels ORDER 
 @pytest.mark.parametrize("name", ["loss", "learning_rate", "eval_loss"])
 @pytest.mark.parametrize("run", [MAIN, "only-nan", "no-times", HOSTILE])
 def test_history_equals_the_view(connection, run, name):
-    labels = main_labels(connection, run, [name]).get(name)
-    expected = connection.query(VIEW, {"run": run, "name": name, "labels": labels})
+    labels = read_rows(connection, [run], [name]).main_labels(run, name)
+    expected = connection.query(VIEW, {"run": run, "name": name, "labels": labels or None})
 
-    slow, fast = read_history(connection, run, name, labels), raw_histories(connection, run, [name])
-    for found in (slow, fast.get(name, slow)):
-        columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
-        columns |= {column: getattr(found, column) for column in ("value", "lowest", "highest", "stands")}
-        for column, values in columns.items():
-            stored = expected[column].to_numpy(zero_copy_only=False).astype(float)
-            np.testing.assert_allclose(values.astype(float), stored)
-    assert (name in fast) is bool(len(slow))
+    found = main_series(connection, run, [name]).get(name) or nothing(name)
+    columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
+    columns |= {column: getattr(found, column) for column in ("value", "lowest", "highest", "stands")}
+    for column, values in columns.items():
+        stored = expected[column].to_numpy(zero_copy_only=False).astype(float)
+        np.testing.assert_allclose(values.astype(float), stored)
 
 
 def test_steps_that_an_attempt_repeated_are_superseded(connection, course):
-    found = read_history(connection, MAIN, "loss")
+    found = read_chart(connection, MAIN, "loss")
     again = found.select(~found.stands)
 
     assert set(course.step[course.attempt == 1]) >= set(again.step[again.attempt == 0].tolist())
     assert found.is_varied
-    assert 0 == len(read_history(connection, "no such run", "loss"))
+    assert 0 == len(read_chart(connection, "no such run", "loss"))
 
 
 ODD = ("one-row", "only-nan", "no-loss", "no-times", "mamba2-370m-32k-ctx", HOSTILE)
@@ -223,7 +221,7 @@ def test_ruined_run_gets_no_advice_from_its_curves(connection, opened, slope, wo
 
 @pytest.mark.parametrize("axis", list(Axis))
 def test_training_loss_is_behind_evaluations_on_common_axes(connection, axis):
-    evaluations, loss, absent = (read_history(connection, MAIN, name) for name in ("eval_loss", "loss", "absent"))
+    evaluations, loss, absent = (read_chart(connection, MAIN, name) for name in ("eval_loss", "loss", "absent"))
     request = CurveRequest(axis=axis, smoothing=Smoothing.NONE)
     found, alone = (evaluation_curve(evaluations, one, request) for one in (loss, absent))
 

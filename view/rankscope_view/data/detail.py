@@ -20,12 +20,10 @@ from rankscope_view.data.history import (
     SPEEDS,
     Floats,
     History,
-    main_labels,
-    read_history,
     restarts,
 )
-from rankscope_view.data.raw_rows import RawRows, raw_histories, read_rows
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
+from rankscope_view.data.series import ScalarRows, main_series, read_rows
 from rankscope_view.data.tensor import total_gradient_norm
 
 PERPLEXITY: Final = "perplexity"
@@ -103,16 +101,13 @@ def read_charts(connection: Connection, run: str, names: Sequence[str], rank: in
 
 
 def main_histories(
-    connection: Connection, run: str, names: Sequence[str], rank: int | None = None, rows: RawRows | None = None
+    connection: Connection, run: str, names: Sequence[str], rank: int | None = None, rows: ScalarRows | None = None
 ) -> dict[str, History]:
     """Return the main series of those scalars in `names` that `run` has, of all ranks or one.
 
     `rows` has their rows, if they were read before. A gradient norm that is not logged is that of all gradients.
     """
-    found = raw_histories(connection, run, names, rank, rows)
-    if found is None:
-        labels = main_labels(connection, run, names)
-        found = {name: read_history(connection, run, name, text, rank) for name, text in labels.items()}
+    found = main_series(connection, run, names, rank, rows)
     if any(one.attempt.any() for one in found.values()):
         for live in connection.query(_LIVE, {"run": run})["attempt"].to_pylist():
             found = {name: _standing(history, live) for name, history in found.items()}
@@ -164,10 +159,8 @@ def _standing(history: History, attempt: int) -> History:
     return replace(history, stands=(history.attempt == attempt) | (history.stands & (history.attempt < attempt)))
 
 
-def _needs_goodput(rows: RawRows, run: str, most: int | None) -> bool | None:
+def _needs_goodput(rows: ScalarRows, run: str, most: int | None) -> bool | None:
     """Return whether the goodput must be calculated; None if the run has too many step times, and False without any."""
-    if run in rows.for_sql:
-        return True
     count = sum(len(part.step) for parts in rows.parts.get((run, STEP_SECONDS), {}).values() for part in parts)
     return None if most is not None and count > most else count > 0
 

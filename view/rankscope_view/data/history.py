@@ -1,9 +1,4 @@
-"""Read one scalar of a run over all its attempts, as arrays with one element per attempt and step.
-
-The arrays have the content of the view `scalar_history`. For runs without rollups in which no rank logged a step twice
-within an attempt, this module calculates them from raw rows, which takes a tenth of the time of the view. In all other
-cases it reads the view.
-"""
+"""One scalar of a run over all its attempts, as arrays with one element per attempt and position."""
 
 from __future__ import annotations
 
@@ -13,10 +8,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-
-from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import is_main_source
 
 LOSS: Final = "loss"
 LEARNING_RATE: Final = "learning_rate"
@@ -87,115 +78,6 @@ def restarts(attempt: Integers) -> Integers:
 
 
 _ARRAYS: Final = ("attempt", "step", "cumulative", "time", "value", "lowest", "highest", "stands")
-_OF_SCALAR: Final = f"""\
-run = $run AND name = $name{{rank}} AND value IS NOT NULL AND labels IS NOT DISTINCT FROM $labels
-  AND position IS NOT NULL
-  AND ({is_main_source()} OR contains(coalesce($labels, ''), 'imported_from'))"""
-
-_LABELS: Final = f"""\
-SELECT name, labels FROM scalars WHERE run = $run AND name IN (SELECT unnest($names)) AND {is_main_source()}
-GROUP BY ALL ORDER BY name, labels NULLS FIRST"""
-
-_FACTS: Final = f"""\
-SELECT count(*) AS "rows", min(rank) IS NOT DISTINCT FROM max(rank) AND count(micro_step) = 0 AS is_single,
-  count(DISTINCT rank) * greatest(count(DISTINCT micro_step), 1) AS parts
-FROM scalars WHERE {_OF_SCALAR}"""
-
-_ROWS: Final = f"""\
-SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(step, position) AS step,
-  epoch(ts) AS time, value, value AS lowest, value AS highest, 1::BIGINT AS parts
-FROM scalars WHERE {_OF_SCALAR}"""
-
-_STEPS: Final = f"""\
-SELECT coalesce(attempt, 0)::BIGINT AS attempt, position, coalesce(min(step), position) AS step,
-  epoch(max(ts)) AS time, avg(value) AS value, min(value) AS lowest, max(value) AS highest, count(*) AS parts
-FROM {{source}} WHERE {_OF_SCALAR} GROUP BY coalesce(attempt, 0), position"""
-
-# A record of the machine has no step: its place is the last step before it of the same process.
-_MEASURED: Final = """\
-(SELECT scalars.* REPLACE (own.step AS step, own.step AS position) FROM scalars ASOF JOIN (
-  SELECT incarnation, seq, max(step) AS step FROM scalars WHERE run = $run AND name = 'step_seconds' GROUP BY ALL
-) AS own USING (incarnation, seq) WHERE scalars.run = $run AND scalars.name = $name)"""
-
-_VIEW: Final = """\
-SELECT attempt::BIGINT AS attempt, cumulative_step AS position, coalesce(step, cumulative_step) AS step,
-  epoch(ts) AS time, value, lowest, highest, cumulative_step AS cumulative, stands
-FROM scalar_history WHERE run = $run AND name = $name AND labels IS NOT DISTINCT FROM $labels
-ORDER BY attempt, cumulative_step"""
-
-_TRAINING: Final = f"""\
-SELECT coalesce(attempt, 0)::BIGINT AS attempt, min(position) AS first, max(position) AS last FROM scalars
-WHERE run = $run AND name = 'loss' AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}
-GROUP BY ALL ORDER BY 1"""
-
-_HAS_ROLLUPS: Final = "SELECT 1 AS found FROM scalar_rollups WHERE run = $run AND name IN ($name, 'loss') LIMIT 1"
-
-
-def main_labels(connection: Connection, run: str, names: Sequence[str]) -> dict[str, str | None]:
-    """Return the labels of the main series of each scalar in `names` that `run` has: no labels, or else the first."""
-    rows = connection.query(_LABELS, {"run": run, "names": list(names)}).to_pylist()
-    return {row["name"]: row["labels"] for row in reversed(rows)}
-
-
-def read_history(
-    connection: Connection, run: str, name: str, labels: str | None = None, rank: int | None = None
-) -> History:
-    """Return the scalar `name` of `run` with exactly these `labels`, of all ranks or one. It may have no rows.
-
-    Of one rank, there are only raw rows, because rollups combine ranks.
-    """
-    parameters = {"run": run, "name": name, "labels": labels}
-    own = "" if rank is None else f" AND rank = {rank}"
-    with connection.pinned():
-        facts = connection.query(_FACTS.format(rank=own), parameters).to_pylist()[0]
-        of_run = {"run": run, "name": name}
-        if (
-            rank is None
-            and connection.files("scalar_rollups", run=run)
-            and connection.query(_HAS_ROLLUPS, of_run).num_rows
-        ):
-            return _from_view(connection, parameters)
-        has_steps = facts["rows"] > 0
-        chosen = _ROWS if has_steps and facts["is_single"] and rank is None else _STEPS
-        source = "scalars" if has_steps else _MEASURED
-        rows = _sorted(connection.query(chosen.format(rank=own, source=source), parameters))
-        parts = rows["parts"].to_numpy()
-        table = _columns(rows)
-        if has_steps and rank is None and ((parts > facts["parts"]).any() or _repeats(table)):
-            return _from_view(connection, parameters)
-        training = None
-        if table["attempt"].size and table["attempt"].any():
-            found = connection.query(_TRAINING, {"run": run}).to_pylist()
-            training = [(row["attempt"], row["first"], row["last"]) for row in found]
-    return numbered(name, table, labels, training)
-
-
-def _sorted(rows: pa.Table) -> pa.Table:
-    """Return `rows` by attempt and position. Rows of one rank usually have this order, and a check is cheaper."""
-    attempt, position = (rows[name].to_numpy() for name in ("attempt", "position"))
-    later = (np.diff(attempt) > 0) | ((np.diff(attempt) == 0) & (np.diff(position) >= 0))
-    return rows if later.all() else rows.take(np.lexsort((position, attempt)))
-
-
-def _from_view(connection: Connection, parameters: Mapping[str, Any]) -> History:
-    rows = connection.query(_VIEW, parameters)
-    columns = _columns(rows)
-    cumulative = columns.pop("position")
-    stands = rows["stands"].to_numpy(zero_copy_only=False).astype(np.bool_)
-    return History(name=parameters["name"], **columns, cumulative=cumulative, stands=stands)
-
-
-def _columns(rows: pa.Table) -> dict[str, Any]:
-    """Return the columns of a query as arrays; an absent time becomes NaN."""
-    whole = {name: rows[name].to_numpy().astype(np.int64, copy=False) for name in ("attempt", "position", "step")}
-    names = ("time", "value", "lowest", "highest")
-    return whole | {name: rows[name].to_numpy(zero_copy_only=False).astype(np.float64, copy=False) for name in names}
-
-
-def _repeats(columns: Mapping[str, Any]) -> bool:
-    """Return whether two rows, ordered by attempt and position, have the same attempt and position."""
-    attempt, position = columns["attempt"], columns["position"]
-    return bool(((attempt[1:] == attempt[:-1]) & (position[1:] == position[:-1])).any())
 
 
 def numbered(

@@ -22,8 +22,8 @@ from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_view.data.curves import Curve, CurveRequest, curve, joined
 from rankscope_view.data.detail import CHARTS, PERPLEXITY, nothing, read_chart
 from rankscope_view.data.grid import pairs
-from rankscope_view.data.history import History, read_history
-from rankscope_view.data.raw_rows import raw_series
+from rankscope_view.data.history import History
+from rankscope_view.data.series import all_series, read_measured
 
 HARDWARE: Final = "Host and GPU"
 MONITOR: Final = "Step phases and monitor"
@@ -162,9 +162,8 @@ def read_metrics(connection: Connection, run: str) -> Metrics:
 def metric_histories(connection: Connection, run: str, metric: Metric, rank: int | None = None) -> list[History]:
     """Return the histories of the lines of a metric, of all ranks or one, in the order of `labels`."""
     chosen = [(metric.stored, labels or "") for labels in metric.labels[:MOST_LINES]]
-    found = raw_series(connection, run, chosen, rank)
-    known = found or {}  # without rows that need SQL, such as those without a step
-    return [known.get(one) or read_history(connection, run, one[0], one[1] or None, rank) for one in chosen]
+    found = all_series(connection, run, chosen, rank)
+    return [found[one] if one in found else read_measured(connection, run, *one, rank) for one in chosen]
 
 
 def metric_curve(metric: Metric, histories: Sequence[History], request: CurveRequest) -> Curve:

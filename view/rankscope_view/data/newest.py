@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
-from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, Integers, is_constant
-from rankscope_view.data.raw_rows import RawRows, SeriesRows, by_step, read_rows
+from rankscope_view.data.series import ScalarRows, SeriesRows, by_step, read_rows
 
 SPARKLINE_POINTS: Final = 60
 _PACE_STEPS: Final = 100
@@ -30,69 +28,6 @@ SPEED_STEPS: Final = 20
 """Number of newest steps over which a speed is the median, because the last step of an ended run has another length."""
 
 _SHOWN: Final = (LOSS, LEARNING_RATE, *SPEEDS)
-_NAMES: Final = ", ".join(map(sql_string, _SHOWN))
-
-# The mean over ranks at a step, of the first labels of a name: as in `read_history` and `summaries`.
-_LOGGED: Final = f"""\
-SELECT run, name, labels, coalesce(attempt, 0) AS attempt, rank, position, ts, value FROM scalars
-WHERE run IN (SELECT unnest($runs)) AND value IS NOT NULL AND position IS NOT NULL AND {is_main_source()}"""
-
-# Scans with few groups take a fraction of the time of one group per step.
-_LATEST: Final = f"""\
-WITH logged AS ({_LOGGED} AND name IN ({_NAMES})),
-first AS (
-  SELECT run, name, min(chosen) AS chosen, arg_min(attempt, chosen) AS attempt
-  FROM (SELECT run, name, coalesce(labels, '') AS chosen, max(attempt) AS attempt FROM logged GROUP BY ALL) GROUP BY ALL
-),
-newest AS (
-  SELECT run, name, chosen, attempt, max(position) AS position, count(DISTINCT rank) AS known
-  FROM logged JOIN first USING (run, name, attempt) WHERE coalesce(labels, '') = chosen GROUP BY ALL
-),
-by_step AS (
-  SELECT run, name, logged.position, known, any_value(attempt) AS attempt, max(ts) AS newest_ts,
-    avg(value) AS value, count(*) AS rows, count(DISTINCT rank) AS ranks
-  FROM logged JOIN newest USING (run, name, attempt)
-  WHERE coalesce(labels, '') = chosen
-    AND logged.position > newest.position - if(name IN ('{"', '".join(SPEEDS)}'), {SPEED_STEPS}, 1)
-  GROUP BY ALL
-),
-complete AS (
-  SELECT *, rows = max(rows) OVER (PARTITION BY run, name) AS is_complete FROM by_step
-)
-SELECT run, name, any_value(attempt) AS attempt, max(position) AS position,
-  epoch(arg_max(newest_ts, position)) AS logged_at, median(value) FILTER (is_complete) AS value,
-  median(value) FILTER (is_complete) * greatest(any_value(known), 1) AS total,
-  arg_max(ranks, position) AS ranks, any_value(known) - arg_max(ranks, position) AS missing
-FROM complete GROUP BY run, name"""
-
-# A third of the points each: the lowest, the highest and the last value of a part of the curve.
-_SPARKLINES: Final = f"""\
-WITH logged AS ({_LOGGED} AND name = '{LOSS}'),
-first AS (
-  SELECT run, min(coalesce(labels, '')) AS chosen FROM logged GROUP BY ALL
-),
-main AS (
-  SELECT run, attempt, position, avg(value) AS value
-  FROM logged JOIN first USING (run) WHERE coalesce(labels, '') = chosen GROUP BY ALL
-),
-placed AS (
-  SELECT *, row_number() OVER by_arrival - 1 AS place, count(*) OVER (PARTITION BY run) AS places
-  FROM main WINDOW by_arrival AS (PARTITION BY run ORDER BY attempt, position)
-),
-part AS (
-  SELECT run, place * {SPARKLINE_POINTS // 3} // places AS part,
-    arg_min(place, value) FILTER (isfinite(value)) AS low, arg_max(place, value) FILTER (isfinite(value)) AS high,
-    max(place) AS last, max(place) FILTER (NOT isfinite(value)) AS bad
-  FROM placed GROUP BY ALL
-),
-kept AS (
-  SELECT DISTINCT run, unnest([low, high, coalesce(bad, last)]) AS place FROM part
-)
-SELECT run, list({{place: place, value: value}} ORDER BY place) AS points, any_value(places) AS places
-FROM kept JOIN placed USING (run, place) GROUP BY run"""
-
-_JUMPED: Final = "SELECT DISTINCT run FROM clock_jumps WHERE run IN (SELECT unnest($runs))"
-_ETA: Final = "SELECT run, eta_seconds, seconds_per_step, step FROM run_eta WHERE run IN (SELECT unnest($runs))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,25 +60,20 @@ def read_newest(
     live: Live,
     *,
     has_curves: bool,
-    rows: RawRows | None = None,
+    rows: ScalarRows | None = None,
 ) -> Newest:
     """Return the newest rows of `runs`, and the time left of the runs in `live`.
 
     `rows` has the rows of the shown scalars, if they were read before.
     """
     found = Newest()
-    rows = rows or (read_rows(connection, runs, set(_SHOWN)) if runs else RawRows())
-    if asked := sorted(live.keys() & set(runs)):
-        # The rows have the times of the clock, also if it was set meanwhile.
-        rows.for_sql.update(row["run"] for row in connection.query(_JUMPED, {"runs": asked}).to_pylist())
+    rows = rows or read_rows(connection, runs, set(_SHOWN))
     for run in runs:
-        if run not in rows.for_sql:
-            _add(found, rows, run, live, has_curves=has_curves)
-    _add_by_sql(connection, found, sorted(rows.for_sql), live, has_curves=has_curves)
+        _add(found, rows, run, live, has_curves=has_curves)
     return found
 
 
-def _add(found: Newest, rows: RawRows, run: str, live: Live, *, has_curves: bool) -> None:
+def _add(found: Newest, rows: ScalarRows, run: str, live: Live, *, has_curves: bool) -> None:
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
     last = live.get(run, {}).get("attempt")
     for name, one in series.items():
@@ -151,11 +81,7 @@ def _add(found: Newest, rows: RawRows, run: str, live: Live, *, has_curves: bool
         series[name] = one if own.all() or not own.any() else one.select(own)
         found.values[run, name] = _newest(series[name], SPEED_STEPS if name in SPEEDS else 1)
     if has_curves and LOSS in series:
-        columns = by_step(series[LOSS])
-        if columns is None:
-            rows.for_sql.add(run)  # a rank logged a step twice
-            return
-        found.sparklines[run] = _sparkline(columns["value"])
+        found.sparklines[run] = _sparkline(by_step(series[LOSS])[0]["value"])
     if run in live:
         found.etas[run] = _seconds_left(list(series.values()), live[run]["planned_steps"])
 
@@ -163,17 +89,17 @@ def _add(found: Newest, rows: RawRows, run: str, live: Live, *, has_curves: bool
 def _newest(rows: SeriesRows, steps: int) -> dict[str, Any]:
     attempt = rows.attempt.max()
     is_older = not is_constant(rows.attempt) and attempt != rows.attempt.min()
-    step = int((rows.step[rows.attempt == attempt] if is_older else rows.step).max())
-    recent = np.flatnonzero(rows.step > step - steps)
+    last = int((rows.position[rows.attempt == attempt] if is_older else rows.position).max())
+    recent = np.flatnonzero(rows.position > last - steps)
     if is_older:
         recent = recent[rows.attempt[recent] == attempt]
-    own = recent[rows.step[recent] == step]
+    own = recent[rows.position[recent] == last]
     known, ranks = (_ranks(rows.rank[chosen]) for chosen in (rows.attempt == attempt if is_older else slice(None), own))
-    at, value = float(np.fmax.reduce(rows.time[own])), _usual(rows.step[recent], rows.value[recent])
+    at, value = float(np.fmax.reduce(rows.time[own])), _usual(rows.position[recent], rows.value[recent])
     return {
         "value": value,
         "total": value * max(known, 1),
-        "position": step,
+        "position": last,
         "attempt": int(attempt),
         "logged_at": None if math.isnan(at) else at,
         "ranks": ranks,
@@ -222,7 +148,7 @@ def _seconds_left(series: Sequence[SeriesRows], planned: int | None) -> float | 
     newest, recent = _newest_steps(series, attempt)
     if newest >= planned:
         return 0.0
-    step, time = (np.concatenate([getattr(one, name) for one in recent]) for name in ("step", "time"))
+    step, time = (np.concatenate([getattr(one, name) for one in recent]) for name in ("position", "time"))
     order = np.argsort(step, kind="stable")
     step, time = step[order], time[order]
     begins = np.flatnonzero(np.diff(step, prepend=-1))
@@ -239,19 +165,6 @@ def _seconds_left(series: Sequence[SeriesRows], planned: int | None) -> float | 
 def _newest_steps(series: Sequence[SeriesRows], attempt: int) -> tuple[int, list[SeriesRows]]:
     """Return the newest step of an attempt, and the rows with a time of the steps before it that determine the pace."""
     own = [one if is_constant(one.attempt) else one.select(one.attempt == attempt) for one in series]
-    own = [one for one in own if len(one.step) and one.attempt[0] == attempt]
-    newest = max(int(one.step.max()) for one in own)
-    return newest, [one.select((one.step > newest - _PACE_STEPS) & np.isfinite(one.time)) for one in own]
-
-
-def _add_by_sql(connection: Connection, found: Newest, runs: Collection[str], live: Live, *, has_curves: bool) -> None:
-    if not runs:
-        return
-    for row in connection.query(_LATEST, {"runs": list(runs)}).to_pylist():
-        found.values[row["run"], row["name"]] = row
-    for line in connection.query(_SPARKLINES, {"runs": list(runs)}).to_pylist() if has_curves else ():
-        points = tuple((point["place"], point["value"]) for point in line["points"])
-        found.sparklines[line["run"]] = Sparkline(points=points, places=line["places"])
-    active = [run for run in runs if run in live]
-    for pace in connection.query(_ETA, {"runs": active}).to_pylist() if active else ():
-        found.etas[pace["run"]] = pace["eta_seconds"]
+    own = [one for one in own if len(one.position) and one.attempt[0] == attempt]
+    newest = max(int(one.position.max()) for one in own)
+    return newest, [one.select((one.position > newest - _PACE_STEPS) & np.isfinite(one.time)) for one in own]

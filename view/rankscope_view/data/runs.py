@@ -17,7 +17,7 @@ from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident, happening, in_order, incidents, sentence_of
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
-from rankscope_view.data.raw_rows import RawRows
+from rankscope_view.data.series import ScalarRows
 
 STOPPING: Final = "stopping"
 """State that pages show while a run is active and one of its processes has reported its exit."""
@@ -192,7 +192,7 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
     return RunList(query=query, rows=tuple(rows), states=states, **counts)
 
 
-def run_row(connection: Connection, run: str, rows: RawRows | None = None) -> RunRow | None:
+def run_row(connection: Connection, run: str, rows: ScalarRows | None = None) -> RunRow | None:
     """Return the row of `run` without its sparkline, or None if the store does not contain it.
 
     `rows` has its scalars, if they were read before.
@@ -266,7 +266,7 @@ def _complete(
     found: Mapping[str, Sequence[Incident]],
     *,
     has_curves: bool = True,
-    rows: RawRows | None = None,
+    rows: ScalarRows | None = None,
 ) -> list[RunRow]:
     known = list(known)
     names = [row["run"] for row in known]

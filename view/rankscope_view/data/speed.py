@@ -18,8 +18,9 @@ from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.documents import flat, json_object
-from rankscope_view.data.history import Floats, History, main_labels, read_history
+from rankscope_view.data.history import Floats, History
 from rankscope_view.data.ranks import hosts_and_world
+from rankscope_view.data.series import main_series
 
 STEP_SECONDS: Final = "step_seconds"
 UNITS: Final[Mapping[str, str]] = {
@@ -204,14 +205,11 @@ class _Reader:
         self._run = run
         self._source = connection.relation("scalars", run=run)
         self._known: dict[str, History | None] = dict(histories)
-        names = [STEP_SECONDS, *UNITS, *_TOTALS, *_BATCH_NAMES]
-        self._labels = main_labels(connection, run, [name for name in names if name not in histories])
 
     def history(self, name: str) -> History | None:
         """Return the history of the main series of a scalar, or None if the run does not have it."""
         if name not in self._known:
-            found = name in self._labels
-            self._known[name] = read_history(self._connection, self._run, name, self._labels[name]) if found else None
+            self._known[name] = main_series(self._connection, self._run, [name]).get(name)
         return self._known[name]
 
     def rows(self, query: str) -> list[dict[str, Any]]:
@@ -429,12 +427,12 @@ def _gpu(row: Mapping[str, Any], hosts: Mapping[int, str]) -> Gpu:
 
 def model_flops_share(connection: Connection, run: str, peak_tflops: float | None) -> float | None:
     """Return the median model FLOP/s utilisation of a run: logged, or from the achieved TFLOP/s and the peak."""
-    labels = main_labels(connection, run, ["mfu", "tflops_per_gpu"])
-    if "mfu" in labels:
-        share = _median(read_history(connection, run, "mfu", labels["mfu"]))
+    found = main_series(connection, run, ["mfu", "tflops_per_gpu"])
+    if "mfu" in found:
+        share = _median(found["mfu"])
         return share / 100 if share is not None and share > 1 else share  # imported logs have per cent
-    if peak_tflops and "tflops_per_gpu" in labels:
-        achieved = _median(read_history(connection, run, "tflops_per_gpu", labels["tflops_per_gpu"]))
+    if peak_tflops and "tflops_per_gpu" in found:
+        achieved = _median(found["tflops_per_gpu"])
         return None if achieved is None else achieved / peak_tflops
     return None
 

@@ -19,10 +19,11 @@ from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
 from rankscope_view.data.documents import json_object
 from rankscope_view.data.hints import Hint, tuning_hints
-from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History, main_labels, read_history
+from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
 from rankscope_view.data.incidents import incidents, sentence_of
 from rankscope_view.data.metrics import MetricSummary, metric_summaries
 from rankscope_view.data.ranks import rank_table
+from rankscope_view.data.series import main_series
 from rankscope_view.data.speed import Speed, Utilization, numbers_of, read_speed, read_utilization
 
 TREND_ROWS: Final = 10
@@ -209,8 +210,7 @@ def read_summary(
 
 
 def _history(connection: Connection, run: str, name: str) -> History | None:
-    labels = main_labels(connection, run, [name])
-    return read_history(connection, run, name, labels[name]) if name in labels else None
+    return main_series(connection, run, [name]).get(name)
 
 
 def _trainer_state(config: str | None) -> Mapping[str, Any]:

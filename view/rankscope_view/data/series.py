@@ -1,0 +1,430 @@
+"""The one reader of scalars for pages, figures and summaries: it reads columns of Parquet files, without SQL.
+
+This takes a fraction of the time of a query. Rows of rollups, and steps that a rank logged twice within an attempt, are
+rare: a history with such rows is that of the view `scalar_history`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_storage.base.datasets import IMPORTED_FROM
+from rankscope_storage.connection import Connection
+from rankscope_storage.query.column_scan import RowGroups
+from rankscope_view.data.history import LOSS, Floats, History, Integers, is_constant, numbered
+
+_SERIES: Final = ("run", "name", "labels")
+_ABSENT: Final = {"attempt": 0, "rank": -1, "micro_step": -1}
+"""Columns that are often equal in all rows, with the number in place of null."""
+
+_CONSTANT: Final = (*_SERIES, *_ABSENT, "position")
+_NUMBERS: Final = ("step", "position", "ts", "value")
+_WHOLE_ROWS: Final = 1 << 15
+"""Least number of adjacent rows of one series that are read without the columns of names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesRows:
+    """Rows of one scalar with one text of labels: arrays of equal length. An array of one value needs no memory."""
+
+    attempt: Integers
+    rank: Integers  # -1: none
+    micro_step: Integers  # -1: none
+    position: Integers
+    step: Integers  # of a record without a step, its position; the same array as `position` if all are equal
+    time: Floats
+    value: Floats
+
+    def select(self, chosen: Any) -> SeriesRows:
+        """Return the rows that `chosen`, a mask, an array of indices or a slice, selects."""
+        found = {name: getattr(self, name)[chosen] for name in SeriesRows.__slots__ if name != "step"}
+        return SeriesRows(**found, step=found["position"] if self.step is self.position else self.step[chosen])
+
+
+_WHOLE, _REAL = np.empty(0, np.int64), np.empty(0)
+_UNREAD: Final = SeriesRows(_WHOLE, _WHOLE, _WHOLE, _WHOLE, _WHOLE, _REAL, _REAL)
+"""Stands for row groups that are read after all others."""
+
+
+@dataclass(slots=True)
+class ScalarRows:
+    """Rows by run and name, then by labels."""
+
+    parts: dict[tuple[str, str], dict[str, list[SeriesRows]]] = field(default_factory=dict)
+
+    def main_labels(self, run: str, name: str) -> str | None:
+        """Return the first labels of a scalar, empty for none; None if the run does not have it.
+
+        Scalars of logs that were imported into a live run are kept apart.
+        """
+        return min(filter(is_main, self.parts.get((run, name), ())), default=None)
+
+    def main(self, run: str, name: str, rank: int | None = None) -> SeriesRows | None:
+        """Return the rows of the first labels of a scalar, of all ranks or one; None without any."""
+        labels = self.main_labels(run, name)
+        return None if labels is None else self.series(run, name, labels, rank)
+
+    def series(self, run: str, name: str, labels: str, rank: int | None = None) -> SeriesRows | None:
+        """Return the rows of a scalar with exactly these labels, of all ranks or one; None without any."""
+        parts = self.parts.get((run, name), {}).get(labels)
+        if not parts:
+            return None
+        rows = parts[0]
+        if len(parts) > 1:
+            rows = SeriesRows(*(_joined([getattr(part, one) for part in parts]) for one in SeriesRows.__slots__))
+            parts[:] = [rows]  # the next call needs no copy
+        if rank is not None:
+            rows = rows.select(rows.rank == rank)
+        return rows if len(rows.step) else None
+
+    def add(self, run: str, name: str, labels: str | None, rows: SeriesRows) -> None:
+        self.parts.setdefault((run, name), {}).setdefault(labels or "", []).append(rows)
+
+
+def is_main(labels: str) -> bool:
+    """Return whether these labels are not those of a log that was imported into a live run."""
+    return f'"{IMPORTED_FROM}":' not in labels
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    if all(is_constant(one) and one[0] == arrays[0][0] for one in arrays):
+        return np.broadcast_to(arrays[0][:1].reshape(()), sum(map(len, arrays)))
+    return np.concatenate(arrays)
+
+
+def read_rows(connection: Connection, runs: Collection[str], names: Collection[str]) -> ScalarRows:
+    """Return the rows of the scalars `names` of `runs`."""
+    found, wanted = ScalarRows(), sorted(runs)
+    if not wanted:
+        return found
+    equal = {"run": wanted, "name": sorted(names)}
+    groups = connection.row_groups("scalars", wanted, equal, _CONSTANT)
+    long: dict[tuple[str, str, str | None], list[RowGroups]] = {}
+    for is_whole, adjacent in itertools.groupby(groups.stretches(_CONSTANT), _is_whole):
+        if is_whole:
+            for constants, own in adjacent:
+                key = (constants["run"], constants["name"], constants["labels"])
+                long.setdefault(key, []).append(own)
+                found.add(*key, _UNREAD)
+        else:
+            _add_mixed([own for _, own in adjacent], set(wanted), names, found)
+    _read_long(long, found)
+    return found
+
+
+def _is_whole(stretch: tuple[Mapping[str, Any], RowGroups]) -> bool:
+    """Return whether all rows of adjacent row groups are of one series and attempt, and are not few."""
+    constants, groups = stretch
+    return groups.rows >= _WHOLE_ROWS and all(one in constants for one in (*_SERIES, *_ABSENT))
+
+
+def _read_long(long: Mapping[tuple[str, str, str | None], Sequence[RowGroups]], found: ScalarRows) -> None:
+    """Read the row groups that contain one series only, each series into arrays of its final length.
+
+    Scalars of one record have the same step and time, so that series often share these arrays.
+    """
+    before: SeriesRows | None = None
+    for (run, name, labels), unread in long.items():
+        series = found.parts.get((run, name), {})
+        parts, remaining = series.pop(labels or ""), iter(unread)
+        pieces = itertools.chain.from_iterable(
+            _pieces(next(remaining)) if part is _UNREAD else (part,) for part in parts
+        )
+        rows = sum(len(part.step) for part in parts) + sum(groups.rows for groups in unread)
+        read = _in_one(pieces, rows, before)
+        if len(read.step):
+            series[labels or ""] = [read]
+            before = read
+        if not series:
+            del found.parts[run, name]
+
+
+def _in_one(pieces: Iterable[SeriesRows], most: int, before: SeriesRows | None) -> SeriesRows:
+    """Return adjacent pieces of a series with at most `most` rows as one.
+
+    Its positions and times are those of `before` as far as they are equal.
+    """
+    position = _Column(most, np.int64, None if before is None else before.position)
+    time = _Column(most, np.float64, None if before is None else before.time)
+    value = np.empty(most)
+    others: list[list[Integers]] = [[], [], []]  # attempt, rank, micro_step
+    steps: list[Integers] = []
+    are_equal, at = True, 0
+    for piece in pieces:
+        own = slice(at, at + len(piece.step))
+        position.put(own, piece.position)
+        time.put(own, piece.time)
+        value[own] = piece.value
+        steps.append(piece.step)
+        are_equal &= piece.step is piece.position
+        for columns, column in zip(others, (piece.attempt, piece.rank, piece.micro_step), strict=True):
+            columns.append(column)
+        at = own.stop
+    attempt, rank, micro = (_joined(columns) if at else _WHOLE for columns in others)
+    places = position.get(at)
+    return SeriesRows(attempt, rank, micro, places, places if are_equal else _joined(steps), time.get(at), value[:at])
+
+
+def _pieces(groups: RowGroups) -> Iterator[SeriesRows]:
+    """Yield the rows of row groups that contain one series only."""
+    constants = groups.constants(_CONSTANT)
+    for batch in groups.batches([one for one in _NUMBERS if one not in constants]):
+        yield _rows(_complete(batch), constants)
+
+
+class _Column:
+    """One column of a long series. It is the array of the series before, as long as all values are equal."""
+
+    def __init__(self, rows: int, dtype: Any, earlier: npt.NDArray[Any] | None) -> None:
+        self._rows = rows
+        self._dtype = dtype
+        self._values = earlier
+        self._is_shared = earlier is not None
+
+    def put(self, own: slice, values: npt.NDArray[Any]) -> None:
+        """Store values at the rows `own`, which follow those of the call before."""
+        if self._is_shared and self._values is not None and np.array_equal(self._values[own], values):
+            return
+        if self._is_shared or self._values is None:
+            array = np.empty(self._rows, self._dtype)
+            if self._values is not None:
+                array[: own.start] = self._values[: own.start]
+            self._values, self._is_shared = array, False
+        self._values[own] = values
+
+    def get(self, rows: int) -> npt.NDArray[Any]:
+        """Return the first `rows` values."""
+        return np.empty(0, self._dtype) if self._values is None else self._values[:rows]
+
+
+def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the rows of a batch that have a position and a value."""
+    place = "position" if "position" in batch.schema.names else "step"
+    position, value = batch.column(place), batch.column("value")
+    if place == "position" and position.null_count:
+        position = pc.coalesce(position, batch.column("step"))
+        batch = batch.set_column(batch.schema.get_field_index(place), place, position)
+    if not position.null_count and not value.null_count:
+        return batch
+    return batch.filter(pc.and_(position.is_valid(), value.is_valid()))
+
+
+def _add_mixed(
+    stretches: Sequence[RowGroups], runs: Collection[str], names: Collection[str], found: ScalarRows
+) -> None:
+    """Add the rows of row groups that may contain several series."""
+    groups = RowGroups(tuple(group for one in stretches for group in one.groups), stretches[0].schema)
+    constants = groups.constants((*_ABSENT, "position"))
+    for batch in groups.batches([one for one in (*_SERIES, *_ABSENT, *_NUMBERS) if one not in constants]):
+        _add(batch, runs, names, constants, found)
+
+
+def _add(
+    batch: pa.RecordBatch,
+    runs: Collection[str],
+    names: Collection[str],
+    constants: Mapping[str, Any],
+    found: ScalarRows,
+) -> None:
+    """Add the rows of a batch to `found`."""
+    batch = _complete(batch)
+    named = [batch.column(one) for one in _SERIES]
+    codes = [_filled(column.indices, -1) for column in named]
+    texts = [column.dictionary.to_pylist() for column in named]
+    changes = np.logical_or.reduce([one[1:] != one[:-1] for one in codes])
+    begins = np.append(0, np.flatnonzero(changes) + 1)[: batch.num_rows]
+    ends = np.append(begins[1:], batch.num_rows)
+    is_wanted = np.ones(len(begins), bool)
+    for code, known, wanted in zip(codes, texts, (runs, names), strict=False):
+        is_wanted &= np.array([one in wanted for one in known], bool)[code[begins]]
+    if not is_wanted.any():
+        return
+    rows = _rows(batch, constants)
+    for first, last in zip(begins[is_wanted].tolist(), ends[is_wanted].tolist(), strict=True):
+        run, name, labels = (
+            None if one[first] < 0 else known[one[first]] for one, known in zip(codes, texts, strict=True)
+        )
+        found.add(run or "", name or "", labels, rows.select(slice(first, last)))
+
+
+def _rows(batch: pa.RecordBatch, constants: Mapping[str, Any]) -> SeriesRows:
+    """Return the rows of a batch, which all have a position and a value."""
+    attempt, rank, micro = (
+        _repeated(constants[name], absent, batch.num_rows) if name in constants else _filled(batch.column(name), absent)
+        for name, absent in _ABSENT.items()
+    )
+    seconds = _microseconds(batch) / 1e6  # null becomes NaN
+    value = batch.column("value").to_numpy(zero_copy_only=False)
+    step = batch.column("step")
+    if "position" not in batch.schema.names:
+        position = steps = _filled(step, 0)
+    else:
+        position = _filled(batch.column("position"), 0)
+        steps = _filled(pc.coalesce(step, batch.column("position")), 0)
+    return SeriesRows(attempt, rank, micro, position, steps, seconds, value)
+
+
+def _repeated(value: int | None, absent: int, rows: int) -> Integers:
+    return np.broadcast_to(np.int64(absent if value is None else value), rows)
+
+
+def _microseconds(batch: pa.RecordBatch) -> npt.NDArray[Any]:
+    """Return the times of a batch, NaN where the time is null."""
+    found: npt.NDArray[Any] = batch.column("ts").cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _filled(column: Any, absent: int) -> Integers:
+    known = column.fill_null(absent) if column.null_count else column
+    found: Integers = known.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+    return found
+
+
+_ATTEMPT: Final = 1 << 40
+"""Distance of the keys of two attempts, which is larger than any step."""
+
+
+def main_series(
+    connection: Connection, run: str, names: Collection[str], rank: int | None = None, rows: ScalarRows | None = None
+) -> dict[str, History]:
+    """Return the main series of the scalars `names` that `run` has, of all ranks or one.
+
+    `rows` has the rows of `names`, if they were read before.
+    """
+    rows = rows or read_rows(connection, [run], names)
+    labels = {name: rows.main_labels(run, name) for name in names}
+    if rank is None:
+        labels |= dict(_rolled_up(connection, run, [name for name, text in labels.items() if text is None]))
+    chosen = [(name, text) for name, text in labels.items() if text is not None]
+    return {name: one for (name, _), one in all_series(connection, run, chosen, rank, rows).items()}
+
+
+def all_series(
+    connection: Connection,
+    run: str,
+    series: Collection[tuple[str, str]],
+    rank: int | None = None,
+    rows: ScalarRows | None = None,
+) -> dict[tuple[str, str], History]:
+    """Return the series of `run` by name and labels that have rows, of all ranks or one.
+
+    Labels are empty for a scalar without labels. `rows` has the rows of all names, if they were read before.
+    """
+    rows = rows or read_rows(connection, [run], {name for name, _ in series})
+    has_rollups = rank is None and bool(connection.files("scalar_rollups", run=run))
+    training: list[tuple[int, int, int]] | None = None
+    histories = {}
+    for name, labels in series:
+        found = rows.series(run, name, labels, rank)
+        columns, has_repeats = ({}, False) if found is None else by_step(found)
+        if has_rollups or (has_repeats and rank is None):
+            histories[name, labels] = _of_view(connection, run, name, labels)
+        elif columns:
+            if training is None and columns["attempt"].any():
+                training = _training(connection, run, rows)
+            own = training if columns["attempt"].any() else None
+            histories[name, labels] = numbered(name, columns, labels or None, own)
+    return {key: one for key, one in histories.items() if len(one)}
+
+
+_VIEW: Final = """\
+SELECT attempt::BIGINT AS attempt, coalesce(step, cumulative_step) AS step, cumulative_step AS cumulative,
+  epoch(ts) AS time, value, lowest, highest, stands
+FROM scalar_history WHERE run = $run AND name = $name AND coalesce(labels, '') = $labels
+ORDER BY attempt, cumulative_step"""
+_ROLLED_UP: Final = """\
+SELECT name, coalesce(labels, '') AS labels FROM scalar_rollups
+WHERE run = $run AND name IN (SELECT unnest($names)) AND step IS NOT NULL GROUP BY ALL ORDER BY ALL"""
+
+
+def _of_view(connection: Connection, run: str, name: str, labels: str) -> History:
+    rows = connection.query(_VIEW, {"run": run, "name": name, "labels": labels})
+    columns = {one: rows[one].to_numpy(zero_copy_only=False) for one in rows.column_names}
+    columns["time"] = columns["time"].astype(np.float64)  # null becomes NaN
+    return History(name=name, **columns | {"stands": columns["stands"].astype(np.bool_)})
+
+
+def _rolled_up(connection: Connection, run: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield name and first labels of those scalars of `names` of which `run` has only rollups."""
+    if names and connection.files("scalar_rollups", run=run):
+        found = connection.query(_ROLLED_UP, {"run": run, "names": list(names)}).to_pylist()
+        yield from ((row["name"], row["labels"]) for row in reversed(found) if is_main(row["labels"]))
+
+
+# A record of the machine has no step: its place is the last step before it of the same process.
+_MEASURED: Final = """\
+SELECT coalesce(attempt, 0)::BIGINT AS attempt, own.step AS step, epoch(max(ts)) AS time, avg(value) AS value,
+  min(value) AS lowest, max(value) AS highest
+FROM scalars ASOF JOIN (
+  SELECT incarnation, seq, max(step) AS step FROM scalars WHERE run = $run AND name = 'step_seconds' GROUP BY ALL
+) AS own USING (incarnation, seq)
+WHERE scalars.run = $run AND scalars.name = $name AND coalesce(labels, '') = $labels AND value IS NOT NULL
+  AND (rank = $rank OR $rank IS NULL)
+GROUP BY coalesce(attempt, 0), own.step ORDER BY 1, 2"""
+
+
+def read_measured(connection: Connection, run: str, name: str, labels: str, rank: int | None) -> History:
+    """Return a series of which the records have no step, such as those of the machine."""
+    rows = connection.query(_MEASURED, {"run": run, "name": name, "labels": labels, "rank": rank})
+    columns = {one: rows[one].to_numpy(zero_copy_only=False) for one in rows.column_names}
+    columns["time"] = columns["time"].astype(np.float64)
+    columns["position"] = columns["step"]
+    training = _training(connection, run, ScalarRows()) if columns["attempt"].any() else None
+    return numbered(name, columns, labels or None, training)
+
+
+def _training(connection: Connection, run: str, rows: ScalarRows) -> list[tuple[int, int, int]]:
+    """Return attempt, first and last position of the loss of each attempt; `rows` may have the losses."""
+    known = rows if (run, LOSS) in rows.parts else read_rows(connection, [run], [LOSS])
+    series = known.parts.get((run, LOSS), {})
+    losses = [one for labels, parts in series.items() if is_main(labels) for one in parts]
+    if not losses:
+        return []
+    attempt, position = (np.concatenate([getattr(one, name) for one in losses]) for name in ("attempt", "position"))
+    found = []
+    for number in range(int(attempt.min()), int(attempt.max()) + 1):
+        own = position[attempt == number]
+        if len(own):
+            found.append((number, int(own.min()), int(own.max())))
+    return found
+
+
+def by_step(rows: SeriesRows) -> tuple[dict[str, Any], bool]:
+    """Return mean, lowest and highest value of each attempt and position, and whether a rank logged one twice."""
+    has_one = all(is_constant(one) for one in (rows.attempt, rows.rank, rows.micro_step))
+    if has_one and (rows.position[1:] > rows.position[:-1]).all():
+        return _alone(rows, {name: getattr(rows, name) for name in _PLACE}), False
+    key = rows.attempt * _ATTEMPT + rows.position
+    if not (key[1:] > key[:-1]).all():
+        order = np.argsort(key, kind="stable")  # fast, because the rows are a few sorted ranges
+        rows = rows.select(order)
+        key = key[order]
+    begins = np.append(0, np.flatnonzero(key[1:] != key[:-1]) + 1)
+    columns = {name: getattr(rows, name)[begins] for name in _PLACE}
+    if len(begins) == len(key):
+        return _alone(rows, columns), False
+    counts = np.diff(np.append(begins, len(key)))
+    parts = len(np.unique(rows.rank)) * len(np.unique(rows.micro_step))
+    means = {
+        "time": np.fmax.reduceat(rows.time, begins),
+        "value": np.add.reduceat(rows.value, begins) / counts,
+        "lowest": np.minimum.reduceat(rows.value, begins),
+        "highest": np.maximum.reduceat(rows.value, begins),
+    }
+    return columns | means, bool(counts.max() > parts)
+
+
+_PLACE: Final = ("attempt", "position", "step")
+
+
+def _alone(rows: SeriesRows, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of rows of which each has an attempt and position of its own."""
+    return {**columns, "time": rows.time, "value": rows.value, "lowest": rows.value, "highest": rows.value}
