@@ -37,7 +37,7 @@ from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
 from rankscope_ingest.importers.common.log_names import names_of
 from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.datasets import COMMON_FIELDS, DATASETS
-from rankscope_view.data.history import SPEEDS
+from rankscope_view.data.series import SPEEDS
 
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

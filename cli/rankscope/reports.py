@@ -11,7 +11,7 @@ from rankscope_exporter.process.report_child import make_report as make_in_child
 
 if TYPE_CHECKING:
     from rankscope_exporter import Monitor
-    from rankscope_view.data.history import History
+    from rankscope_view.data.series import History
     from rankscope_view.data.summary import Summary
 
 

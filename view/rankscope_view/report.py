@@ -24,10 +24,10 @@ from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, cur
 from rankscope_view.data.detail import CHARTS, RunDetail, nothing
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import EVENT_GROUPS, EventLine, EventLog, Group, Marker, event_log, markers
-from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.incidents import STATE_TEXTS, Incident, counted, incidents
 from rankscope_view.data.metrics import own_histories
 from rankscope_view.data.ranks import RankTable, rank_table
+from rankscope_view.data.series import EVAL_LOSS, LOSS, History
 from rankscope_view.data.summary import Summary, Trend, read_summary
 from rankscope_view.pages.format import NOTHING, count, duration, measure, utc
 from rankscope_view.pages.ranks import verdicts

@@ -19,10 +19,10 @@ from rankscope_view.data.detail import CHARTS, nothing, read_charts
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import event_lines, markers
 from rankscope_view.data.grid import MOST_ROWS, GridRequest, Order, TensorKinds, histogram_grid, tensor_grid
-from rankscope_view.data.history import EVAL_LOSS, LOSS, History
 from rankscope_view.data.metrics import metric_curve, metric_histories, named_histories, read_metrics
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
 from rankscope_view.data.runs import run_goodput
+from rankscope_view.data.series import EVAL_LOSS, LOSS, History
 from rankscope_view.data.tensor import tensor_curve, tensor_detail
 from rankscope_view.pages import run as run_page
 from rankscope_view.pages import tensors as tensor_page

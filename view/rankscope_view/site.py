@@ -27,11 +27,11 @@ from rankscope_view.data.detail import RunDetail, nothing, read_detail
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLog, Group, event_log
 from rankscope_view.data.grid import histogram_tensors, tensor_kinds
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LOSS
 from rankscope_view.data.incidents import counted, incident_story, incidents
 from rankscope_view.data.metrics import read_metrics
 from rankscope_view.data.ranks import rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_list, run_row
+from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LOSS
 from rankscope_view.data.tensor import first_to_leave, tensor_curve, tensor_detail
 from rankscope_view.pages import compare as compare_page
 from rankscope_view.pages import incident as incident_page

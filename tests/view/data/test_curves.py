@@ -18,7 +18,7 @@ from rankscope_view.data.comparison import compared_values, difference
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, notice
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
-from rankscope_view.data.history import History
+from rankscope_view.data.series import History
 from rankscope_view.data.smoothing import ema, ema_at, moving_average
 from rankscope_view.data.speed import Method, Utilization
 from rankscope_view.data.summary import read_summary

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_view.data.history import Floats, History, Integers
+from rankscope_view.data.series import Floats, History, Integers
 
 LARGEST_EXPONENT: Final = math.log(np.finfo(np.float64).max)
 """Loss above which its exponential is larger than any double: 709.78. The perplexity is infinite there."""

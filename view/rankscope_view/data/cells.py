@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.kinds import OPS, Kind
 from rankscope_storage.connection import Connection
-from rankscope_view.data.history import Integers
+from rankscope_view.data.series import Integers
 
 INFINITE: Final = 254
 NOT_A_NUMBER: Final = 255

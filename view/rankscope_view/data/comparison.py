@@ -16,7 +16,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.diff.diff import ROUNDING, DiffSelection, DiffSide, DiffSource, Divergence, Tolerance, divergence
 from rankscope_view.data.detail import RunDetail, read_chart, read_detail
 from rankscope_view.data.documents import flat, json_object
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
+from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, History
 from rankscope_view.data.summary import Summary
 
 MOST_ROWS: Final = 5_000_000

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.ma
 
-from rankscope_view.data.history import Floats, History, Integers, restarts
+from rankscope_view.data.series import Floats, History, Integers, restarts
 from rankscope_view.data.smoothing import ema, ema_at, moving_average
 
 POINTS: Final = 4000

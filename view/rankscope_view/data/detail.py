@@ -12,7 +12,8 @@ import numpy as np
 from rankscope_storage.connection import Connection
 from rankscope_view.data.advice import Advice, early_stopping, logging_interval, perplexity, perplexity_history
 from rankscope_view.data.events import EventLine, event_lines
-from rankscope_view.data.history import (
+from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
+from rankscope_view.data.series import (
     EVAL_LOSS,
     GRAD_NORM,
     LEARNING_RATE,
@@ -20,10 +21,11 @@ from rankscope_view.data.history import (
     SPEEDS,
     Floats,
     History,
+    ScalarRows,
+    main_series,
+    read_rows,
     restarts,
 )
-from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
-from rankscope_view.data.series import ScalarRows, main_series, read_rows
 from rankscope_view.data.tensor import total_gradient_norm
 
 PERPLEXITY: Final = "perplexity"

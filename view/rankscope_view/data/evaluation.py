@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Role, Smoothing, curve
-from rankscope_view.data.history import Floats, History
+from rankscope_view.data.series import Floats, History
 
 _DECAY: Final = 0.9
 TRAINING_LABEL: Final = f"training loss, EMA {_DECAY}"

@@ -11,7 +11,7 @@ import numpy as np
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLine, EventLog, Group, event_log
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
+from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 
 TYPES: Final = tuple(dict.fromkeys(str(name) for name in (*Group, *EventType)))
 """Names that select lines: groups of the event log, and types of events."""

@@ -17,8 +17,8 @@ from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.base.rule_names import RUN_FINISHED
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, on_axis
-from rankscope_view.data.history import History
 from rankscope_view.data.incidents import CAUSAL_PLACE
+from rankscope_view.data.series import History
 
 NEWEST: Final = 200
 """Number of lines of the event log on the page of a run; its full history has a page of its own."""

@@ -36,7 +36,7 @@ from rankscope_view.data.cells import (
     read_cells,
     sampled_columns,
 )
-from rankscope_view.data.history import Integers
+from rankscope_view.data.series import Integers
 
 __all__ = ["INFINITE", "NOT_A_NUMBER", "UPDATE_RATIO"]
 

@@ -22,8 +22,7 @@ from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_view.data.curves import Curve, CurveRequest, curve, joined
 from rankscope_view.data.detail import CHARTS, PERPLEXITY, nothing, read_chart
 from rankscope_view.data.grid import pairs
-from rankscope_view.data.history import History
-from rankscope_view.data.series import all_series, read_measured
+from rankscope_view.data.series import History, all_series, read_measured
 
 HARDWARE: Final = "Host and GPU"
 MONITOR: Final = "Step phases and monitor"

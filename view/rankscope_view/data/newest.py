@@ -11,8 +11,18 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope_storage.connection import Connection
-from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS, Floats, Integers, is_constant
-from rankscope_view.data.series import ScalarRows, SeriesRows, by_step, read_rows
+from rankscope_view.data.series import (
+    LEARNING_RATE,
+    LOSS,
+    SPEEDS,
+    Floats,
+    Integers,
+    ScalarRows,
+    SeriesRows,
+    by_step,
+    is_constant,
+    read_rows,
+)
 
 SPARKLINE_POINTS: Final = 60
 _PACE_STEPS: Final = 100

@@ -13,7 +13,7 @@ from rankscope_contract.model.phases import STEP_PHASE_SECONDS
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_view.data.grid import ABSENT, LEVELS, Grid, empty_grid, plain_grid, row_medians
-from rankscope_view.data.history import Floats
+from rankscope_view.data.series import Floats
 from rankscope_view.data.slow_ranks import SlowRank, find_slow_ranks, of_others, own_seconds
 
 RECENT_STEPS: Final = 20

@@ -14,10 +14,9 @@ from rankscope_storage.base.rule_names import RUN_FAILED, RUN_SLOW, SLOW_RANK
 from rankscope_storage.connection import Connection
 from rankscope_storage.runs.tags import parse_tags
 from rankscope_storage.sql.scalar_history import is_main_source
-from rankscope_view.data.history import LEARNING_RATE, LOSS, SPEEDS
 from rankscope_view.data.incidents import Incident, happening, in_order, incidents, sentence_of
 from rankscope_view.data.newest import NO_CURVE, Newest, Sparkline, read_newest
-from rankscope_view.data.series import ScalarRows
+from rankscope_view.data.series import LEARNING_RATE, LOSS, SPEEDS, ScalarRows
 
 STOPPING: Final = "stopping"
 """State that pages show while a run is active and one of its processes has reported its exit."""

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from rankscope_view.data.history import Floats, Integers, restarts
+from rankscope_view.data.series import Floats, Integers, restarts
 
 LONGEST_WINDOW: Final = 500
 """Largest number of rows in a window of a moving average. The time of the calculation is proportional to it."""

@@ -18,9 +18,8 @@ from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import is_main_source
 from rankscope_view.data.documents import flat, json_object
-from rankscope_view.data.history import Floats, History
 from rankscope_view.data.ranks import hosts_and_world
-from rankscope_view.data.series import main_series
+from rankscope_view.data.series import Floats, History, main_series
 
 STEP_SECONDS: Final = "step_seconds"
 UNITS: Final[Mapping[str, str]] = {

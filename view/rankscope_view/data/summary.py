@@ -19,11 +19,10 @@ from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
 from rankscope_view.data.documents import json_object
 from rankscope_view.data.hints import Hint, tuning_hints
-from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
 from rankscope_view.data.incidents import incidents, sentence_of
 from rankscope_view.data.metrics import MetricSummary, metric_summaries
 from rankscope_view.data.ranks import rank_table
-from rankscope_view.data.series import main_series
+from rankscope_view.data.series import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History, main_series
 from rankscope_view.data.speed import Speed, Utilization, numbers_of, read_speed, read_utilization
 
 TREND_ROWS: Final = 10

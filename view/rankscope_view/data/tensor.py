@@ -16,8 +16,8 @@ from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, caus
 from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
-from rankscope_view.data.history import GRAD_NORM, Floats, History
 from rankscope_view.data.incidents import CAUSAL_PLACE
+from rankscope_view.data.series import GRAD_NORM, Floats, History
 
 MOST_FIRINGS: Final = 50
 MOST_LINES: Final = 16

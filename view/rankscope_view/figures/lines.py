@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, on_axis
-from rankscope_view.data.history import Floats, History
+from rankscope_view.data.series import Floats, History
 from rankscope_view.figures.style import BLUE, FAINT, GREY, NAN, RAW, RED, beside, formatter, plain, show_nothing
 from rankscope_view.pages.format import count, number
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rankscope_view.data.curves import Axis, Curve, Smoothing, curve, notice
-from rankscope_view.data.history import History
+from rankscope_view.data.series import History
 from rankscope_view.figures import lines, style
 from rankscope_view.pages.format import measure
 from rankscope_view.pages.run import title as title_of

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from rankscope_view.data.curves import Axis, Curve, Smoothing, notice
 from rankscope_view.data.detail import RunDetail
-from rankscope_view.data.history import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
+from rankscope_view.data.series import GRAD_NORM, LEARNING_RATE, LOSS, Floats, History
 from rankscope_view.data.summary import losses_of
 from rankscope_view.figures import lines, style
 from rankscope_view.pages.format import count, measure

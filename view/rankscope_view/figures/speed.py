@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
 from rankscope_view.data.detail import RunDetail
 from rankscope_view.data.events import Group, markers
-from rankscope_view.data.history import EVAL_LOSS, LEARNING_RATE, LOSS, History
+from rankscope_view.data.series import EVAL_LOSS, LEARNING_RATE, LOSS, History
 from rankscope_view.data.speed import Throughput
 from rankscope_view.figures import lines, style
 from rankscope_view.figures.overview import reduction

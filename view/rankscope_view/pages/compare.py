@@ -11,9 +11,9 @@ from rankscope_storage.diff.diff import Divergence, Point
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, ComparedSide, Comparison, Side
 from rankscope_view.data.curves import POINTS, Curve
 from rankscope_view.data.detail import STEP_SECONDS
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.data.metrics import Metric
 from rankscope_view.data.newest import SPEED_STEPS
+from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.pages.format import count, kind_words, measure
 from rankscope_view.pages.rendering import Place, render, upper_first
 from rankscope_view.pages.run import SMOOTHINGS, ChartChoice, is_long, metric_groups, scalar_words, title

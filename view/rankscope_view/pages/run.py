@@ -23,10 +23,10 @@ from rankscope_view.data.detail import (
 )
 from rankscope_view.data.documents import flat, json_object
 from rankscope_view.data.events import NEWEST, EventLog, Group
-from rankscope_view.data.history import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
 from rankscope_view.data.metrics import HARDWARE, MONITOR, SCALAR_TITLES, UNGROUPED, Metric, Metrics
 from rankscope_view.data.newest import SPEED_STEPS
 from rankscope_view.data.runs import RunRow
+from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS, SPEEDS, History
 from rankscope_view.pages.format import NOTHING, count, duration, measure, percent, short, utc
 from rankscope_view.pages.rendering import Place, is_nonfinite, render
 from rankscope_view.pages.run_list import SPEED_UNITS

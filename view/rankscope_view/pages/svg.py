@@ -10,8 +10,8 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from rankscope_view.data.curves import Axis, Curve
-from rankscope_view.data.history import Floats
 from rankscope_view.data.newest import Sparkline
+from rankscope_view.data.series import Floats
 from rankscope_view.pages.format import utc
 
 _WIDTH: Final = 100
