@@ -6,7 +6,7 @@ import shutil
 
 import pyarrow as pa
 import pytest
-from tests.storage.crashes.operations import append, silent
+from tests.storage.crashes.operations import STORE_1, append, silent
 from tests.storage.older_encoding import split_integers
 from tests.storage.rows import data_files
 
@@ -162,3 +162,10 @@ def test_retain_replaces_old_rows_by_rollups(on_store, rows, in_flushes):
     assert said[-1].startswith("added rollups: 1 rows, ")
     assert again.stdout.splitlines()[-1].startswith("deleted: 0 files, 0 rows, 0 bytes")
     assert ["0,1"] == rows("SELECT (SELECT count(*) FROM scalars), (SELECT count(*) FROM scalar_rollups)")
+
+
+def test_upgrade_converts_a_store_of_an_earlier_release_once(in_process, tmp_path):
+    root = shutil.copytree(STORE_1, tmp_path / "history")
+    printed = [in_process("store", "upgrade", "--store", root).stdout for _ in range(2)]
+
+    assert ["5 files with 271 rows were converted\n", "the store has the current schema version\n"] == printed

@@ -111,7 +111,8 @@ class BoundViews:
             files, runs = self._files("scalars", rewritten[CURVE], snapshot), _runs(rewritten[CURVE])
             self._find(CURVE, (files, runs), lambda: self._fill_extents(files, runs))
         if rewritten[LOSS]:
-            self._find_loss_facts(rewritten[LOSS], snapshot)
+            files, runs = self._files("scalars", rewritten[LOSS], snapshot), _runs(rewritten[LOSS])
+            self._find(LOSS, (files, runs), lambda: file_facts.are_logged_once(files, runs, self._table))
         return needed
 
     def _find(self, name: str, key: object, find: Callable[[], Any]) -> None:
@@ -149,13 +150,6 @@ class BoundViews:
     def _fill_extents(self, files: Sequence[str], runs: frozenset[str] | None) -> None:
         self._fill(file_facts.EXTENTS_TABLE, file_facts.scalar_extents(files, runs, self._table))
 
-    def _find_loss_facts(self, wanted: Sequence[RowRanges], snapshot: Snapshot) -> None:
-        if snapshot.may_hold("scalar_rollups", wanted):
-            self.instance.facts.pop(LOSS, None)
-            return
-        files, runs = self._files("scalars", wanted, snapshot), _runs(wanted)
-        self._find(LOSS, (files, runs), lambda: file_facts.are_logged_once(files, runs, self._table))
-
     def _define(
         self, names: Iterable[str], reading: Mapping[str, Sequence[RowRanges]] | None, snapshot: Snapshot
     ) -> None:
@@ -187,10 +181,10 @@ class BoundViews:
         if name in {CURVE, LOSS} and has_positions(self.files["scalars"]):
             return general
         if name in {CURVE, LOSS}:
-            is_sole = snapshot.is_of_attempt_0("scalars", self.files["scalars"])
+            is_sole = not self.files["scalar_rollups"] and snapshot.is_of_attempt_0("scalars", self.files["scalars"])
             if name == LOSS:
                 return LOSS_OF_SOLE_ATTEMPT if is_sole and self._fact(LOSS) else general
-            return SOLE_ATTEMPT_CURVE if is_sole and not self.files["scalar_rollups"] else CURVE_OF_KNOWN
+            return SOLE_ATTEMPT_CURVE if is_sole else CURVE_OF_KNOWN
         if name == BUCKETS:
             return bucket_deviations(file_facts.absent_keys(self.files["tensor_stats"], self._table))
         return general

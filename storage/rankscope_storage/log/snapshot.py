@@ -159,10 +159,6 @@ class Snapshot:
         pairs = zip(every, rows, strict=True)
         return [path for path, row in pairs if any(ranges.may_hold(row) for ranges in wanted)] or every[:1]
 
-    def may_hold(self, dataset: str, wanted: Sequence[RowRanges]) -> bool:
-        """Return whether any file can contain a row of `dataset` in one of the ranges `wanted`."""
-        return any(ranges.may_hold(row) for row in self._files_of(dataset)[1] for ranges in wanted)
-
     def is_of_attempt_0(self, dataset: str, paths: Sequence[str]) -> bool:
         """Return whether the Delta log proves that the files at `paths` contain only rows of attempt 0.
 

@@ -15,7 +15,6 @@ from tests.storage.rows import ask, put, table
 from rankscope_storage.api.store import Batch
 from rankscope_storage.api.summaries import runs, summary
 from rankscope_storage.sql.goodput import PARTS, STATEMENTS
-from rankscope_view.data.newest import read_newest
 
 START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
 
@@ -292,15 +291,6 @@ def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, conn
 
     assert right[0]["tokens"] == pytest.approx(64)
     assert [right] * 3 == others
-
-
-def test_time_left_on_pages_does_not_depend_on_jumps(writer, connection):
-    for run, jump in (("right", None), ("set", -HOUR)):
-        put_run(writer, run, [rows_of(run, 0, 0, 0, jump)], [0])
-    planned = {run: {"attempt": 0, "planned_steps": 100} for run in ("right", "set")}
-    found = read_newest(connection, [*planned], planned, has_curves=True)
-
-    assert dict.fromkeys(planned, pytest.approx(900)) == found.etas
 
 
 def test_jumps_are_listed_with_the_time_of_the_clock(writer, connection):

@@ -2,6 +2,7 @@
 
 import datetime as dt
 import functools
+import itertools
 import math
 import random
 import statistics
@@ -9,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -520,3 +522,23 @@ def test_diff_compares_each_record(append_log, connection, steps):
     found = divergence(connection, DiffSide(run="a"), DiffSide(run="b"))
 
     assert (4, [(3, 3.0, 3.5)]) == (found.steps_compared, [(point.step, point.a, point.b) for point in found.points])
+
+
+FOLLOWED = {
+    "epochs": ([*epoch(1, (10, 20)), *epoch(2, (10, 20)), *epoch(3, (10,))], [10, 20, 30, 40, 50]),
+    "space between steps": ([{"step": step, "loss": 1.0} for step in (10, None, None, 20)], [10, 11, 12, 20]),
+    "no space": ([{"step": step, "loss": 1.0} for step in (1, None, 2, None, 3)], [1, 2, 3, 4, 5]),
+    "no steps": ([{"loss": 1.0}, {"eval_loss": 1.0}, {"loss": 1.0}], [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_positions_of_a_followed_log_are_those_of_the_whole_log(case):
+    records, expected = FOLLOWED[case]
+    axis = Positions()
+    found = []
+    for seq, rows in itertools.groupby(log(records), lambda row: row["seq"]):
+        placed = axis.placed(table("scalars", rows, run="r"))
+        found.append((seq, pc.coalesce(placed["position"], placed["step"])[0].as_py()))
+
+    assert list(enumerate(expected)) == found
