@@ -13,6 +13,7 @@ from tests.view.served import served
 from tests.view.training import HOSTILE, START, rows, run_row, scalars, write
 
 from rankscope_storage.connection import connect
+from rankscope_view.assets import bundle
 from rankscope_view.data.comparison import compared_values
 from rankscope_view.data.grid import LEVELS, NOT_A_NUMBER, histogram_grid, histogram_tensors
 from rankscope_view.data.metrics import Metric, read_metrics, scalar_lines
@@ -21,7 +22,6 @@ from rankscope_view.pages.run import metric_groups
 from rankscope_view.pages.sections import sections
 from rankscope_view.report import report
 from rankscope_view.site import Site
-from rankscope_view.standalone import bundle
 
 STEPS = np.arange(200)
 LONG = "layers." * 30 + "entropy"

@@ -20,7 +20,8 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
-from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve
+from rankscope_view.assets import assets_of_file
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Smoothing, curve
 from rankscope_view.data.detail import CHARTS, RunDetail, nothing
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.events import EVENT_GROUPS, EventLine, EventLog, Group, Marker, event_log, markers
@@ -34,11 +35,11 @@ from rankscope_view.pages.ranks import verdicts
 from rankscope_view.pages.rendering import last_state, rank_list, render, state_word
 from rankscope_view.pages.run import AXES, ChartChoice, chart, configuration
 from rankscope_view.pages.sections import sections, title
-from rankscope_view.standalone import assets_of_file, kept_line, short_number
 
 CURVE_BYTES: Final = 2_000_000
 """Limit of the JSON of all curves. The rest of a report, with styles, scripts and drawings, is below 1 MB."""
 
+_DIGITS: Final = 7
 _POINTS: Final = (2000, 1000, 500, 250, 125, 60)
 """Numbers of points of a curve, of which the first one is used with which the curves are below CURVE_BYTES."""
 
@@ -319,7 +320,7 @@ def _curves_on(
         request = CurveRequest(axis=axis, smoothing=smoothing, points=points * (_MAIN_FACTOR if name == LOSS else 1))
         is_evaluation = name == EVAL_LOSS
         drawn = evaluation_curve(history, found.history(LOSS), request) if is_evaluation else curve(history, request)
-        lines = [kept_line(line) for line in drawn.lines]
+        lines = [_kept_line(line) for line in drawn.lines]
         documents[name] = drawn.document() | {"lines": lines, "markers": _thinned(marked[axis, name], drawn)}
     return documents
 
@@ -330,4 +331,34 @@ def _thinned(found: Sequence[Marker], drawn: Curve) -> list[list[Any]]:
     for one in found:
         place = one.x if drawn.bucket_width is None else one.x // drawn.bucket_width
         once.setdefault((one.group, place, one.is_critical), one)
-    return [[one.group, short_number(one.x), one.step, "", one.is_critical] for one in once.values()]
+    return [[one.group, _short_number(one.x), one.step, "", one.is_critical] for one in once.values()]
+
+
+def _kept_line(line: Line) -> dict[str, Any]:
+    """Return a line for JSON. Columns that repeat another one are null, and `logic.js` completes them."""
+    places = [_short_number(round(x, 3)) for x in line.x.tolist()]
+    value, low, high, smoothed = (_rounded(column) for column in (line.value, line.low, line.high, line.smoothed))
+    return {
+        "label": line.label,
+        "role": line.role,
+        "x": places,
+        "step": None if line.step.tolist() == places else line.step.tolist(),
+        "value": value,
+        "smoothed": smoothed if any(one is not None for one in smoothed) else None,
+        "low": None if low == value else low,
+        "high": None if high == value else high,
+    }
+
+
+def _rounded(values: Any) -> list[float | int | None]:
+    """Return values with seven digits, which no chart can distinguish from all digits; null in place of NaN."""
+    finite = np.isfinite(values).tolist()
+    return [
+        _short_number(float(f"{one:.{_DIGITS}g}")) if is_finite else None
+        for one, is_finite in zip(values.tolist(), finite, strict=True)
+    ]
+
+
+def _short_number(value: float) -> float | int:
+    """Return an integer in place of a float with an integer value, which is shorter in JSON."""
+    return int(value) if value.is_integer() and abs(value) < 1e15 else value
