@@ -89,6 +89,7 @@ def _with_positions(scalars: pa.Table) -> pa.Table:
     return scalars.set_column(scalars.schema.get_field_index("position"), "position", position)
 
 
+@functools.cache
 def table_schema() -> pa.Schema:
     """Return the schema of the Delta table: the partition columns, then the columns of all datasets. All are nullable.
 
