@@ -136,3 +136,14 @@ def test_time_for_data_outside_of_the_steps_is_a_share_of_both(in_process, tmp_p
     found = json.loads(in_process("summary", log, "--format", "json").stdout)
 
     assert (pytest.approx(0.8), "data_time / (data_time + step_seconds)") == tuple(found["speed"]["data_wait"].values())
+
+
+def test_log_of_several_ranks_has_the_losses_that_it_shows(in_process, tmp_path):
+    """Of live ranks, the loss of a step is the mean over the ranks."""
+    path = tmp_path / "train.log"
+    path.write_text(
+        "".join(f"[rank{rank}]: step {step} loss 2.{9 - step}{rank}\n" for step in (1, 2) for rank in (0, 1))
+    )
+    done = in_process("summary", path)
+
+    assert "loss\n  current: 2.710000 at step 2\n  lowest: 2.700000 at step 2\n" in done.stdout

@@ -14,7 +14,7 @@ import numpy as np
 from rankscope_storage.api import summaries
 from rankscope_storage.api.summaries import RunSummary
 from rankscope_storage.connection import Connection
-from rankscope_storage.sql.scalar_history import is_main_source
+from rankscope_storage.sql.scalar_history import IS_IMPORTED, is_main_source
 from rankscope_view.data.advice import perplexity
 from rankscope_view.data.detail import RunDetail, read_detail
 from rankscope_view.data.documents import json_object
@@ -42,6 +42,10 @@ _EVALUATIONS: Final = f"""\
 SELECT DISTINCT name FROM {{scalars}} WHERE run = $run AND starts_with(name, 'eval') AND value IS NOT NULL
   AND NOT regexp_matches(name, '_(runtime|time|per_second|seconds)$') AND {is_main_source()}
 ORDER BY name LIMIT {_MOST_EVALUATIONS}"""
+_LOGGED: Final = f"""\
+SELECT count(DISTINCT rank) AS ranks, count(DISTINCT coalesce(attempt, 0)) AS attempts, arg_max(value, seq) AS current,
+  min(value) FILTER (isfinite(value)) AS lowest, arg_min(step, value) FILTER (isfinite(value)) AS lowest_step
+FROM {{scalars}} WHERE run = $run AND name = 'loss' AND {is_main_source()} AND {IS_IMPORTED}"""
 _TOTALS: Final = f"""\
 SELECT name, sum(value) AS total, arg_max(value, (coalesce(attempt, 0), step)) AS newest FROM {{scalars}}
 WHERE run = $run AND name IN ('skipped_iterations', 'nan_iterations', 'loss_scale', 'train_runtime')
@@ -180,7 +184,7 @@ def read_summary(
         epochs = _history(connection, run, "epoch")
         speed = read_speed(connection, run, detail.histories, detail.facts.config)
         utilization = read_utilization(connection, run, speed, peak_tflops=peak_tflops)
-        losses = losses_of(detail.history(LOSS))
+        losses = _as_logged(losses_of(detail.history(LOSS)), connection, scalars, run)
         is_ruined = losses.trend is Trend.NOT_FINITE
         hints = () if is_ruined else tuning_hints(speed, utilization, rank_table(connection, run))
         evaluations = _evaluations(connection, run, scalars)
@@ -205,6 +209,19 @@ def read_summary(
         detail=detail,
         stored=stored,
         incidents=grouped,
+    )
+
+
+def _as_logged(losses: Losses, connection: Connection, scalars: str, run: str) -> Losses:
+    """Return the summary of the loss with the last and the lowest value as the lines of an imported log show them.
+
+    Otherwise, the values of a step are the means over its ranks.
+    """
+    [found] = connection.query(_LOGGED.format(scalars=scalars), {"run": run}).to_pylist()
+    if found["ranks"] < 2 or found["attempts"] > 1 or found["lowest"] is None:
+        return losses
+    return replace(
+        losses, **{name: found[name] for name in ("current", "lowest", "lowest_step") if found[name] is not None}
     )
 
 
