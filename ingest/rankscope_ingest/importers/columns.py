@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from rankscope_ingest.importers.common.lines import is_binary, is_settled, sampl
 from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.values import plain, quantity, whole
+from rankscope_ingest.importers.common.wrapped import NAMES, opened
 
 _TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
@@ -92,7 +93,7 @@ class _Rows(LineParser):
         self._name = path.stem
         self._layout: Layout | None = None
 
-    def documents(self, number: int, line: bytes) -> Sequence[dict[str, Any]]:
+    def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
         text = line.decode(errors="replace")
         if not _is_content(text, self._name):
             return ()
@@ -108,7 +109,7 @@ class _Rows(LineParser):
                 f"or it has no line end: {shown(line)}",
             )
             return ()
-        return (row,)
+        return (opened(row),)
 
 
 def layout_of(line: str, file: str) -> Layout | None:
@@ -125,7 +126,10 @@ def layout_of(line: str, file: str) -> Layout | None:
             continue
         if len(cells) == len(_TWO_COLUMNS) and whole(cells[0]) is not None and quantity(cells[1]) is not None:
             return Layout(_TWO_COLUMNS, separator, has_heading=False)
-        names = tuple(_name_of(cell, file) or f"column {place}" for place, cell in enumerate(cells, 1))
+        is_long = any(cell in NAMES for cell in cells)  # a name and a value in each row
+        names = tuple(
+            (cell if is_long else _name_of(cell, file)) or f"column {place}" for place, cell in enumerate(cells, 1)
+        )
         is_heading = all(map(_HEADING_CELL.fullmatch, names)) and len(set(names)) == len(names)
         is_named = any(cell.lower() == _VALUE for cell in cells) or any(map(_is_typical, names))
         if is_heading and any(map(_is_counter, names)) and is_named:

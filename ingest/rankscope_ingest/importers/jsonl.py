@@ -45,6 +45,10 @@ Examples: tensor(2.3, device='cuda:0'), np.float64(2.3), array([1, 2]).
 """
 
 _BETWEEN_OBJECTS: Final = re.compile(rb"(?<=\})\s*(?=[^{}\"',\[\]\r]{0,80}\{[\"'])")
+_OPEN: Final = re.compile(rb"\{'\w[^{}]*,$|^\{$")
+"""A regular expression for the first line of an object that is printed over several lines."""
+_PART: Final = re.compile(rb"\s*(?:['\"\[\]{}\d-]|null|true|false|NaN|Infinity)")
+"""A regular expression for the beginning of a further line of such an object."""
 _TEXT_CHARACTERS: Final = 200
 _PRINTED: Final = "{'"  # no JSON object begins with it
 
@@ -117,9 +121,10 @@ class _Objects(LineParser):
         self._first: Kind | None = None
         self._bars = Bars()
         self._text = Lines(faults)
+        self._open = ""  # the lines of a printed dictionary that ends on a later line
 
     def match(self, line: bytes) -> Match | None:
-        match = self.forms.match(line)
+        match = None if self._open else self.forms.match(line)
         if match is None:
             return None
         kind, is_plain = match[0].effects
@@ -127,6 +132,13 @@ class _Objects(LineParser):
         return match if is_plain else None
 
     def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
+        was_open = bool(self._open)
+        line, is_open = joined(self._open.encode(), line)
+        self._open = line.decode(errors="replace") if is_open else ""
+        if is_open:
+            return ()
+        if was_open and not _is_record(parse_line(line)[1] or {}):  # a configuration, or another program's lines
+            return ()
         if len(rows := rows_on(line)) > 1:
             return [document for row in rows for document in self.documents(number, row)]
         kind, document = self._parsed(line)
@@ -177,8 +189,24 @@ def _reading(text: str) -> Reading | None:
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:
-    """Return the lines that are sampled from a file, without blank lines. `head` is the beginning of the file."""
-    return [parse_line(row) for line in sample_lines(path, head) if line.strip() for row in rows_on(line)]
+    """Return the lines that are sampled from a file, without blank lines. `head` is the beginning of the file.
+
+    A dictionary over several lines is one line.
+    """
+    lines, before = [], b""
+    for line in sample_lines(path, head):
+        whole, is_open = joined(before, line)
+        lines += [] if is_open else [whole]
+        before = whole if is_open else b""
+    return [parse_line(row) for line in lines if line.strip() for row in rows_on(line)]
+
+
+def joined(before: bytes, line: bytes) -> tuple[bytes, bool]:
+    """Return `line` behind the beginning `before` of its object, and whether further lines belong to the object."""
+    if not (_PART.match(line) if before else _OPEN.search(line)):
+        return line, False
+    whole = b" ".join((before, line.strip())) if before else line
+    return whole, whole.count(b"{") > whole.count(b"}") and len(whole) <= MAX_CHARACTERS
 
 
 def parse_line(line: bytes) -> Line:

@@ -50,7 +50,9 @@ from rankscope_ingest.importers.common.shapes import (
 
 MAX_LINE_CHARACTERS: Final = 8192
 
-_COUNTED: Final = re.compile(r"step|iter|update|epoch|batch|\[\s*\d+\s*[/\]]|^s:|\b(?:ep|up)\. ?\d", re.IGNORECASE)
+_COUNTED: Final = re.compile(
+    r"step|iter|update|epoch|batch|\[\s*\d+\s*[/\]]|^s:|\d \||\(\d+, ?\d+\) |\b(?:ep|up)\. ?\d", re.IGNORECASE
+)
 _ALONE: Final = re.compile(
     r"loss|perplexity|ppl|acc|per.step|(?:[A-Za-z)\]%]\s?|\d\s)[:=]\s*[-+(\[]?(?:\.?\d|nan\b|inf\b)", re.IGNORECASE
 )
@@ -251,7 +253,7 @@ class Lines(LineParser):
         """Return a row of a table with its counters, or those of the record before it."""
         counters = {name: value for name, value in row.items() if role_of(name) is Role.STEP}
         self._counters = counters or self._counters
-        return {**self._counters, **row}
+        return {**(self._heading.prefix if self._heading else {}), **self._counters, **row}
 
     def _of_tool(self, text: str) -> dict[str, Any] | None:
         """Return the record on a line that has the pattern of a tool, or None."""
@@ -364,7 +366,7 @@ def _is_certain(line: Line) -> bool:
 
 
 def _step_of(record: Mapping[str, Any]) -> Any:
-    return next((value for name, value in record.items() if role_of(name) is Role.STEP), None)
+    return next((value for name, value in record.items() if role_of(name) is Role.STEP), record.get(EPOCH))
 
 
 def _is_typical(key: str) -> bool:

@@ -23,6 +23,7 @@ _EPOCH: Final = re.compile(r"\bepoch:?[ =]{0,2}\[?\s*(?P<epoch>\d{1,9})\b", re.I
 _EVALUATION: Final = re.compile(r"\b(?:eval|valid|val\b|test|predict)", re.IGNORECASE)
 _TRAINING: Final = re.compile(r"train", re.IGNORECASE)
 _MARKS: Final = ("%|", "it/s", "s/it")
+_NUMBERS: Final = re.compile(r"[A-Za-z]\s?[:=]\s*[-+]?\.?\d")
 _OF_TRAINING: Final = {"loss", "learning_rate"}
 
 
@@ -50,10 +51,14 @@ def has_bar(text: str) -> bool:
 
 def _bar_line(part: str) -> str | None:
     bar = next(_bars(part), None)
-    numbers = part[bar.end() : part.rfind("]")].strip() if bar and bar["mark"] != "]" else ""
-    if bar is None or not numbers:
+    if bar is None:
         return None
     name = _name(part, 0, bar)
+    numbers = part[bar.end() : part.rfind("]")].strip() if bar["mark"] != "]" else ""
+    if not numbers and _NUMBERS.search(name):
+        numbers = _EPOCH.sub("", name)
+    if not numbers:
+        return None
     if _EVALUATION.search(name) and not _TRAINING.search(name):
         return f"{EVALUATION_MARK}[{bar['step']}/{bar['planned']}] {numbers}"
     epoch = _EPOCH.search(name)
@@ -75,7 +80,7 @@ def _bars(part: str) -> Iterator[re.Match[str]]:
 
 def _name(part: str, begin: int, bar: re.Match[str]) -> str:
     """Return the name before `bar`, which begins at `begin` or later and has at most 80 characters."""
-    before = part[max(begin, bar.start() - _NAME_CHARACTERS) : bar.start()]
+    before = part[max(begin, bar.start() - _NAME_CHARACTERS) : bar.start()].rstrip(" |:")
     return before[max(before.rfind("|"), before.rfind("%")) + 1 :].strip()
 
 

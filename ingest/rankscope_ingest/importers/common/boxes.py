@@ -19,11 +19,11 @@ _FRACTION: Final = re.compile(r"\d{1,15}/\d{1,15}")
 
 
 class Boxes:
-    """The tables within one text log whose lines begin and end with a bar.
+    """The tables within one text log with bars between their cells.
 
-    A box of two columns, names and numbers, is one record, which ends with the box. In another table, each row is one:
-    it has as many cells as the heading. A name without a number whose last character is a slash is the section of the
-    names below it, as in Stable-Baselines3.
+    A box of names and numbers is one record, which ends with the box. In another table, each row is one: it has as
+    many cells as the heading. A name without a number whose last character is a slash is the section of the names below
+    it, as in Stable-Baselines3.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,22 @@ class Boxes:
     def read(self, line: str) -> dict[str, Any] | None:
         """Return the record that ends with `line`, empty if none ends; None if `line` is not of a table."""
         text = line.strip()
-        if not text or (text[0].isalnum() and not self._box):
+        if not text or (_BAR.search(text) is None and not self._box and not _RULE.fullmatch(text)):
             return None
         if _RULE.fullmatch(text):
             return self._end() if not _WITHIN.match(text) else {}
         if not (len(text) > 1 and text[0] in _BARS and text[-1] in _BARS):
-            self._heading = ()
-            return self._end() or None
+            return self._end() or self._without_frame([cell.strip() for cell in _BAR.split(text)])
         cells = [cell.strip() for cell in _BAR.split(text[1:-1])]
         return self._row(_COLUMNS.split(cells[0]) if len(cells) == 1 else cells)
+
+    def _without_frame(self, cells: list[str]) -> dict[str, Any] | None:
+        """Return a row of a table with bars between its cells only, whose heading has the name of a counter."""
+        is_heading = len(cells) > 1 and all(map(_NAME.fullmatch, cells)) and any(map(_is_counter, cells))
+        if is_heading or len(cells) == len(self._heading):
+            return self._row(cells)
+        self._heading = ()
+        return None
 
     def _end(self) -> dict[str, Any]:
         box, self._box, self._section = self._box, {}, ""
@@ -61,12 +68,16 @@ class Boxes:
             self._heading = tuple(cells) if len(cells) > 1 else ()
         elif len(cells) == 2 and not cells[1]:
             self._section = cells[0] if cells[0].endswith("/") else self._section
-        elif len(cells) == 2 and numbers[1] is not None and _NAME.fullmatch(cells[0]):
-            is_counter = role_of(cells[0]) is Role.STEP or cells[0].lower() == EPOCH
-            self._box[cells[0] if is_counter else f"{self._section}{cells[0]}"] = numbers[1]
+        elif len(cells) % 2 == 0 and None not in numbers[1::2] and all(map(_NAME.fullmatch, cells[::2])):
+            for name, number in zip(cells[::2], numbers[1::2], strict=True):
+                self._box[name if _is_counter(name) else f"{self._section}{name}"] = number
         else:
             return None
         return {}
+
+
+def _is_counter(name: str) -> bool:
+    return role_of(name) is Role.STEP or name.lower() == EPOCH
 
 
 def _number(cell: str) -> Any:

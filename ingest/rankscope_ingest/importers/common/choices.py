@@ -41,7 +41,7 @@ _LOSS_WORDS: Final = {
     "total": "detectron2 total_loss", "tot": "icefall tot_loss", "sum": "", "overall": "",
     "avr": "sd-scripts avr_loss", "avg": "", "average": "", "mean": "", "running": "", "smooth": "", "smoothed": "",
     "train": "torchrec loss/train/total", "training": "", "reduced": "NeMo reduced_train_loss",
-    "samples": "DeepSpeed Train/Samples/train_loss",
+    "main": "Chainer main/loss", "samples": "DeepSpeed Train/Samples/train_loss",
     "cross": "OLMo train/CrossEntropyLoss", "entropy": "", "ce": "", "xent": "", "nll": "", "lm": "", "language": "",
     "model": "", "mlm": "", "clm": "", "sft": "",
 }  # fmt: skip

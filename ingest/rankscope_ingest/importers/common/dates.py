@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 FORM: Final = re.compile(
-    r"(?<![\w./-])(?:[IWEF](?P<compact>\d{3,4})|(?P<date>\d{1,2}/\d{1,2}(?:/(?:\d{4}|\d{2}))?)),? "
+    r"(?<![\w./-])(?:[IWEF](?P<compact>\d{3,4})|(?P<date>\d{1,2}/\d{1,2}(?:/(?:\d{4}|\d{2}))?"
+    r"|\d{2}-\d{2}-\d{2}|\d{1,2}\.\d{1,2}\.(?:\d{4}|\d{2}))),? "
     r"(?P<clock>\d{2}:\d{2}:\d{2})(?:[.,](?P<fraction>\d{1,9}))?(?![\d:])"
 )
 """A regular expression for a time without a year, or with an ambiguous order of day and month."""
@@ -30,6 +31,7 @@ MONTH_FIRST_TOOLS: Final = (
 
 _MONTH_FIRST: Final = re.compile("|".join(MONTH_FIRST_TOOLS))
 _FULL_DATE: Final = re.compile(r"(?<![\w./-])(20\d{2})[-/](\d{2})[-/](\d{2})(?:[ T]\d{2}:\d{2}|(?![\w/-]))")
+_SEPARATOR: Final = re.compile(r"[/.-]")
 _YEARS: Final = range(15, 60)  # of two digits
 _MONTHS: Final = 12
 _NEAR: Final = dt.timedelta(days=2)
@@ -146,21 +148,21 @@ def _date(text: str) -> str | None:
 
 def _has_form_of(line: str, text: str) -> bool:
     one, other = _date(line), _date(text)
-    return FORM.search(line) is not None and (one or "").count("/") == (other or "").count("/")
+    return FORM.search(line) is not None and len(_SEPARATOR.findall(one or "")) == len(_SEPARATOR.findall(other or ""))
 
 
 def _order(dates: Sequence[str], lines: Sequence[str]) -> tuple[str | None, str]:
     """Return the order of the parts of a date, and the reason if it was not obvious; None if it is unknown."""
-    rows = [tuple(map(int, date.split("/"))) for date in dates]
+    rows = [_parts(date) for date in dates]
     if not rows:
         return "MD", ""  # the compact form
     sampled = [date for line in lines if (date := _date(line))]
-    rows += [parts for date in sampled if len(parts := tuple(map(int, date.split("/")))) == len(rows[0])]
+    rows += [parts for date in sampled if len(parts := _parts(date)) == len(rows[0])]
     rows = [row for row in rows if len(row) == len(rows[0])]
     columns = list(zip(*rows, strict=True))
     years = [place for place in (0, 2) if place < len(columns) > 2 and _are_years(columns[place])]
     if len(columns) > 2:
-        if years == [0]:
+        if years == [0] or (years and years[0] == 0 and "-" in dates[0]):
             return "YMD", ""
         if years != [2]:
             return None, ""
@@ -174,6 +176,10 @@ def _order(dates: Sequence[str], lines: Sequence[str]) -> tuple[str | None, str]
     return None, ""
 
 
+def _parts(date: str) -> tuple[int, ...]:
+    return tuple(map(int, _SEPARATOR.split(date)))
+
+
 def _are_years(column: Sequence[int]) -> bool:
     return max(column) - min(column) <= 1 and (min(column) in _YEARS or min(column) > 1000)
 
@@ -185,7 +191,7 @@ def _moment(text: str, order: str | None, year: int) -> dt.datetime | None:
     if found["compact"]:
         parts = {"M": int(found["compact"][:-2]), "D": int(found["compact"][-2:])}
     else:
-        parts = dict(zip(order, map(int, found["date"].split("/")), strict=False))
+        parts = dict(zip(order, _parts(found["date"]), strict=False))
     own = parts.get("Y", year)
     microseconds = int((found["fraction"] or "0")[:6].ljust(6, "0"))
     try:

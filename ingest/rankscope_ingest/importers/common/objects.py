@@ -301,7 +301,8 @@ class ObjectReader:
         step_key = self._steps.key_of(record)
         is_aside = self.choices.has_training and not is_training(record)
         step = self._take_step(record, step_key)
-        if step is None and not is_training(record) and record.is_row():
+        is_summary = not is_training(record) and (self.choices.has_training or not self.choices.numbers_rows)
+        if step is None and is_summary and record.is_row():
             step = self.progress.last_steps.get(record.rank)  # a summary of the steps before it
         if step is None and self.choices.numbers_rows and record.is_row():
             step = self._rows[record.rank] = self._rows.get(record.rank, 0) + 1

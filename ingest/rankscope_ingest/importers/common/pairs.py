@@ -29,9 +29,9 @@ _COUNTER: Final = re.compile(
     rf"(?<![\w.%-])(?<![A-Za-z_)]/)(?P<name>\As(?=:)|epochs?|(?:ep|up)\.(?=\s?\d)|it(?= \d+/\d)|{COUNTER_NAME})"
     rf"(?:\((?P<split>[a-z]{{1,10}})\))?"
     rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?(?:\s*[\])])?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
-    rf"(?:[:,\s]*\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
+    rf"(?:[:,\s]*(?:[━╸╺─]+\s+)?\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
     rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
-    rf"|\bbatch\s*[:=]?\s*(?P<after>{_COUNT})(?=[,\]|]|\s\|)",
+    rf"|\bbatch\s*[:=]?\s*(?:(?P<after>{_COUNT})(?=[,\]|]|\s\|)|\[?(?P<part>{_COUNT}){_of('parts')}\]?(?!\w))",
     re.IGNORECASE,
 )
 """A regular expression for a counter such as `step 5/100`, `Epoch: [1] [ 50/400]` or `[50/400]`.
@@ -39,9 +39,14 @@ _COUNTER: Final = re.compile(
 A number before `%` is no counter.
 """
 
-_BARE_STEP: Final = re.compile(rf"\s*\[(?P<step>{_COUNT})\]\s+(?=[A-Za-z][\w/.-]*\s?[:=])")
-"""A regular expression for a number in brackets before pairs, which is the step: `[100] loss=2.5`."""
-_HOW_MANY: Final = re.compile(r"\b(?:number|count|no\.) of(?: \w{1,20}){0,2} $", re.IGNORECASE)
+_BARE_STEP: Final = re.compile(
+    rf"\s*(?:\[(?P<step>{_COUNT})\]\s+|\((?P<epoch>{_COUNT}), ?(?P<step_>{_COUNT})\)\s+)(?=[A-Za-z][\w/.-]*\s?[:=])"
+    rf"|\s*(?P<first>{_COUNT}) \|\s+(?=[A-Za-z][\w/.-]*[ :=])"
+)
+"""A regular expression for counters before pairs: `[100] loss=2.5`, `(3, 100) loss=2.5`, `100 | loss 2.5`."""
+_HOW_MANY: Final = re.compile(
+    r"\b(?:(?:number|count|no\.) of(?: \w{1,20}){0,2}|fps|per|every|best|next|last|previous) $", re.IGNORECASE
+)
 """A regular expression for words before the name of a counter that make it the name of a quantity."""
 _ABBREVIATIONS: Final = {"ep.": EPOCH, "epochs": EPOCH, "up.": "updates"}
 _HOW_MANY_CHARACTERS: Final = 60
@@ -52,6 +57,7 @@ _PREFIX: Final = re.compile(
     rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}(?::[a-z_][\w.]{{0,80}}:)?"
     r"|\[(?:info|warn(?:ing)?|error|debug|critical)\]:?"
     rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
+    rf"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [a-z]{{3}} {{1,2}}\d{{1,2}} {_CLOCK} \d{{4}}(?: -)?"
     rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
     r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
     r"|(?<!\S)[\w.]{1,80}:[\w<>]{1,80}:\d{1,6} -\s"
@@ -208,7 +214,8 @@ def parse(text: str) -> Line:
     start = min(first, default=len(text))
     begin = _prefix_end(text, min(start, _PREFIX_CHARACTERS))
     if not first and (bare := _BARE_STEP.match(text, begin)):
-        line.counters["step"] = int(bare["step"].replace(",", ""))
+        line.counters["step"] = int((bare["step"] or bare["step_"] or bare["first"]).replace(",", ""))
+        line.counters |= {EPOCH: float(bare["epoch"])} if bare["epoch"] else {}
         start, begin = begin, bare.end()
     ends = [begin]
 
@@ -302,10 +309,10 @@ def _add_counter(found: re.Match[str], line: Line) -> None:
     name, split, *texts = found.groups()
     if "," in found[0]:
         texts = [text and text.replace(",", "") for text in texts]
-    count, total, batch, batches, bare, bares, inner, inners, after = texts
+    count, total, batch, batches, bare, bares, inner, inners, after, part, parts = texts
     counters = line.counters
     if name is None:
-        place, planned = (inner, inners) if inner else (bare, bares)
+        place, planned = (inner, inners) if inner else (bare or part, bares or parts)
         counters.setdefault(BATCH, f"{place}/{planned}" if place else int(after))
         if inner:
             counters.setdefault(EPOCH, float(bare))

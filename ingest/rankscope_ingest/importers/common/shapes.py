@@ -43,7 +43,10 @@ _PATTERNS: Final = (
     rf"^Validation loss (?P<step>\d{{1,15}}): +(?P<val_loss>{NUMBER})",
     r"^\[(?P<step>\d{1,15}) \| (?P<elapsed>\d+\.\d+)\]",  # gpt-2-simple
     # timm
-    r"Train: (?P<epoch>\d{1,9}) \[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]",
+    (
+        r"Train:\s+(?P<epoch>\d{1,9})(?:/\d{1,9} \(\s*\d+%\))? "
+        r"\[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]"
+    ),
     r"(?<=: )(?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",  # ESPnet
     # Levanter
     (

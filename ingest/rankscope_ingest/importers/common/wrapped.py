@@ -13,9 +13,10 @@ _LINES: Final = ("log", "MESSAGE", "textPayload")
 _MESSAGES: Final = ("message", "msg", "text", "event", "body", "@message", "line")
 """Keys under which logging libraries write a message, which may be a line of a log."""
 _TEXTS: Final = frozenset((*_LINES, *_MESSAGES))
-_PARTS: Final = ("data", "metadata", "log")
+_PARTS: Final = ("data", "metadata", "log", "fields")
 """Keys of objects whose fields are those of the record."""
-_NAMES: Final = ("key", "name", "metric", "tag", "metric_name")
+NAMES: Final = ("key", "name", "metric", "tag", "metric_name")
+"""Keys whose value is the name of the number under the key `value`."""
 _VALUE: Final = "value"
 _OPENED: Final = frozenset((*_PARTS, _VALUE))
 _ABOUT_EVENTS: Final = ("event_type", "namespace")
@@ -56,7 +57,7 @@ def opened(document: Mapping[str, Any]) -> Mapping[str, Any]:
             found |= {name: each for name, each in value.items() if name not in document}
         else:
             found[key] = value
-    named = next((key for key in _NAMES if isinstance(found.get(key), str)), None)
+    named = next((key for key in NAMES if isinstance(found.get(key), str)), None)
     if named is None or _VALUE not in found:
         return found
     name, value = found.pop(named), found.pop(_VALUE)
