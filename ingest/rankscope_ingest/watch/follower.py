@@ -93,6 +93,7 @@ class LocalFollower:
             is_whole = path.is_file() and path.stat().st_size >= last.marks[-1][0]
             if is_whole and has_equal_beginning(path, last.marks):
                 return path, own
+        self._unpacked.unlink(missing_ok=True)
         return None
 
 
@@ -153,6 +154,7 @@ class RemoteFollower:
             if state.size >= self._size() and await self._equals(name):
                 await self._append(self._size(), state.size, name)
                 return name
+        unpacked.unlink(missing_ok=True)
         return None
 
     async def _append(self, begin: int, end: int, name: str | None = None) -> None:

@@ -185,10 +185,9 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
     name = stored_path(path).rpartition("/")[2]
     named = [log for log in known if log.path.rpartition("/")[2] == name and log.marks]
     others = [log for log in known if log not in named and log.records]
-    beginning = _Beginning(path)
     for candidates in (named, others):
         for log in sorted(candidates, key=lambda log: -log.marks[-1][0] if log.marks else 0):
-            if beginning.is_equal(log.marks):
+            if has_equal_beginning(path, log.marks):
                 return Source(incarnation=log.incarnation, before=log)
     if (found := _without_beginning(path, [*named, *others])) is not None:
         return found
@@ -203,8 +202,7 @@ def is_unchanged(path: Path, log: KnownImport) -> bool:
     with readable(path):
         if not (log.is_settled and log.marks and log.path == stored_path(path) and path.is_file()):
             return False
-        size, digest = log.marks[-1]
-        return path.stat().st_size == size and _digest(path, size) == digest
+        return path.stat().st_size == log.marks[-1][0] and has_equal_beginning(path, log.marks)
 
 
 def is_shorter(path: Path, log: KnownImport | None) -> bool:
@@ -261,27 +259,10 @@ def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
     `known` has pairs of a size and a digest of that many bytes of the imported log, by ascending size. Only one pair is
     compared: the one with the largest size that does not exceed the size of the file.
     """
-    return _Beginning(path).is_equal(known)
-
-
-class _Beginning:
-    """The beginning of one file, which is read once for all imported logs to which it is compared."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with readable(path):
-            self._size = path.stat().st_size
-        self._digests: dict[int, str | None] = {}
-
-    def is_equal(self, known: Sequence[tuple[int, str]]) -> bool:
-        """Return the result of `has_equal_beginning`."""
-        fitting = next((mark for mark in reversed(known) if mark[0] <= self._size), None)
-        if fitting is None:
-            return False
-        size, digest = fitting
-        if size not in self._digests:
-            self._digests[size] = _digest(self._path, size)
-        return self._digests[size] == digest
+    with readable(path):
+        size = path.stat().st_size
+    fitting = next((mark for mark in reversed(known) if mark[0] <= size), None)
+    return fitting is not None and _digest(path, fitting[0]) == fitting[1]
 
 
 def _digest(path: Path, size: int) -> str | None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from rankscope_contract.model.redaction import MASK, MAX_DOCUMENT, is_secret_name, redacted_text
 
-MAX_STATE: Final = 4 << 20
+MAX_STATE: Final = 16 << 20
 """Largest number of characters of a state. Without a state, the next import reads the log from its beginning."""
 
 _SHORTEST_SECRET: Final = 16
