@@ -7,7 +7,7 @@ import random
 import pytest
 from tests.ingest.importers.conftest import logs_in
 
-from rankscope_ingest.importers import find_importer
+from rankscope_ingest.importers import find_importer, importers
 from rankscope_ingest.importers.common import resume
 
 ROWS = 2_300  # the decision about a log is final after 2,000 rows
@@ -135,6 +135,15 @@ def test_copy_of_a_log_is_the_same_log(logs):
     assert (True, 0, ROWS + 3) == (copied.is_known, copied.rows_stored, copied.records)
     assert (True, 0, 9000) == (shorter.is_known, shorter.rows_stored, logs.value("SELECT last_step FROM runs"))
     assert 3 == grown.rows_stored
+
+
+def test_state_of_another_format_is_not_used(logs):
+    log = logs.write("train.log", "".join(json_line(*row) for row in numbers(1)))
+    logs.import_again(log)
+    log.write_text(log.read_text() + json_line(0, 9000, 1.0, 0.1))
+    report = logs.import_again(log, importer=importers()["textlog"])
+
+    assert ("textlog", 0) == (report.source_kind, report.rows_stored)
 
 
 def test_state_of_other_rules_is_not_used(logs):

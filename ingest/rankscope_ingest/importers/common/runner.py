@@ -205,7 +205,7 @@ def import_records(
     intake = _Intake(path, run, importer.name, source, others, appender, RuleEvaluator(rules), is_live)
     rows_stored = 0
     with errors_about(path), readable(path):
-        key = _key(rules, options)
+        key = _key(importer.name, rules, options)
         faults = intake.resumed(key, options)
         faults.choices = faults.choices or choices
         is_settled = getattr(importer, "is_settled", lambda _: True)(path)
@@ -302,9 +302,9 @@ def source_of(
         return branch_of(source, known, importer.read(path, Faults()), stored)
 
 
-def _key(rules: Sequence[AnomalyRule], options: Options) -> str:
-    """Return a text that changes with the release, the rules and the patterns, with which a state is valid only."""
-    return hashlib.sha256(repr((__version__, list(rules), options.pattern)).encode()).hexdigest()[:32]
+def _key(kind: str, rules: Sequence[AnomalyRule], options: Options) -> str:
+    """Return a text that changes with everything on which a state depends: release, format, rules and patterns."""
+    return hashlib.sha256(repr((__version__, kind, list(rules), options.pattern)).encode()).hexdigest()[:32]
 
 
 @dataclasses.dataclass
@@ -357,7 +357,7 @@ class _Intake:
             faults.read_bytes, faults.lines = behind or (state["offset"], state["lines"])
         elif behind is not None:
             raise IngestError(
-                "the log has lost its beginning since its last import, which had other rules or another release: "
+                "the log has lost its beginning, and its last import was with another release, format, rules or pattern: "
                 "import it as another run with --run"
             )
         return faults
