@@ -357,7 +357,7 @@ class _Intake:
             faults.read_bytes, faults.lines = behind or (state["offset"], state["lines"])
         elif behind is not None:
             raise IngestError(
-                "the log has lost its beginning, and its last import was with another release, format, rules or pattern: "
+                "the log has lost its beginning, and its last import had another release, format, rules or pattern: "
                 "import it as another run with --run"
             )
         return faults
