@@ -72,8 +72,11 @@ def subcommands() -> dict[str, Callable[..., None]]:
 
 def _modules(names: Iterable[str]) -> dict[str, Callable[..., None] | typer.Typer]:
     """Return the function of each command in `names`, or its group of commands, by name."""
-    stems = {name: command_files()[name].stem for name in names}
-    return {name: getattr(importlib.import_module(f"rankscope.commands.{stem}"), stem) for name, stem in stems.items()}
+    found = {}
+    for name in names:
+        stem = command_files()[name].stem
+        found[name] = getattr(importlib.import_module(f"rankscope.commands.{stem}"), stem)
+    return found
 
 
 @functools.cache
@@ -87,7 +90,7 @@ def main() -> None:
     try:
         try:
             # The import of all subcommands takes longer than most of them: only the named one is imported.
-            command(*[name for name in sys.argv[1:2] if name in command_files()])(prog_name="rankscope")
+            command(*command_files().keys() & sys.argv[1:2])(prog_name="rankscope")
         finally:
             sys.stdout.flush()
     except CommandError as error:

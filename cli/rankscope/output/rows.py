@@ -128,6 +128,8 @@ def cell(value: object) -> str:
 
 def printable(text: str) -> str:
     """Return `text` with control characters escaped, so that a name cannot move the cursor of a terminal."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -144,11 +146,11 @@ def distinct_names(names: Sequence[str]) -> list[str]:
 
 
 def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of each row in column order, as a tuple.
+    """Return the values of each row in column order, as a tuple.
 
     A dict per row would lose values, because two columns can have the same name.
     """
-    yield from zip(*(_values(column) for column in rows.columns), strict=True)
+    return zip(*map(_values, rows.columns), strict=True)
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:

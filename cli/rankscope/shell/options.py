@@ -81,11 +81,12 @@ def _found_store(context: typer.Context, store: Path) -> Path:
     from rankscope_storage.api.store import is_store
 
     source = context.get_parameter_source("store")
+    if source is None or source.name != "DEFAULT":
+        return store
     records = Path(os.environ.get("RANKSCOPE_SPOOL_DIR") or DEFAULT_SPOOL_DIR)
     given = [context.params.get(str(one.name)) for one in context.command.params if one.param_type_name == "argument"]
     paths = (str(path) for one in given for path in (one if isinstance(one, list | tuple) else [one]))
-    is_named = source is None or source.name != "DEFAULT" or any(map(os.path.exists, paths))
-    if is_named or is_store(store) or not spool_folders(records):
+    if any(map(os.path.exists, paths)) or is_store(store) or not spool_folders(records):
         return store
     print(f"{store} is no store: showing the records in {records}", file=sys.stderr)
     return records

@@ -6,6 +6,7 @@ Every installation prints this help in a fraction of the time that the import of
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import shutil
 import textwrap
@@ -50,6 +51,7 @@ _OPTIONS: Final = {
 _INDENT: Final = 24
 
 
+@functools.cache
 def command_files() -> dict[str, Path]:
     """Return the file of each command, by name. `import` is a keyword of Python: its file is `import_.py`."""
     files = sorted((Path(__file__).parents[1] / "commands").glob("[!_]*.py"))
