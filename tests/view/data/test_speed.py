@@ -11,7 +11,7 @@ from tests.view.training import MAIN, Size, rank_scalars, run_row, scalars, traj
 
 from rankscope_storage.connection import connect
 from rankscope_view.data import slow_ranks
-from rankscope_view.data.hints import Side, tuning_hints
+from rankscope_view.data.hints import Area, tuning_hints
 from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable, rank_table
 from rankscope_view.data.slow_ranks import SlowRank
 from rankscope_view.data.speed import (
@@ -142,19 +142,19 @@ SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW)
 @pytest.mark.parametrize(
     ("side", "words", "known", "more"),
     [
-        (Side.DATA, "25 % of the step time is waiting for data", {"data_wait": Share(value=0.25, source="x")}, {}),
-        (Side.DATA, "20 % fewer than the global batch", {"batch_check": BatchCheck(samples=80, global_batch=100)}, {}),
-        (Side.COMPUTE, "used to 40 %", {}, {"utilization": Utilization(value=0.4, method=Method.NVML)}),
-        (Side.COMMUNICATION, "30 % of the step time", {"collective": Share(value=0.3, source="x")}, {}),
+        (Area.DATA, "25 % of the step time is waiting for data", {"data_wait": Share(value=0.25, source="x")}, {}),
+        (Area.DATA, "20 % fewer than the global batch", {"batch_check": BatchCheck(samples=80, global_batch=100)}, {}),
+        (Area.COMPUTE, "used to 40 %", {}, {"utilization": Utilization(value=0.4, method=Method.NVML)}),
+        (Area.COMMUNICATION, "30 % of the step time", {"collective": Share(value=0.3, source="x")}, {}),
         (
-            Side.SYSTEM,
+            Area.SYSTEM,
             "P10",
             {"throughput": throughput(np.where(np.arange(100) % 8, 100.0, 50 - np.arange(100) / 10))},
             {},
         ),
-        (Side.SYSTEM, "fallen by 30 %", {"throughput": FALLING}, {}),
+        (Area.SYSTEM, "fallen by 30 %", {"throughput": FALLING}, {}),
         (
-            Side.SYSTEM,
+            Area.SYSTEM,
             "rank 3 on gpu-a is slow in forward: the others wait 0.9 s a step, 31 % of the time, since step 790",
             {},
             {"ranks": ranks(SLOW_RANK)},

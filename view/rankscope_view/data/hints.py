@@ -36,7 +36,7 @@ LEAST_MEMORY: Final = 0.5
 _FEWEST_ROWS: Final = 20
 
 
-class Side(enum.StrEnum):
+class Area(enum.StrEnum):
     """Part of a training that a hint concerns."""
 
     DATA = "data"
@@ -49,7 +49,7 @@ class Side(enum.StrEnum):
 class Hint:
     """An observation, and the actions to try because of it."""
 
-    side: Side
+    side: Area
     observation: str
     actions: tuple[str, ...]
 
@@ -98,11 +98,11 @@ def _data_hints(speed: Speed) -> Iterator[Hint]:
     wait = speed.data_wait
     if wait is not None and wait.value >= MOST_DATA_WAIT:
         observation = f"{_percent(wait.value)} of the step time is waiting for data ({wait.source})"
-        yield Hint(side=Side.DATA, observation=observation, actions=DATA_ACTIONS)
+        yield Hint(side=Area.DATA, observation=observation, actions=DATA_ACTIONS)
     check = speed.batch_check
     if check is not None and check.is_off:
         yield Hint(
-            side=Side.DATA,
+            side=Area.DATA,
             observation=(
                 f"throughput × step time is {check.samples:,.4g} samples, {_percent(abs(check.difference))} "
                 f"{'more' if check.difference > 0 else 'fewer'} than the global batch of {check.global_batch:,.0f}"
@@ -120,12 +120,12 @@ def _compute_hints(speed: Speed, utilization: Utilization | None, ranks: RankTab
         limit = LEAST_FLOPS if utilization.method is Method.FLOPS else LEAST_UTILIZATION
         if utilization.value < limit:
             observation = f"the GPUs are used to {_percent(utilization.value)} ({utilization.words})"
-            yield Hint(side=Side.COMPUTE, observation=observation, actions=COMPUTE_ACTIONS)
+            yield Hint(side=Area.COMPUTE, observation=observation, actions=COMPUTE_ACTIONS)
     memory = _memory_share(() if ranks is None else ranks.rows)
     if memory is not None and memory < LEAST_MEMORY:
         actions = ("raise the micro-batch, or turn off activation checkpointing",)
         observation = f"at most {_percent(memory)} of the device memory is in use"
-        yield Hint(side=Side.COMPUTE, observation=observation, actions=actions)
+        yield Hint(side=Area.COMPUTE, observation=observation, actions=actions)
 
 
 def _memory_share(rows: Sequence[RankRow]) -> float | None:
@@ -147,7 +147,7 @@ def _communication_hints(speed: Speed) -> Iterator[Hint]:
         slower = "" if is_network else f", {_percent(speed.for_slower)} for slower ones"
         observation = f"{_percent(wait.value)} of the step time is waiting for other ranks ({wait.source}){slower}"
         actions = COMMUNICATION_ACTIONS if is_network else WAIT_ACTIONS
-        yield Hint(side=Side.COMMUNICATION, observation=observation, actions=actions)
+        yield Hint(side=Area.COMMUNICATION, observation=observation, actions=actions)
 
 
 def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
@@ -157,7 +157,7 @@ def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
             loads |= row.slow.phase == Phase.DATA_WAIT
             where = f" on {row.host}" if row.host else ""
             yield Hint(
-                side=Side.SYSTEM,
+                side=Area.SYSTEM,
                 observation=f"rank {row.rank}{where} {row.slow.words}",
                 actions=DATA_ACTIONS if row.slow.phase == Phase.DATA_WAIT else SYSTEM_ACTIONS,
             )
@@ -166,7 +166,7 @@ def _system_hints(speed: Speed, ranks: RankTable | None) -> Iterator[Hint]:
     change = speed_change(speed.throughput.history)
     if change is not None and change[0] <= -MOST_DEVIATION:
         yield Hint(
-            side=Side.SYSTEM,
+            side=Area.SYSTEM,
             observation=f"the throughput has fallen by {_percent(-change[0])} since step {change[1]:,}",
             actions=("first shorten the wait for data, which another hint names",) if loads else SYSTEM_ACTIONS,
         )
@@ -182,7 +182,7 @@ def _swings(throughput: Throughput) -> Iterator[Hint]:
         is_regular = len(distances) > 1 and bool((distances == distances[0]).all())
         when = f", each {int(distances[0])} rows" if is_regular else ""
         yield Hint(
-            side=Side.SYSTEM,
+            side=Area.SYSTEM,
             observation=(
                 f"a tenth of the rows is below {throughput.low:,.4g} {throughput.unit} (P10){when}; "
                 f"the median is {throughput.median:,.4g}"
