@@ -96,7 +96,15 @@ def test_service_stores_all_records_of_a_rank_of_the_other_commit(checkouts, fre
         process.wait(60)
 
     assert [EXPECTED] == serving.counts("store")
-    assert [EXPECTED] == Code(checkouts[rank], tmp_path).counts("store")
+    other = Code(checkouts[rank], tmp_path)  # of another schema version of the store
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        other.counts("store")
+    if rank == "earlier":
+        assert "has schema version 2" in refused.value.stderr
+    else:
+        assert "`rankscope store upgrade --store" in refused.value.stderr
+        other.run("-m", "rankscope", "store", "upgrade", "--store", "store")
+        assert [EXPECTED] == other.counts("store")
 
 
 @pytest.mark.parametrize(("reader", "rank"), [("this", "earlier"), ("earlier", "this")])
