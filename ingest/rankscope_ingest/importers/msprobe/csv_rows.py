@@ -226,7 +226,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class CsvRows:
     """Rows of an msprobe CSV file as columns of equal length.
 
     `codes` has the index into `names` for each row; -1 in `vpp` (virtual pipeline stage) and `micro` (micro-batch)
@@ -247,13 +247,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def keep(self, mask: Mask) -> Rows:
+    def keep(self, mask: Mask) -> CsvRows:
         """Return only the rows for which `mask` is true."""
         if mask.all():
             return self
         chosen = pa.array(mask)
         arrays = {item.name: getattr(self, item.name)[mask] for item in fields(self)[:7]}
-        return Rows(
+        return CsvRows(
             **arrays,
             names=self.names,
             numbers={name: column[mask] for name, column in self.numbers.items()},
@@ -268,7 +268,7 @@ class Rows:
         return pa.array(values, arrow_type).take(pa.array(self.codes))
 
 
-def read_rows(path: Path, faults: Faults, passes: Passes, report: Report) -> Iterator[Rows]:
+def read_rows(path: Path, faults: Faults, passes: Passes, report: Report) -> Iterator[CsvRows]:
     """Yield the rows of the file at `path` with a valid pipeline stage, step, micro-batch and statistics, in batches.
 
     Call `report` with the line number and the reason for each other row.
@@ -277,7 +277,7 @@ def read_rows(path: Path, faults: Faults, passes: Passes, report: Report) -> Ite
         yield _numbered(cells, passes, report)
 
 
-def _numbered(cells: _Cells, passes: Passes, report: Report) -> Rows:
+def _numbered(cells: _Cells, passes: Passes, report: Report) -> CsvRows:
     count = len(cells.lines)
     steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
     vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)
@@ -303,7 +303,7 @@ def _numbered(cells: _Cells, passes: Passes, report: Report) -> Rows:
     texts = {str(text): cells.columns[text] for text in _TEXTS if text in cells.columns}
     codes = encoded.indices.to_numpy().astype(np.int64)
     names = [plain(cell) for cell in encoded.dictionary.to_pylist()]
-    rows = Rows(cells.lines, steps, steps, steps, vpp, micro, codes, names, numbers, texts).keep(good)
+    rows = CsvRows(cells.lines, steps, steps, steps, vpp, micro, codes, names, numbers, texts).keep(good)
     found = passes.of(rows.steps, rows.codes, names, rows.vpp, rows.micro)
     return replace(rows, records=np.arange(len(rows)), passes=found)
 

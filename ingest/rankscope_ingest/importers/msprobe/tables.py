@@ -29,12 +29,12 @@ from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
 from rankscope_ingest.importers.msprobe.csv_rows import (
+    CsvRows,
     Floats,
     Integers,
     Mask,
     Passes,
     Report,
-    Rows,
     read_header,
     read_rows,
 )
@@ -98,7 +98,7 @@ class FamilyReader:
         self._last = first + passes.current
         self.repeats = max(self.repeats, self._last)
 
-    def _tables(self, rows: Rows, attempt: int, report: Report) -> Tables:
+    def _tables(self, rows: CsvRows, attempt: int, report: Report) -> Tables:
         if self._family == OTHER:
             return self._directions(rows, attempt, report)
         if self._family == SCALARS:
@@ -110,7 +110,7 @@ class FamilyReader:
         tables = self._features if self._family in FEATURES else self._statistics
         return tables(rows.keep(known), [found or Named("", "") for found in named], attempt)
 
-    def _statistics(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
+    def _statistics(self, rows: CsvRows, named: Sequence[Named], attempt: int) -> Tables:
         """Return the tables `tensor_stats` and `tensors` for `rows`.
 
         `tensor_stats` has the statistics. `tensors` describes each tensor once, with its first shape.
@@ -139,7 +139,7 @@ class FamilyReader:
             tables["tensors"] = _descriptions(chosen, columns, dtypes)
         return tables
 
-    def _features(self, rows: Rows, named: Sequence[Named], attempt: int) -> Tables:
+    def _features(self, rows: CsvRows, named: Sequence[Named], attempt: int) -> Tables:
         """Return the table `features`, with one row for each value column of each row of the file.
 
         NaN is stored as a value, because msprobe writes only rows that it has computed.
@@ -158,7 +158,7 @@ class FamilyReader:
             parts = [pa.concat_tables(parts, promote_options="default").sort_by(RECORD_COLUMN)]
         return {"features": parts[0]} if parts else {}
 
-    def _directions(self, rows: Rows, attempt: int, report: Report) -> Tables:
+    def _directions(self, rows: CsvRows, attempt: int, report: Report) -> Tables:
         """Return the table `features` with the agreement of gradient and momentum in direction, one number per row.
 
         Files of the family `other` repeat this number in each statistics column. A row of which the columns differ is
@@ -180,7 +180,7 @@ class FamilyReader:
         }
         return {"features": pa.table(columns)}
 
-    def _scalars(self, rows: Rows, attempt: int) -> Tables:
+    def _scalars(self, rows: CsvRows, attempt: int) -> Tables:
         """Return the table `scalars`, with one row for each row of the file.
 
         A name in the file ends in the labels of the scalar, if it has any. The labels have a column of their own, so
@@ -202,7 +202,7 @@ class FamilyReader:
         }
         return {"scalars": pa.table(columns)}
 
-    def _common(self, rows: Rows, attempt: int, kind: str | None) -> dict[str, pa.Array]:
+    def _common(self, rows: CsvRows, attempt: int, kind: str | None) -> dict[str, pa.Array]:
         columns = {
             RECORD_COLUMN: pa.array(rows.records, pa.int32()),
             "step": pa.array(rows.steps + our_step(kind, 0)),
