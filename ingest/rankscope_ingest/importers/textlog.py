@@ -168,7 +168,7 @@ class Lines(LineParser):
         self._counters = {name: document[name] for name in counters}
         if is_of_training:
             self._sections.counters = self._counters
-        self._form = _form_of(document, line.decode())
+        self._form = _form_of(document, without_colours(line.decode()))
 
     def _context(self) -> Hashable:
         """Return the state on which the meaning of a line depends, besides its place, without a heading."""
@@ -180,7 +180,7 @@ class Lines(LineParser):
         """Return the records on a line of the file, of which a progress bar may have printed several."""
         documents = self._parsed(number, line)
         is_plain = len(documents) == 1 and not self._heading and not self._patterns
-        if is_plain and b"\r" not in line and b"\x1b" not in line:
+        if is_plain and b"\r" not in line:
             here, elsewhere = (
                 lambda text, is_elsewhere=place: copy.copy(self).reading(text, is_elsewhere=is_elsewhere)
                 for place in (False, True)

@@ -35,13 +35,18 @@ _MOMENT: Final = (
     r"|(?<![\w./-])\d{1,2}/\d{1,2}(?:/(?:\d{4}|\d\d))?,? \d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?![\d:])"
 )
 _CLOCK: Final = r"(?<![\w.:/-])\d{1,6}(?::\d\d){1,2}(?:[.,]\d{1,9})?(?![\w:])"
-_NUMBER: Final = r"(?<![\w.,])(?:(?<![-+])-)?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|[.,_:]\d)"
-_SLOT: Final = re.compile(rf"(?P<moment>{_MOMENT})|(?P<clock>{_CLOCK})|(?P<number>{_NUMBER})|(?P<blanks> {{2,}})")
+_GROUPED_NUMBER: Final = r"(?<![\w.,])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d|[.,_:]\d)"
+_NUMBER: Final = rf"{_GROUPED_NUMBER}|(?<![\w.,])(?:(?<![-+])-)?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|[.,_:]\d)"
+_COLOUR: Final = r"\x1b\[[0-9;?]*[A-Za-z]"
+_SLOT: Final = re.compile(
+    rf"(?P<colour>{_COLOUR})|(?P<moment>{_MOMENT})|(?P<clock>{_CLOCK})|(?P<number>{_NUMBER})|(?P<blanks> {{2,}})"
+)
 _SIMILAR: Final = re.compile(rb"[-+]?\d[\d.:eE+-]*| +")
 _DIGITS: Final = re.compile(r"\d+")
 
-_WHOLE, _DECIMAL, _EXPONENT, _NEGATIVE = "whole", "decimal", "exponent", "negative"
+_WHOLE, _DECIMAL, _EXPONENT, _NEGATIVE, _GROUPED = "whole", "decimal", "exponent", "negative", "grouped"
 _VARIANTS: Final = (_WHOLE, _DECIMAL, _EXPONENT, _NEGATIVE)
+"""Kinds of numbers that are tried in a slot; separators of thousands are tried in no other slot than that of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +89,14 @@ class _Slot:
         whole, fraction = f"[0-9]{{1,{self.digits}}}+", r"\.[0-9]{1,30}+"
         exponent = rf"[0-9]{{1,15}}(?:{fraction})?[eE][-+]?[0-9]{{1,3}}"
         decimal = rf"[0-9]{{1,15}}{fraction}"
-        known = {_WHOLE: whole, _DECIMAL: decimal, _EXPONENT: exponent}
-        numbers = [known[variant] for variant in (_EXPONENT, _DECIMAL, _WHOLE) if variant in self.variants]
-        if len(numbers) == len(known) and self.digits == _MOST_DIGITS:
+        grouped = rf"[1-9][0-9]{{0,2}}(?:,[0-9]{{3}}){{1,4}}(?:{fraction})?"
+        known = {_EXPONENT: exponent, _GROUPED: grouped, _DECIMAL: decimal, _WHOLE: whole}
+        numbers = [known[variant] for variant in known if variant in self.variants]
+        if (
+            self.variants >= {_WHOLE, _DECIMAL, _EXPONENT}
+            and _GROUPED not in self.variants
+            and self.digits == _MOST_DIGITS
+        ):
             numbers = [rf"[0-9]{{1,15}}+(?:{fraction})?+(?:[eE][-+]?[0-9]{{1,3}}+)?+"]
         return f"({sign}(?:{'|'.join(numbers)}))" if len(numbers) > 1 else f"({sign}{numbers[0]})"
 
@@ -101,6 +111,8 @@ class _Slot:
                 return f"{number}"
             case _, "decimal":
                 return f"{number}.25"
+            case _, "grouped":
+                return f"{number:,}"
             case _, "exponent":
                 return f"{number / 1000:.3f}e-05"
         return f"-{number}.5" if _DECIMAL in self.variants else f"-{number}"
@@ -181,8 +193,8 @@ class Forms:
         similar = context, _SIMILAR.sub(b"0", line)
         if len(self._similar) >= _MAX_SIMILAR:
             self._similar.clear()
-        self._similar[similar] += 1
-        if self._similar[similar] != self._repetitions:
+        count = self._similar[similar] = self._similar[similar] + 1
+        if count < self._repetitions or count & (count - 1):  # again after twice as many lines, if others differ
             return
         form = _Experiment(line.decode(errors="replace"), parses).form()
         if form is not None:
@@ -332,15 +344,20 @@ def _pieces(line: str) -> Iterator[str | _Slot]:
         if found.start() > end:
             yield line[end : found.start()]
         text, kind, variants = found[0], found.lastgroup or "", set()
+        end = found.end()
+        if kind == "colour":
+            yield text
+            continue
         if kind == "number":
             variants = {_variant_of(text)} | ({_NEGATIVE} if text[0] == "-" else set())
         yield _Slot(kind, text, frozenset(variants), max(4, len(text.lstrip("-"))))
-        end = found.end()
     if end < len(line):
         yield line[end:]
 
 
 def _variant_of(text: str) -> str:
+    if "," in text:
+        return _GROUPED
     return _EXPONENT if "e" in text.lower() else _DECIMAL if "." in text else _WHOLE
 
 
@@ -354,7 +371,7 @@ class _Templates:
         self._given = given
         self._slots = {text.replace("/", "-"): slot for slot, text in enumerate(texts)}
         self._slots |= {text: slot for slot, text in enumerate(texts)}
-        numbers = {slot: plain(text) for slot, text in enumerate(texts)}
+        numbers = {slot: plain(text.replace(",", "")) for slot, text in enumerate(texts)}
         self._numbers = {value: slot for slot, value in numbers.items() if not isinstance(value, str)}
         self._any = re.compile("|".join(sorted(map(re.escape, self._slots), key=len, reverse=True)))
 
@@ -374,6 +391,8 @@ class _Templates:
         slot = self._numbers.get(value)
         if slot is None:
             return _constant(value)
+        if "," in self._texts[slot]:
+            return Template("grouped", (slot,))
         return Template("number" if type(plain(self._texts[slot])) is type(value) else "float", (slot,))
 
     def _parts(self, text: str) -> Iterator[int | str]:

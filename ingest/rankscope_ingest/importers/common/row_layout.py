@@ -30,7 +30,7 @@ class Template:
     `parts` has literal texts and the numbers of slots. `items` are the templates of the values of a list or an object.
     """
 
-    kind: str  # number, float, text, constant, given, list or object
+    kind: str  # number, grouped, float, text, constant, given, list or object
     parts: tuple[int | str, ...] = ()
     items: tuple[tuple[str, Template], ...] = ()
     constant: Any = None
@@ -40,6 +40,8 @@ class Template:
         match self.kind:
             case "number":
                 return plain(texts[self.slot])
+            case "grouped":
+                return plain(texts[self.slot].replace(",", ""))
             case "float":
                 return float(texts[self.slot])
             case "text":
@@ -93,6 +95,7 @@ class RowLayout:
     time: int | None
     numbers: tuple[int | str, ...]
     durations: frozenset[int]  # the places of durations such as `0:10:00`
+    grouped: frozenset[int]  # the places of numbers with separators of thousands
     constants: Mapping[str, float]
     aliases: tuple[Alias, ...]
     series: tuple[Series, ...]
@@ -107,7 +110,9 @@ class RowLayout:
         absent = [None] * count
 
         def column(place: int | str) -> Sequence[Any]:
-            return [given.get(place, self.constants.get(place))] * count if isinstance(place, str) else columns[place]
+            if isinstance(place, str):
+                return [given.get(place, self.constants.get(place))] * count
+            return [text.replace(b",", b"") for text in columns[place]] if place in self.grouped else columns[place]
 
         steps, planned, ranks = (
             absent if place is None else _whole(column(place), largest)
@@ -235,7 +240,7 @@ def layout_of(
     rank = time = None
     if step_key is not None:
         match places[step_key]:
-            case Template("number", (int(place),)):
+            case Template("number" | "grouped", (int(place),)):
                 step = place
             case Template("text", (int(place), "/", int(total))):
                 step, planned = place, total if has_plan else None
@@ -266,6 +271,7 @@ def layout_of(
         time=time,
         numbers=tuple(numbers),
         durations=frozenset(durations),  # type: ignore[arg-type]
+        grouped=frozenset(item.slot for item in places.values() if item.kind == "grouped"),
         constants=constants,
         aliases=tuple(alias for _, (alias, _), _ in named),
         series=tuple((alias.name, alias.unit, labels) for _, (alias, labels), _ in named),
@@ -287,7 +293,7 @@ def _single(template: Template, kind: str) -> int | None:
 
 def _place(key: str, template: Template) -> int | str | None:
     match template:
-        case Template("number" | "float" | "text", (int(slot),)) | Template("text", (int(slot), str())):
+        case Template("number" | "grouped" | "float" | "text", (int(slot),)) | Template("text", (int(slot), str())):
             return slot
         case Template("given"):
             return key
