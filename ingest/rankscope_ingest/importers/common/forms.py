@@ -4,7 +4,7 @@ A form is literal text with slots: numbers, times and durations. It is learned b
 log: the numbers of a line are replaced by others, one of a kind each, and the parser reads the changed line. The place
 of each number in the result shows its meaning; a number that is merely equal to another one cannot be confused with it.
 A slot accepts only texts (whole numbers, decimals, exponents, signs) that have not changed the meaning of the line in
-such an experiment. All other lines, such as those with NaN or with thousands separators, are left to the parser.
+such an experiment. All other lines, such as those with NaN or with another unit, are left to the parser.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from rankscope_ingest.importers.common.row_layout import Template
 from rankscope_ingest.importers.common.values import plain
 
 MAX_FORMS: Final = 64
-REPETITIONS: Final = 16
-"""Number of similar lines after which their form is learned: it takes as long as 50 to 100 lines take the parser."""
+"""Largest number of forms of one log that are learned: a log whose lines rarely repeat a form is read without them."""
+REPETITIONS: Final = 128
+"""Number of similar lines after which their form is learned, a power of two. It is learned again after twice as many.
+
+Learning takes as long as some 500 lines take the parser."""
 
 _MAX_BYTES: Final = 4096
 _MAX_SLOTS: Final = 60
@@ -162,6 +165,7 @@ class Forms:
     def __init__(self, max_forms: int = MAX_FORMS, repetitions: int = REPETITIONS) -> None:
         self._forms: dict[Hashable, list[Form]] = {}
         self._similar: Counter[Hashable] = Counter()
+        self._experiments = 0
         self._max_forms = max_forms
         self._repetitions = repetitions
 
@@ -194,12 +198,11 @@ class Forms:
         if len(self._similar) >= _MAX_SIMILAR:
             self._similar.clear()
         count = self._similar[similar] = self._similar[similar] + 1
-        if count < self._repetitions or count & (count - 1):  # again after twice as many lines, if others differ
+        if count < self._repetitions or count & (count - 1) or self._experiments >= self._max_forms:
             return
+        self._experiments += 1
         form = _Experiment(line.decode(errors="replace"), parses).form()
         if form is not None:
-            if sum(map(len, self._forms.values())) >= self._max_forms:
-                self._forms.clear()
             self._forms.setdefault(context, []).insert(0, form)
 
 
