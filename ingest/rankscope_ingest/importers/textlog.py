@@ -164,7 +164,8 @@ class Lines(LineParser):
         form, texts = match
         unkept, counters, is_of_training = form.effects
         document = form.values(texts, self.given)
-        self.faults.unkept.update(dict.fromkeys(unkept, count))
+        for name in unkept:
+            self.faults.unkept[name] += count
         self._counters = {name: document[name] for name in counters}
         if is_of_training:
             self._sections.counters = self._counters
