@@ -21,6 +21,7 @@ NUMBERS = st.one_of(
 )
 FORMS = (
     "step {step} loss {a} lr {b}",
+    "step {step} loss {a}, {b}, {c} of 8 files",
     "[2026-01-17 10:{minute}:{second},{ms}] [INFO] step: {step}/900 | loss: {a} | lr: {b} | mem {c}GiB ({a}%)",
     "[rank{rank}]: iter {step:>5} loss={a}, grad norm={b}, {c} tok/s",
     "Epoch {epoch} [{step}/900] loss {a} ({b}) eta {minute}:{second}",
