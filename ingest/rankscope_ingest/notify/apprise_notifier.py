@@ -26,6 +26,7 @@ import ssl
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus, urlsplit
 
@@ -242,10 +243,19 @@ _SMTP_REPLY: Final = re.compile(r"\((\d{3}), b(['\"])(.*?)\2\)")
 """Status and text of a reply in the text of an exception of smtplib."""
 
 
+PLUGINS: Final = Path(__file__).with_name("plugins")
+"""Folder of plugins of apprise. Each module in it adds the notification services that it defines."""
+
+
 def is_supported(url: str) -> bool:
     """Return whether apprise supports `url`."""
     with _records():
-        return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
+        return apprise.Apprise.instantiate(url, _asset(), suppress_exceptions=True) is not None
+
+
+def _asset() -> apprise.AppriseAsset:
+    # Bodies contain names of tensors and runs, which must not be interpreted as escapes or emojis.
+    return apprise.AppriseAsset(interpret_escapes=False, interpret_emojis=False, plugin_paths=[str(PLUGINS)])
 
 
 class AppriseNotifier:
@@ -261,9 +271,7 @@ class AppriseNotifier:
         self._severity = severity
         self._timeout_seconds = timeout_seconds
         self._proxy = proxy
-        # Bodies contain names of tensors and runs, which must not be interpreted as escapes or emojis.
-        asset = apprise.AppriseAsset(interpret_escapes=False, interpret_emojis=False)
-        self._apprise = apprise.Apprise(asset=asset)
+        self._apprise = apprise.Apprise(asset=_asset())
         self._apprise.add(url)
         plugins = list(self._apprise)
         self.uses_proxy = any(map(_uses_http, plugins))

@@ -462,3 +462,16 @@ def smtp(handler: Any, port: int, **options: Any) -> Iterator[None]:
         yield
     finally:
         controller.stop()
+
+
+async def test_one_file_adds_a_notification_service(monkeypatch, tmp_path):
+    (tmp_path / "pager.py").write_text(
+        "from apprise.decorators import notify\n"
+        "@notify(on='pager')\n"
+        "def send(body, title, notify_type, **_):\n"
+        f"    open({str(tmp_path / 'sent')!r}, 'w').write(f'{{title}}: {{body}}')\n"
+    )
+    monkeypatch.setattr("rankscope_ingest.notify.apprise_notifier.PLUGINS", tmp_path)
+    await make_notifiers(["pager://room"], timeout_seconds=10.0)[0].send(MESSAGE)
+
+    assert "title: body" == (tmp_path / "sent").read_text()

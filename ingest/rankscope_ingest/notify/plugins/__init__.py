@@ -1,0 +1,1 @@
+"""Plugins of apprise, one file each."""
