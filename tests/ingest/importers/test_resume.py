@@ -7,8 +7,9 @@ import random
 import pytest
 from tests.ingest.importers.conftest import logs_in
 
-from rankscope_ingest.importers import find_importer, importers
+from rankscope_ingest.importers import find_importer, importers, stored_scalars
 from rankscope_ingest.importers.common import resume
+from rankscope_storage.connection import connect
 
 ROWS = 2_300  # the decision about a log is final after 2,000 rows
 TABLES = {
@@ -122,6 +123,23 @@ def test_log_that_lost_its_beginning_is_continued(logs, rows, name):
     assert (3, first.records + 1, True) == (report.rows_stored, report.records, report.is_known)
     assert 3 == again.rows_stored
     assert 1 == logs.value("SELECT count(DISTINCT incarnation) FROM scalars")
+
+
+def test_common_beginning_of_two_logs_is_stored_once(logs):
+    """A training that resumed at step 50 has copied its log, and writes other values from there on."""
+    lines = [text_line(*row) for row in numbers(1)][:100]
+    others = [text_line(place, place, 5.0, 0.1).replace(" 10:", " 11:") for place in range(50, 120)]
+    with connect(logs.folder / "store") as connection:
+        options = {"stored": stored_scalars(connection, "r")}
+        logs.import_again(logs.write("train.log", "".join(lines)), **options)
+        report = logs.import_again(logs.write("resumed.log", "".join([*lines[:50], *others])), **options)
+        more = text_line(1, 9000, 5.0, 0.1)
+        logs.import_again(logs.write("resumed.log", "".join([*lines[:50], *others, more])), **options)
+
+    assert (50, 1) == (report.first_step, report.attempt)
+    assert [(0, 100), (1, 71)] == logs.tuples(
+        "SELECT attempt, count(*) FROM scalars WHERE name = 'loss' GROUP BY 1 ORDER BY 1"
+    )
 
 
 def test_copy_of_a_log_is_the_same_log(logs):

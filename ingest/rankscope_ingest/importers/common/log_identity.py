@@ -188,13 +188,26 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
     for candidates in (named, others):
         for log in sorted(candidates, key=lambda log: -log.marks[-1][0] if log.marks else 0):
             if has_equal_beginning(path, log.marks):
-                return Source(incarnation=log.incarnation, before=log)
+                return Source(incarnation=log.incarnation, before=log, begins_at=log.begins_at)
     if (found := _without_beginning(path, [*named, *others])) is not None:
         return found
     taken = {log.incarnation for log in known}
     free = (incarnation_of(path, run, generation=generation) for generation in itertools.count())
     incarnation = next(candidate for candidate in free if candidate not in taken)
     return Source(incarnation=incarnation, replaced=named[-1] if named else None)
+
+
+def with_common_beginning(path: Path, known: Iterable[KnownImport]) -> KnownImport | None:
+    """Return the log in `known` that has the longest common beginning with the file at `path`, of 256 bytes or more."""
+    digests: dict[int, str | None] = {}
+    longest: tuple[int, KnownImport | None] = (0, None)
+    for log in known:
+        for size, digest in log.marks:
+            if size not in digests:
+                digests[size] = _digest(path, size)
+            if digests[size] == digest and size > longest[0]:
+                longest = size, log
+    return longest[1]
 
 
 def is_unchanged(path: Path, log: KnownImport) -> bool:

@@ -55,6 +55,7 @@ from rankscope_ingest.importers.common.log_identity import (
     stored_path,
     stream_of,
     tails,
+    with_common_beginning,
 )
 from rankscope_ingest.importers.common.numbering import Numbering
 from rankscope_ingest.importers.common.positions import Positions
@@ -296,10 +297,15 @@ def source_of(
     with readable(path):
         identity: str | None = getattr(importer, "identity", lambda _: None)(path)
     source = identify(path, run, known, identity)
-    if source.before is None or identity is None or stored is None:
+    if stored is None or (source.before is None) is (identity is not None):
         return source
+    before = source.before or with_common_beginning(path, (log for log in known if log.kind == importer.name))
+    if before is None:
+        return source
+    origin = dataclasses.replace(source, incarnation=before.incarnation, before=before)
     with readable(path):
-        return branch_of(source, known, importer.read(path, Faults()), stored)
+        found = branch_of(origin, known, importer.read(path, Faults(choices=before.choices)), stored)
+    return found if identity is not None or found.branches_from is not None else source
 
 
 def _key(kind: str, rules: Sequence[AnomalyRule], options: Options) -> str:
