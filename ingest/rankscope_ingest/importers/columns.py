@@ -15,15 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from rankscope_ingest.importers.common.choices import is_typical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown
-from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.values import plain, quantity, whole
 from rankscope_ingest.importers.common.wrapped import NAMES, opened
 
-_TYPICAL: Final = {"loss", "eval_loss", "learning_rate", "accuracy", "eval_accuracy"}
 _TWO_COLUMNS: Final = ("step", "loss")
 _METRIC_FILE: Final = re.compile(r"\d{13} [-+.\w]{1,30} \d{1,15}")
 """A regular expression for a row of a metric file of MLflow: time in ms, value and step."""
@@ -131,7 +130,7 @@ def layout_of(line: str, file: str) -> Layout | None:
             (cell if is_long else _name_of(cell, file)) or f"column {place}" for place, cell in enumerate(cells, 1)
         )
         is_heading = all(map(_HEADING_CELL.fullmatch, names)) and len(set(names)) == len(names)
-        is_named = any(cell.lower() == _VALUE for cell in cells) or any(map(_is_typical, names))
+        is_named = any(cell.lower() == _VALUE for cell in cells) or any(map(is_typical, names))
         if is_heading and any(map(_is_counter, names)) and is_named:
             return Layout(names, separator, has_heading=True)
     return None
@@ -146,10 +145,6 @@ def _name_of(cell: str, file: str) -> str:
 
 def _is_counter(name: str) -> bool:
     return role_of(name) is Role.STEP or name.lower() == EPOCH
-
-
-def _is_typical(name: str) -> bool:
-    return canonical(name).name in _TYPICAL or "loss" in name.lower()
 
 
 def row_of(line: str, layout: Layout) -> dict[str, Any] | None:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.bars import Bars
+from rankscope_ingest.importers.common.choices import is_typical
 from rankscope_ingest.importers.common.forms import Match, Reading
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
-from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import has_values
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
@@ -34,7 +34,6 @@ MAX_CHARACTERS: Final = 65_536
 MAX_LINE_BYTES: Final = 1 << 24
 
 _SUFFIXES: Final = {".jsonl", ".ndjson", ".json"}
-_TYPICAL: Final = {"loss", "learning_rate", "grad_norm", "epoch", "eval_loss", "samples_per_second", "step_seconds"}
 
 _NAMES: Final = {"nan": math.nan, "NaN": math.nan, "inf": math.inf, "Infinity": math.inf, "null": None}
 _FUNCTION: Final = re.compile(r"<[^<>']*>")  # grad_fn=<NllLossBackward0> is not valid Python
@@ -266,7 +265,7 @@ def _is_record(document: Mapping[str, Any]) -> bool:
     """Return whether `document` is a training record: whether it has a step, an event or a typical quantity."""
     return any(
         role_of(key) in {Role.STEP, Role.STEP_OF_PLAN, Role.EVENT}
-        or (canonical(key).name in _TYPICAL and (number(value) is not None or isinstance(value, str)))
+        or (is_typical(key) and (number(value) is not None or isinstance(value, str)))
         for key, value in document.items()
     )
 

@@ -26,6 +26,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.bars import states
 from rankscope_ingest.importers.common.boxes import Boxes
+from rankscope_ingest.importers.common.choices import is_typical
 from rankscope_ingest.importers.common.forms import Match, Reading
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
@@ -69,7 +70,6 @@ _HEADING_CHARACTERS: Final = 80
 _SET: Final = re.compile(r"^(?:Train|Eval) (?=\w+/)")
 """A regular expression for the word before a name that begins with a path, as in `Train loss/train/total`."""
 _MEGATRON: Final = re.compile(r"consumed samples:|elapsed time per iteration")
-_TYPICAL: Final = {"loss", "eval_loss", "step_seconds", "grad_norm", "learning_rate", "samples_per_second"}
 _JSON: Final = '{"'
 """The beginning of an object in JSON, which has no pair of a name and a value in the grammar of text lines."""
 _MANY: Final = 5
@@ -108,7 +108,7 @@ class TextLog:
         records = [
             record
             for record in found
-            if len(record) > _MANY or any(map(_is_typical, record)) or forms[tuple(record)] >= _FEWEST_OF_FORM
+            if len(record) > _MANY or any(map(is_typical, record)) or forms[tuple(record)] >= _FEWEST_OF_FORM
         ]
         if len(records) < min(_FEWEST, len(lines)) or not records:
             return NOT_MINE
@@ -344,7 +344,7 @@ def nearest_miss(head: bytes) -> str | None:
     """Return the first line of a file that is nearly a record, and its missing part. Return None without one."""
     for number, line in enumerate(head.splitlines()[:_MOST_LINES], 1):
         found = parse(without_colours(line.decode(errors="replace"))[:MAX_LINE_CHARACTERS])
-        typical = next((name for name in found.pairs if _is_typical(name)), None)
+        typical = next((name for name in found.pairs if is_typical(name)), None)
         if typical and not found.counters:
             return f"line {number:,} has {_with_article(canonical(typical).name)} and no step"
         if found.counters and not found.pairs:
@@ -368,10 +368,6 @@ def _is_certain(line: Line) -> bool:
 
 def _step_of(record: Mapping[str, Any]) -> Any:
     return next((value for name, value in record.items() if role_of(name) is Role.STEP), record.get(EPOCH))
-
-
-def _is_typical(key: str) -> bool:
-    return canonical(key).name in _TYPICAL or "loss" in key.lower()
 
 
 IMPORTER = TextLog()

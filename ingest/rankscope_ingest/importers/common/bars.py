@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from rankscope_ingest.importers.common.choices import is_of_training
 from rankscope_ingest.importers.common.keys import BAR, Role, role_of
-from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, match_of
 
 _BAR: Final = re.compile(
@@ -24,7 +24,6 @@ _EVALUATION: Final = re.compile(r"\b(?:eval|valid|val\b|test|predict)", re.IGNOR
 _TRAINING: Final = re.compile(r"train", re.IGNORECASE)
 _MARKS: Final = ("%|", "it/s", "s/it")
 _NUMBERS: Final = re.compile(r"[A-Za-z]\s?[:=]\s*[-+]?\.?\d")
-_OF_TRAINING: Final = {"loss", "learning_rate"}
 
 
 def states(text: str) -> list[str]:
@@ -123,7 +122,7 @@ class Bars:
         """
         if self._latest is None or any(role_of(key) in {Role.STEP, Role.STEP_OF_PLAN} for key in document):
             return document
-        is_training = any(canonical(key).name in _OF_TRAINING for key in document)
+        is_training = any(is_of_training(key) for key in document)
         if self._of_training is None and is_training:
             self._of_training = self._latest
         step = self._shown.get(self._of_training) if self._of_training else None

@@ -35,6 +35,9 @@ _TRAINING: Final = {
 }  # fmt: skip
 """Stored names of quantities that a row of training has. A row without any of them is an evaluation or a summary."""
 
+_TYPICAL: Final = _TRAINING | {"eval_loss", "accuracy", "eval_accuracy"}
+"""Stored names of quantities by which a log of a training, or of its evaluations, is recognized."""
+
 _LOSS_WORDS: Final = {
     "batch": "", "iter": "",
     "step": "Lightning train_loss_step, diffusers step_loss",
@@ -194,12 +197,19 @@ def _check_name(loss: str, records: Sequence[Record]) -> None:
 
 def is_training(record: Record) -> bool:
     """Return whether `record` is a row of training, and not of an evaluation."""
-    return record.split not in EVALUATION_SPLITS and any(map(_is_of_training, record.quantities()))
+    return record.split not in EVALUATION_SPLITS and any(map(is_of_training, record.quantities()))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_training(name: str) -> bool:
+def is_of_training(name: str) -> bool:
+    """Return whether `name` is the name of a quantity that a row of training has."""
     return canonical(name).name in _TRAINING or is_loss_name(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_typical(name: str) -> bool:
+    """Return whether `name` is the name of a quantity by which a log of a training is recognized."""
+    return canonical(name).name in _TYPICAL or LOSS in name.lower()
 
 
 @functools.lru_cache(maxsize=4096)

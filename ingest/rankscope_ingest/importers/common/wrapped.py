@@ -13,7 +13,7 @@ _LINES: Final = ("log", "MESSAGE", "textPayload")
 _MESSAGES: Final = ("message", "msg", "text", "event", "body", "@message", "line")
 """Keys under which logging libraries write a message, which may be a line of a log."""
 _TEXTS: Final = frozenset((*_LINES, *_MESSAGES))
-_PARTS: Final = ("data", "metadata", "log", "fields")
+_PARTS: Final = ("data", "metadata", "log", "fields", "jsonPayload")
 """Keys of objects whose fields are those of the record."""
 NAMES: Final = ("key", "name", "metric", "tag", "metric_name")
 """Keys whose value is the name of the number under the key `value`."""
