@@ -48,7 +48,8 @@ _SIMILAR: Final = re.compile(rb"[-+]?\d[\d.:eE+-]*| +")
 _DIGITS: Final = re.compile(r"\d+")
 
 _WHOLE, _DECIMAL, _EXPONENT, _NEGATIVE, _GROUPED = "whole", "decimal", "exponent", "negative", "grouped"
-_VARIANTS: Final = (_WHOLE, _DECIMAL, _EXPONENT, _NEGATIVE)
+_PADDED: Final = "padded"  # with zeros, which JSON does not allow
+_VARIANTS: Final = (_WHOLE, _DECIMAL, _EXPONENT, _NEGATIVE, _PADDED)
 """Kinds of numbers that are tried in a slot; separators of thousands are tried in no other slot than that of one."""
 
 
@@ -88,7 +89,7 @@ class _Slot:
         if self.kind == "clock":
             first, rest = self.sample.split(":", 1)
             return f"([0-9]{{1,{max(2, len(first))}}}:{_fixed(rest)})"
-        sign = "-?" if _NEGATIVE in self.variants else ""
+        sign = f"{'-?' if _NEGATIVE in self.variants else ''}{'' if _PADDED in self.variants else '(?!0[0-9])'}"
         whole, fraction = f"[0-9]{{1,{self.digits}}}+", r"\.[0-9]{1,30}+"
         exponent = rf"[0-9]{{1,15}}(?:{fraction})?[eE][-+]?[0-9]{{1,3}}"
         decimal = rf"[0-9]{{1,15}}{fraction}"
@@ -118,6 +119,8 @@ class _Slot:
                 return f"{number:,}"
             case _, "exponent":
                 return f"{number / 1000:.3f}e-05"
+        if variant == _PADDED:
+            return f"00{number}" if _WHOLE in self.variants else f"00{number}.25"
         return f"-{number}.5" if _DECIMAL in self.variants else f"-{number}"
 
 
@@ -266,7 +269,12 @@ class _Experiment:
         is_signed = isinstance(before, str) and before.endswith(("-", "+"))
         for variant in _VARIANTS:
             wider = replace(slot, variants=slot.variants | {variant})
-            if not (is_signed and variant == _NEGATIVE) and self._reads(form, {place: wider.text(4711, variant)}):
+            is_tried = variant != _PADDED or bool({_WHOLE, _DECIMAL} & slot.variants)
+            if (
+                is_tried
+                and not (is_signed and variant == _NEGATIVE)
+                and self._reads(form, {place: wider.text(4711, variant)})
+            ):
                 slot = wider
         for digits in (6, 9, _MOST_DIGITS):
             if _WHOLE in slot.variants and self._reads(form, {place: "9" * digits}):
