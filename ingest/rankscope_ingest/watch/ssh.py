@@ -123,9 +123,9 @@ class SshHost:
 
     async def _options(self, **more: Any) -> Any:
         own: dict[str, Any] = {} if self._known_hosts is None else {"known_hosts": self._known_hosts}
-        client = _client_class(self._ssh, self._secret, can_ask=self._ask is not None)
+        own |= {} if self._ask is None else {"password": self._secret}
         return await self._ssh.SSHClientConnectionOptions.construct(
-            config=(), client_factory=client, keepalive_interval=KEEPALIVE_SECONDS, **self._target(), **(own | more)
+            config=(), keepalive_interval=KEEPALIVE_SECONDS, **self._target(), **(own | more)
         )
 
     def _target(self) -> dict[str, Any]:
@@ -187,36 +187,6 @@ class SshHost:
             connection.abort()
             with contextlib.suppress(Exception):  # the connection may be broken
                 await connection.wait_closed()
-
-
-def _client_class(ssh: ModuleType, secret: Callable[[], Any], *, can_ask: bool) -> type[Any]:
-    """Return the class of the client, which asks for a password at most once for each connection."""
-
-    class Client(ssh.SSHClient):  # type: ignore[misc,name-defined] # asyncssh is loaded when it is needed
-        def __init__(self) -> None:
-            self._asked = False
-
-        async def password_auth_requested(self) -> str | None:
-            return await self._once()
-
-        async def kbdint_auth_requested(self) -> str | None:
-            return None if self._asked or not can_ask else ""
-
-        async def kbdint_challenge_received(
-            self, _name: str, _instructions: str, _lang: str, prompts: Any
-        ) -> list[str] | None:
-            if not prompts:
-                return []
-            answer = await self._once()
-            return None if answer is None else [answer] * len(prompts)
-
-        async def _once(self) -> str | None:
-            if self._asked:
-                return None
-            self._asked = True
-            return await secret()  # type: ignore[no-any-return]
-
-    return Client
 
 
 def _own_known_hosts() -> str | bytes:
