@@ -10,7 +10,7 @@ TOLERANCE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock:
+class MachineClock:
     """The clock of the machine of a log."""
 
     offset_seconds: float
@@ -29,11 +29,11 @@ class RemoteClock:
     """
 
     def __init__(self) -> None:
-        self._read: Clock | None = None
+        self._read: MachineClock | None = None
         self._estimated: float | None = None
         self._zone: int | None = None
 
-    def set(self, clock: Clock | None) -> None:
+    def set(self, clock: MachineClock | None) -> None:
         """Use `clock` from now on. With None, the clock could not be read, and the last known one remains in use."""
         self._read = clock or self._read
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.lines import readable
 from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.clock import Clock
+from rankscope_ingest.watch.clock import MachineClock
 
 CHUNK_BYTES: Final = 1 << 20
 MAX_ROTATED: Final = 8
@@ -46,7 +46,7 @@ class LogFile(Protocol):
     async def rotated(self) -> list[str]:
         """Return the names of files in the same folder that may be older parts of the log, the newest first."""
 
-    async def clock(self) -> Clock | None:
+    async def clock(self) -> MachineClock | None:
         """Return the clock of the machine of the log, or None if it cannot be read."""
 
 
@@ -85,9 +85,9 @@ class LocalFile:
     def _folder(self) -> list[Path]:
         return [entry for entry in self.path.parent.iterdir() if entry.name.startswith(self.path.name)]
 
-    async def clock(self) -> Clock | None:
+    async def clock(self) -> MachineClock | None:
         """Return the clock of this machine."""
-        return Clock(offset_seconds=0.0, source="clock of this machine", zone_seconds=time.localtime().tm_gmtoff)
+        return MachineClock(offset_seconds=0.0, source="clock of this machine", zone_seconds=time.localtime().tm_gmtoff)
 
 
 async def unpack(file: LogFile, name: str, target: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.clock import Clock
+from rankscope_ingest.watch.clock import MachineClock
 from rankscope_ingest.watch.files import FileState, LogUnreadableError, rotated_names
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SshHost:
         self._turn = asyncio.Lock()
         self._connection: asyncssh.SSHClientConnection | None = None
         self._sftp: asyncssh.SFTPClient | None = None
-        self._clock: Clock | None = None
+        self._clock: MachineClock | None = None
         self._clock_read_at: float | None = None
 
     @contextlib.asynccontextmanager
@@ -155,7 +155,7 @@ class SshHost:
             f"{machine}: the key of the host is unknown: connect once with `ssh {machine}` and compare the fingerprint"
         )
 
-    async def clock(self) -> Clock | None:
+    async def clock(self) -> MachineClock | None:
         """Return the clock of the machine, read by `date` at most every 10 minutes.
 
         Return None if the server executes no commands.
@@ -166,7 +166,7 @@ class SshHost:
             self._clock = await self._date()
         return self._clock
 
-    async def _date(self) -> Clock | None:
+    async def _date(self) -> MachineClock | None:
         if self._connection is None:
             return None
         before = self._now()
@@ -176,7 +176,7 @@ class SshHost:
             seconds, zone = str(done.stdout).split()
             # `date` cuts the fraction off: on average, half a second.
             offset = int(seconds) + 0.5 - (before + self._now()) / 2
-            return Clock(offset_seconds=offset, source="date over SSH", zone_seconds=_zone(zone))
+            return MachineClock(offset_seconds=offset, source="date over SSH", zone_seconds=_zone(zone))
         except (self._ssh.Error, OSError, ValueError, TimeoutError):
             return None
 
@@ -239,7 +239,7 @@ class RemoteFile:
             self.address.name, ((str(entry.filename), float(entry.attrs.mtime or 0)) for entry in entries)
         )
 
-    async def clock(self) -> Clock | None:
+    async def clock(self) -> MachineClock | None:
         """Return the clock of the machine, or None if the server executes no commands."""
         return await self._host.clock()
 

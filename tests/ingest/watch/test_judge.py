@@ -24,7 +24,7 @@ from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.notify.notifiers import make_notifiers
 from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.clock import Clock, RemoteClock
+from rankscope_ingest.watch.clock import MachineClock, RemoteClock
 from rankscope_ingest.watch.judge import Condition, Facts, judge
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import SshHosts
@@ -151,7 +151,7 @@ def test_due_evaluation_extends_the_time_without_a_row():
 @pytest.mark.parametrize("writes_utc", [True, False])
 def test_time_of_a_row_is_read_in_the_zone_that_fits(zone, writes_utc):
     clock = RemoteClock()
-    clock.set(Clock(offset_seconds=0.0, source="date over SSH", zone_seconds=zone))
+    clock.set(MachineClock(offset_seconds=0.0, source="date over SSH", zone_seconds=zone))
     moment = 1_000_000.0
     written = moment if writes_utc or not zone else moment + zone
 

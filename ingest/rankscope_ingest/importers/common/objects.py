@@ -110,7 +110,7 @@ class StepCounter:
         self._last[record.stream] = record.counters
 
 
-class RunProgress:
+class TrainingProgress:
     """The last steps of a run, its planned steps, and the end that its log reports."""
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ class ObjectReader:
         A message is removed when `report_ambiguous` has reported it.
         """
         self.config: Any = None
-        self.progress = RunProgress()
+        self.progress = TrainingProgress()
         self._steps = StepCounter(choices, self.contradictions)
         self._names = Names()
         self._streams = StepStreams()

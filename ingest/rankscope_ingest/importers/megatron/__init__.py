@@ -30,7 +30,7 @@ from rankscope_ingest.importers.common.importer import (
 )
 from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, line_end, open_log, refuse_no_text, shown, skip_hole
 from rankscope_ingest.importers.megatron.block import AttemptCounter, Chunk, RowColumns
-from rankscope_ingest.importers.megatron.chunks import Lines, joined_row
+from rankscope_ingest.importers.megatron.chunks import ChunkLines, joined_row
 from rankscope_ingest.importers.megatron.columns import (
     NO_NUMBER,
     NO_TIME,
@@ -241,7 +241,7 @@ class _Reading:
 
         A wrapped row at the end of `data` is not read, because its rest may follow in the next chunk.
         """
-        lines = Lines.of(data, is_end=is_last)
+        lines = ChunkLines.of(data, is_end=is_last)
         if not is_last:
             lines = lines.first(lines.settled())
         if not len(lines):
@@ -266,7 +266,7 @@ class _Reading:
     def _fault(self, line: int, text: str) -> None:
         self._faults.add(self.lines + line + 1, text)
 
-    def _read(self, lines: Lines) -> _Found:
+    def _read(self, lines: ChunkLines) -> _Found:
         single = lines.may_continue()
         if lines.cut >= 0:
             single[lines.cut] = lines.is_row[lines.cut]
@@ -286,7 +286,7 @@ class _Reading:
         self._faults.passed_over += lines.others() - len(timed) - used
         return found
 
-    def _read_one_by_one(self, lines: Lines, left: Integers, timed: Integers, found: _Found) -> int:
+    def _read_one_by_one(self, lines: ChunkLines, left: Integers, timed: Integers, found: _Found) -> int:
         """Parse one by one the lines that the column parser could not parse; `left` has their line numbers.
 
         Return how many further lines were continuations of wrapped rows.
@@ -316,7 +316,7 @@ class _Reading:
                 self._faults.passed_over += not is_known
         return len(used)
 
-    def _read_row(self, lines: Lines, line: int, found: _Found) -> set[int]:
+    def _read_row(self, lines: ChunkLines, line: int, found: _Found) -> set[int]:
         """Parse the rows on one line of the log; return the line numbers of the lines that continue a wrapped row."""
         text = clean(lines.text(line))
         rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]

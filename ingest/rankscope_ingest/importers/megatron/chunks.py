@@ -99,7 +99,7 @@ def join(first: str, second: str, known: Collection[str] = KNOWN_KEYS) -> str:
 
 
 @dataclass(slots=True, kw_only=True)
-class Lines:
+class ChunkLines:
     """The lines of a chunk of a Megatron log, with a boolean array for each kind of line."""
 
     lines: pa.Array
@@ -113,7 +113,7 @@ class Lines:
     """The index of the last line of a log if it has no line end and may therefore be incomplete; otherwise -1."""
 
     @classmethod
-    def of(cls, data: bytes, *, is_end: bool) -> Lines:
+    def of(cls, data: bytes, *, is_end: bool) -> ChunkLines:
         """Return the lines of `data`.
 
         `is_end` is whether `data` is the end of the log; its last line may then be incomplete.
@@ -143,10 +143,10 @@ class Lines:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def first(self, count: int) -> Lines:
+    def first(self, count: int) -> ChunkLines:
         """Return a copy of this object that has only the first `count` lines."""
         names = ("lines", "lengths", "is_row", "too_long", "is_companion", "has_timers", "has_bar")
-        return Lines(**{name: getattr(self, name)[:count] for name in names})
+        return ChunkLines(**{name: getattr(self, name)[:count] for name in names})
 
     def settled(self) -> int:
         """Return the number of lines that can be parsed now.
