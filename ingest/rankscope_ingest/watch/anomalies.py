@@ -6,7 +6,7 @@ The module performs no I/O.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,7 +31,7 @@ class LogAnomalies:
         self._address = address
         self._runs = RunTracker(RunsSection())
         self._incidents = IncidentTracker(group_wait_seconds=0.0, quiet_steps=NotifySection().quiet_steps)
-        self._last_seqs: dict[tuple[str, int], int] = {}  # of observed anomalies, by incarnation and attempt
+        self.last_seqs: dict[str, int] = {}  # of observed anomalies, by incarnation
 
     def restore(self, incident: Incident, *, is_open: bool) -> None:
         """Add an incident that an earlier process has stored."""
@@ -50,23 +50,18 @@ class LogAnomalies:
         reason = f"{state} with {len(found)} open incident{'s' if len(found) > 1 else ''}: {cause}"
         return dataclasses.replace(verdict, reason=reason, severity=worst.severity)
 
-    def observe(self, events: Sequence[pa.Table], now: float, *, stride: int) -> list[Incident]:
-        """Return the new incidents of `events`, the tables of anomalies in the order of the log.
+    def observe(self, anomalies: pa.Table, now: float, *, stride: int) -> list[Incident]:
+        """Return the new incidents of `anomalies`, which are those of one incarnation in the order of the log.
 
-        `now` is in monotonic seconds, and `stride` is the number of steps between two rows. Anomalies that were
-        observed before have no effect.
+        `now` is in monotonic seconds, and `stride` is the number of steps between two rows.
         """
         self._incidents.quiet_steps = NotifySection().quiet_steps * stride
         found: list[Incident] = []
-        for table in events:
-            keys = table.group_by(["incarnation", "attempt"]).aggregate([("seq", "max")]).sort_by("attempt").to_pylist()
-            for incarnation, number, last in [(key["incarnation"], key["attempt"], key["seq_max"]) for key in keys]:
-                is_own = (pc.field("incarnation") == incarnation) & (pc.field("attempt") == number)
-                is_new = pc.field("seq") > self._last_seqs.get((incarnation, number), -1)
-                for one in symptoms(table.filter(is_own & is_new)):
-                    self._incidents.observe(dataclasses.replace(one, ranks=self._address), now)
-                    found += self._incidents.settle(now, {})
-                self._last_seqs[incarnation, number] = max(last, self._last_seqs.get((incarnation, number), -1))
+        for number in sorted(pc.unique(anomalies["attempt"]).to_pylist()):
+            for one in symptoms(anomalies.filter(pc.field("attempt") == number)):
+                self._incidents.observe(dataclasses.replace(one, ranks=self._address), now)
+                found += self._incidents.settle(now, {})
+        self.last_seqs |= zip(anomalies["incarnation"].to_pylist(), anomalies["seq"].to_pylist(), strict=True)
         return found
 
     def resolved(self, last_steps: Mapping[int, int], state: RunState) -> list[Incident]:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from rankscope_contract.model.events import EventType, RunState
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.detect.history import stored_incidents
@@ -38,7 +35,7 @@ from rankscope_ingest.importers import (
 )
 from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.watch.rows import EVENTS, KEPT_ROWS, SCALARS, recent
+from rankscope_ingest.watch.rows import EVENTS, KEPT_ROWS, SCALARS
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.connection import Connection, connect
 
@@ -49,17 +46,9 @@ _OPEN: Final = frozenset({NO_END, FOLLOWED, UNFOLLOWED})
 
 MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
 
-_KEPT_BATCHES: Final = 4
-"""Number of batches of one import of which the last rows are kept. A batch has about 500,000 scalars."""
-
 _ENDED: Final = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.STOPPED})
 _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
-_RECENT: Final = """\
-SELECT {columns} FROM {dataset} WHERE run = $run AND incarnation = $incarnation AND seq > (
-  SELECT max(seq) - $kept FROM scalars WHERE run = $run AND incarnation = $incarnation) ORDER BY seq"""
-
-_ANOMALIES: Final = """\
-SELECT * FROM events WHERE run = $run AND incarnation = $incarnation AND type = 'anomaly' ORDER BY seq"""
+_BEHIND: Final = "SELECT {} FROM {} WHERE run = $run AND incarnation = $stream AND seq > $seq"
 
 Row = dict[str, Any]
 OnCommit = Callable[[Commit, Collection[str]], object]
@@ -123,14 +112,16 @@ class WatchStore:
         found = stored_incidents(self.connection, time.monotonic())
         return [(incident, state) for incident, state in found if incident.first.run == run and incident.log]
 
-    def recent(self, run: str, incarnation: str) -> dict[str, pa.Table]:
-        """Return the scalars and events of the last records of an imported log."""
-        values = {"run": run, "incarnation": incarnation, "kept": KEPT_ROWS}
-        columns = {"scalars": SCALARS, "events": EVENTS}
-        return {
-            dataset: self.connection.query(_RECENT.format(dataset=dataset, columns=", ".join(names)), values)
-            for dataset, names in columns.items()
-        }
+    def recent(self, run: str, stream: str, seq: int) -> tuple[pa.Table, pa.Table]:
+        """Return the scalars and events behind the record `seq` of a log, of at most the last KEPT_ROWS records."""
+        values = {"run": run, "stream": stream, "seq": max(seq, self.watermark(stream) - KEPT_ROWS)}
+        scalars = self.connection.query(_BEHIND.format(", ".join(SCALARS), "scalars"), values)
+        return scalars, self.connection.query(_BEHIND.format(", ".join(EVENTS), "events"), values)
+
+    def anomalies(self, run: str, stream: str, seq: int) -> pa.Table:
+        """Return the anomalies in the records of a log behind the number `seq`, in the order of the log."""
+        values = {"run": run, "stream": stream, "seq": seq}
+        return self.connection.query(f"{_BEHIND.format('*', 'events')} AND type = 'anomaly' ORDER BY seq", values)
 
     def latest(self, dataset: str, run: str) -> Row | None:
         """Return the latest row of `runs` or `attempts` that an import has stored for `run`."""
@@ -150,16 +141,6 @@ class WatchStore:
         self._thread.shutdown()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """The result of one import: the report, and the tables of new records."""
-
-    report: ImportReport
-    tables: Sequence[Mapping[str, pa.Table]]
-    is_first: bool
-    """True if the log was imported for the first time by this process: `tables` may lack stored records."""
-
-
 class LogIntake:
     """Imports one log repeatedly, and stores the state of its run. All methods run in the thread of the store."""
 
@@ -170,9 +151,6 @@ class LogIntake:
         self._options = Options(loss=section.loss, pattern=section.pattern)
         self._store_seconds = section.store_seconds
         self._importer: Importer | None = None
-        self._seen: deque[Mapping[str, pa.Table]] = deque(maxlen=_KEPT_BATCHES)
-        self.anomalies: list[pa.Table] = []
-        """Anomalies of the log that were not reported yet, and possibly others, in the order of the log."""
         self._events: list[Row] = []  # the last import event, if it is not stored yet
         self._rows: dict[str, list[Row]] = {}  # the latest rows of `attempts` and `runs`
         self._written_at: float | None = None
@@ -184,6 +162,8 @@ class LogIntake:
         """Row of the attempt before the last one, if it failed."""
         self.planned_steps: int | None = None
         self.incarnation: str | None = None
+        self.stream: str | None = None
+        """Incarnation of the rows of the log, which differs from that of the log in files with several streams."""
 
     def restore(self) -> None:
         """Read the state of the run that an earlier process has stored."""
@@ -193,12 +173,10 @@ class LogIntake:
                 self._rows[dataset] = [row]
         self._learn()
 
-    def import_file(self, path: Path) -> Outcome:
+    def import_file(self, path: Path) -> ImportReport:
         """Import the log at `path`. Raises IngestError if it has an unknown format or cannot be read."""
         if self._importer is None:
             self._importer = find_importer(path) if self._kind == "auto" else importers()[self._kind]
-        self._seen.clear()
-        is_first = self.incarnation is None
         report = import_records(
             path,
             self,
@@ -211,13 +189,10 @@ class LogIntake:
         )
         if self.incarnation is None:  # nothing is new: the log is the one that was imported from this path
             known = [log for log in self._store.known_of(self.run) if log.path == str(path.absolute())]
-            self.incarnation = known[-1].incarnation if known else None
+            self.incarnation = self.stream = known[-1].incarnation if known else None
         if report.state in _ENDED and self.ending is None and report.imported_from is not None:
             self.ending = (report.state, "according to the log")
-        if is_first and self.incarnation is not None:  # an earlier process may not have reported them
-            values = {"run": self.run, "incarnation": self.incarnation}
-            self.anomalies.insert(0, self._store.connection.query(_ANOMALIES, values))
-        return Outcome(report=report, tables=tuple(self._seen), is_first=is_first)
+        return report
 
     def _has_ranks(self) -> bool:
         """Return whether ranks of the run have reported data. The store is read at most every `store_seconds`."""
@@ -229,9 +204,8 @@ class LogIntake:
     def append(self, batch: Batch) -> Commit:
         """Store the rows of an import. Rows about the run and the import are held until `write_state`."""
         if batch.watermarks:
-            self._seen.append(recent(batch.tables))
-            if (events := batch.tables.get("events")) is not None:
-                self.anomalies.append(events.filter(pc.equal(events["type"].cast(pa.string()), EventType.ANOMALY)))
+            scalars = batch.tables.get("scalars")
+            self.stream = next(iter(batch.watermarks)) if scalars is None else scalars["incarnation"][0].as_py()
             return self._store.append(batch)
         for dataset in ("attempts", "runs"):
             if dataset in batch.tables:
@@ -250,6 +224,7 @@ class LogIntake:
         known = self._store.known_of(self.run)
         is_new = log.incarnation != self.incarnation
         self.incarnation = log.incarnation
+        self.stream = self.stream or log.incarnation
         known[:] = [other for other in known if other.incarnation != log.incarnation] + [log]
         if is_new:
             self._written_at = None

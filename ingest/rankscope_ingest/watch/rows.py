@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
 
@@ -94,26 +93,25 @@ class LogRows:
         self.errors: dict[str, list[str]] = {}
         """For each class of errors since the last row, the messages, each with the rank that printed it."""
 
+    def last_seq(self, incarnation: str) -> int:
+        """Return the number of the last record of `incarnation` that was added; -1 if there is none."""
+        return self._last_seq if incarnation == self._incarnation else -1
+
     @property
     def last(self) -> LogRow | None:
         """Return the last row of the attempt."""
         return self.rows[-1] if self.rows else None
 
-    def add(self, tables: Mapping[str, pa.Table], modified: float | None) -> int:
-        """Add the records in `tables` that are newer than the last one, and return the number of new rows.
+    def add(self, scalars: pa.Table, events: pa.Table, modified: float | None) -> int:
+        """Add the records that are behind the last one, and return the number of new rows.
 
-        `tables` is a result of `recent`. `modified` is the time of the last change of the log; it is None for records
-        that were stored earlier.
+        `modified` is the time of the last change of the log; it is None for records that were stored earlier.
         """
-        scalars, events = (tables[name].to_pylist() if name in tables else [] for name in _COLUMNS)
         items: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
-        incarnation = next((row["incarnation"] for row in (*scalars, *events)), self._incarnation)
-        if incarnation != self._incarnation:
-            self._incarnation, self._last_seq = incarnation, -1
-        for place, rows in enumerate((scalars, events)):
-            for row in rows:
-                if row["seq"] is not None and row["seq"] > self._last_seq and row["incarnation"] == incarnation:
-                    items.setdefault(row["seq"], ([], []))[place].append(row)
+        for place, table in enumerate((scalars, events)):
+            for row in table.to_pylist():
+                items.setdefault(row["seq"], ([], []))[place].append(row)
+                self._incarnation = row["incarnation"]
         before, attempt = None if self.last is None else self.arrived_at, self.attempt
         added = sum(self._record(*items[seq]) for seq in sorted(items))
         self._last_seq = max(items, default=self._last_seq)
@@ -214,15 +212,3 @@ class LogRows:
         """
         rows = list(self.rows)[warm_up_rows if len(self.rows) < KEPT_ROWS else 0 :]
         return [row.step_seconds for row in rows if row.step_seconds is not None and not row.is_after_phase]
-
-
-_COLUMNS: Final = {"scalars": SCALARS, "events": EVENTS}
-
-
-def recent(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return the scalars and events of the last KEPT_ROWS records in `tables`."""
-    found = {}
-    for name, columns in _COLUMNS.items():
-        if name in tables and (table := tables[name].select(columns)).num_rows:
-            found[name] = table.filter(pc.field("seq") > pc.max(table.column("seq")).as_py() - KEPT_ROWS)
-    return found

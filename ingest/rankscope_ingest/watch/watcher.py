@@ -115,6 +115,7 @@ class LogWatcher:
         self._clock = RemoteClock()
         self._open: dict[str, Incident] = {}
         self._incidents = LogAnomalies(run, self._address)
+        self._unreported: list[Incident] = []  # of anomalies
         self._unreadable: str | None = None
         self._unreadable_since: float | None = None
         self._began_at = hooks.now()
@@ -194,20 +195,21 @@ class LogWatcher:
         if not part.is_old and (self._imported == part.state or not self._is_due(part.state, now)):
             return
         try:
-            outcome = await self._store.run(lambda: self._intake.import_file(part.path))
+            is_first = self._intake.incarnation is None
+            report = await self._store.run(lambda: self._intake.import_file(part.path))
         except IngestError as error:
             self._refusal = str(error)
             self._imported = self._imported if part.is_old else part.state
             return
         self._refusal = None
-        self._values_stored += outcome.report.rows_stored
-        for text in unkept_notes([name for name in outcome.report.unkept if name not in self._unkept]):
+        self._values_stored += report.rows_stored
+        for text in unkept_notes([name for name in report.unkept if name not in self._unkept]):
             log.warning("%s: %s", self.run_name, text)
-        self._unkept.update(outcome.report.unkept)
-        if outcome.is_first and (incarnation := self._intake.incarnation) is not None:
-            self._rows.add(await self._store.run(lambda: self._store.recent(self.run_name, incarnation)), None)
+        self._unkept.update(report.unkept)
         is_live, attempt = self._imported is not None, self._rows.attempt
-        added = sum(self._rows.add(tables, part.state.modified) for tables in outcome.tables)
+        added = await self._add_rows(
+            None if is_first else part.state.modified, has_anomalies=is_first or report.anomalies > 0
+        )
         last = self._rows.last
         if is_live and added and last is not None and last.written is not None and not part.is_old:
             self._clock.observe_row(last.written, part.state.modified)
@@ -220,6 +222,21 @@ class LogWatcher:
             log.warning(
                 "%s: training was started again as attempt %d, step %s", self.run_name, self._rows.attempt, step
             )
+
+    async def _add_rows(self, modified: float | None, *, has_anomalies: bool) -> int:
+        """Add the new rows and anomalies in the store, and return the number of the rows."""
+        if (stream := self._intake.stream) is None:
+            return 0
+        rows, seq = self._rows, self._rows.last_seq(stream)
+        scalars, events = await self._store.run(lambda: self._store.recent(self.run_name, stream, seq))
+        added = rows.add(scalars, events, modified)
+        if has_anomalies:
+            reported = self._incidents.last_seqs.get(stream, -1)
+            anomalies = await self._store.run(lambda: self._store.anomalies(self.run_name, stream, reported))
+            steps = [row.step for row in rows.rows if row.step is not None]
+            stride = max(1, (steps[-1] - steps[0]) // (len(steps) - 1)) if len(steps) > 1 else 1
+            self._unreported += self._incidents.observe(anomalies, time.monotonic(), stride=stride)
+        return added
 
     def _report_restart(self, now: float) -> None:
         """Report the failure of the attempt before the present one, unless the log showed it before the restart."""
@@ -300,10 +317,8 @@ class LogWatcher:
 
     def _report_anomalies(self, now: float) -> None:
         """Print and announce the incidents of new anomalies; only store slow steps that are reported as RunSlow."""
-        events, self._intake.anomalies = self._intake.anomalies, []
-        steps = [row.step for row in self._rows.rows if row.step is not None]
-        stride = max(1, (steps[-1] - steps[0]) // (len(steps) - 1)) if len(steps) > 1 else 1
-        for incident in self._incidents.observe(events, time.monotonic(), stride=stride):
+        unreported, self._unreported = self._unreported, []
+        for incident in unreported:
             incident.is_muted |= incident.first.rule == SLOW_STEPS and RULES[Condition.SLOW][0] in self._open
             self._announce(incident, now)
 

@@ -48,9 +48,7 @@ def rows_of(seconds: list[float], *, every: int = 1, evaluations: tuple[int, ...
             event = {"type": "evaluation", "severity": "info", "op": None, "message": "", "details": None}
             events.append(common | event | {"seq": step})
     rows = LogRows()
-    rows.add(
-        {"scalars": pa.Table.from_pylist(scalars)} | ({"events": pa.Table.from_pylist(events)} if events else {}), 0
-    )
+    rows.add(pa.Table.from_pylist(scalars), pa.Table.from_pylist(events), 0)
     return rows
 
 
@@ -63,9 +61,8 @@ def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
     texts = [START + dt.timedelta(seconds=int(n * seconds)) for n in range(60)]
     columns = {"incarnation": "i", "attempt": 0, "rank": None, "name": "loss", "value": 1.0}
     rows = LogRows()
-    rows.add(
-        {"scalars": pa.Table.from_pylist([columns | {"seq": n, "step": n, "ts": at} for n, at in enumerate(texts)])}, 0
-    )
+    scalars = [columns | {"seq": n, "step": n, "ts": at} for n, at in enumerate(texts)]
+    rows.add(pa.Table.from_pylist(scalars), pa.table({}), 0)
 
     assert seconds == pytest.approx(rows.expected_seconds, rel=0.03)
 
@@ -74,7 +71,7 @@ def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
 def test_row_of_a_further_step_without_a_loss_is_a_row(name, last):
     rows = rows_of([1.0] * 30)
     own = {"incarnation": "i", "attempt": 0, "rank": None, "name": name, "value": 1.0, "ts": None}
-    rows.add({"scalars": pa.Table.from_pylist([own | {"seq": n, "step": n} for n in (31, 32)])}, 0)
+    rows.add(pa.Table.from_pylist([own | {"seq": n, "step": n} for n in (31, 32)]), pa.table({}), 0)
 
     assert last == rows.last.step
 
