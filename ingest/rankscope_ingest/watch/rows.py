@@ -12,6 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType
+from rankscope_ingest.importers.common.choices import TRAINING_NAMES
 
 KEPT_ROWS: Final = 5_000
 """Number of rows of the latest attempt over which the median of the step time is calculated."""
@@ -20,12 +21,6 @@ GAPS: Final = 50
 
 _COARSE_SECONDS: Final = 2.0
 _MOST_ERRORS: Final = 20
-_TRAINING: Final = frozenset({
-    "loss", "learning_rate", "grad_norm", "step_seconds", "samples_per_second", "tokens_per_second", "tflops_per_gpu",
-})  # fmt: skip
-"""Quantities of which the first row of training contains at least one. Other records are timers and evaluations.
-
-After it, a record of a further step is a row too: its loss may be missing."""
 
 SCALARS: Final = ("incarnation", "seq", "attempt", "rank", "step", "ts", "name", "value")
 EVENTS: Final = ("incarnation", "seq", "attempt", "rank", "step", "type", "severity", "op", "message", "details")
@@ -122,7 +117,11 @@ class LogRows:
         return added
 
     def _record(self, scalars: list[dict[str, Any]], events: list[dict[str, Any]]) -> int:
-        """Add one record; return 1 if it is a row of training, else 0."""
+        """Add one record; return 1 if it is a row of training, else 0.
+
+        The first row has a quantity of a training. Then a record of a further step is a row, too: its loss may be
+        missing. Other records are timers and evaluations.
+        """
         first = (scalars or events)[0]
         attempt = first["attempt"] or 0
         if attempt < self.attempt:
@@ -134,7 +133,9 @@ class LogRows:
             self._event(event)
         values = {row["name"]: row["value"] for row in scalars}
         is_ahead = self.last is not None and (first["step"] or 0) > (self.last.step or 0)
-        if not values.keys() & _TRAINING and not (is_ahead and any(not name.startswith("eval") for name in values)):
+        if not values.keys() & TRAINING_NAMES and not (
+            is_ahead and any(not name.startswith("eval") for name in values)
+        ):
             return 0
         self._row(first, values)
         return 1

@@ -29,13 +29,13 @@ AVERAGE: Final = "_average"
 """The end of the name of an average that a line shows behind a value, as in `2.04 (2.24)`."""
 _SHOWN_NAMES: Final = 20
 _FEWEST: Final = 3  # a counter that has the same value in so many records does not count steps
-_TRAINING: Final = {
+TRAINING_NAMES: Final = {
     LOSS, "learning_rate", "grad_norm", "loss_scale", "step_seconds", "samples_per_second", "tokens_per_second",
     "tokens_per_second_per_gpu", "tflops_per_gpu",
 }  # fmt: skip
 """Stored names of quantities that a row of training has. A row without any of them is an evaluation or a summary."""
 
-_TYPICAL: Final = _TRAINING | {"eval_loss", "accuracy", "eval_accuracy"}
+_TYPICAL: Final = TRAINING_NAMES | {"eval_loss", "accuracy", "eval_accuracy"}
 """Stored names of quantities by which a log of a training, or of its evaluations, is recognized."""
 
 _LOSS_WORDS: Final = {
@@ -203,7 +203,7 @@ def is_training(record: Record) -> bool:
 @functools.lru_cache(maxsize=4096)
 def is_of_training(name: str) -> bool:
     """Return whether `name` is the name of a quantity that a row of training has."""
-    return canonical(name).name in _TRAINING or is_loss_name(name)
+    return canonical(name).name in TRAINING_NAMES or is_loss_name(name)
 
 
 @functools.lru_cache(maxsize=4096)
