@@ -263,8 +263,3 @@ class LogIntake:
         ended_at = last["ended_at"] if state in _ENDED else None
         changed = last | {"state": state, "reason": reason, "ended_at": ended_at}
         return [row | stamp for row in (*earlier, changed)]
-
-
-def event_batch(rows: Sequence[Row]) -> Batch:
-    """Return a batch of events without sequence numbers."""
-    return Batch(tables={"events": rows_table("events", rows)}, watermarks={})

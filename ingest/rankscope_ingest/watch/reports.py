@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.base.background import start_task
+from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import resolved_message
@@ -23,7 +24,7 @@ from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
 from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values
-from rankscope_ingest.watch.intake import Row, WatchStore, event_batch
+from rankscope_ingest.watch.intake import Row, WatchStore
 from rankscope_ingest.watch.judge import Condition, Verdict
 from rankscope_ingest.watch.rows import LogRow, LogRows
 from rankscope_storage.api.store import Batch
@@ -185,7 +186,8 @@ class Reporter:
     async def _commit(self) -> None:
         async with self._turn:
             if self._batch is None and self._rows:
-                self._batch, self._rows = event_batch(self._rows), []
+                self._batch = Batch(tables={"events": rows_table("events", self._rows)}, watermarks={})
+                self._rows = []
             batch = self._batch
             if batch is None:
                 return

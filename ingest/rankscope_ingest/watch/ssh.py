@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path, PurePosixPath
@@ -174,9 +175,10 @@ class SshHost:
             async with asyncio.timeout(DATE_SECONDS):
                 done = await self._connection.run(_DATE, stdin=self._ssh.DEVNULL)
             seconds, zone = str(done.stdout).split()
+            midnight = dt.datetime.strptime(f"1970 {zone}", "%Y %z").timestamp()
             # `date` cuts the fraction off: on average, half a second.
             offset = int(seconds) + 0.5 - (before + self._now()) / 2
-            return MachineClock(offset_seconds=offset, source="date over SSH", zone_seconds=_zone(zone))
+            return MachineClock(offset_seconds=offset, source="date over SSH", zone_seconds=-int(midnight))
         except (self._ssh.Error, OSError, ValueError, TimeoutError):
             return None
 
@@ -197,14 +199,6 @@ def _own_known_hosts() -> str | bytes:
 
 def _known_name(host: str, port: int | None) -> str:
     return host if port is None else f"'[{host}]:{port}'"
-
-
-def _zone(text: str) -> int:
-    """Return the seconds of a time zone such as `+0530`. Raises ValueError for another text."""
-    sign = {"+": 1, "-": -1}.get(text[:1])
-    if sign is None or len(text) != 5:
-        raise ValueError(f"{text!r} is not a time zone")
-    return sign * (int(text[1:3]) * 3600 + int(text[3:]) * 60)
 
 
 class RemoteFile:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import tenacity
 
@@ -116,7 +116,6 @@ class LogWatcher:
         self._open: dict[str, Incident] = {}
         self._incidents = LogAnomalies(run, self._address)
         self._unreported: list[Incident] = []  # of anomalies
-        self._unreadable: str | None = None
         self._unreadable_since: float | None = None
         self._began_at = hooks.now()
         self._seen_at: float | None = None  # time at which the log was first seen with content
@@ -294,7 +293,12 @@ class LogWatcher:
         run_state = RunState.STALLED if verdict.condition is Condition.STALLED else RunState.RUNNING
         reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
         await self._store.run(lambda: self._intake.write_state(run_state, reason))
-        self._set(verdict.condition, shown.reason, silence=None if last is None else silence, worst=shown.severity)
+        self._set(
+            condition=verdict.condition,
+            reason=shown.reason,
+            silence=None if last is None else silence,
+            worst=shown.severity,
+        )
 
     def _report(self, verdict: Verdict, now: float) -> None:
         """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
@@ -338,12 +342,11 @@ class LogWatcher:
 
     def _cannot_read(self, error: LogUnreadableError, now: float) -> None:
         self._unreadable_since = now if self._unreadable_since is None else self._unreadable_since
-        self._unreadable = str(error)
         is_untrusted = isinstance(error, UntrustedHostError)
         is_due = is_untrusted or now - self._unreadable_since >= self._section.unreadable_after_seconds
         if is_due and LOG_UNREADABLE not in self._open:
             incident = unreadable_incident(
-                self._unreadable,
+                str(error),
                 run=self.run_name,
                 attempt=self._rows.attempt,
                 address=self._address,
@@ -353,39 +356,31 @@ class LogWatcher:
             self._open[LOG_UNREADABLE] = incident
             self._announce(incident, now)
         self._reporter.announce_due(now)
-        self._set(self.status.condition, self.status.reason, silence=self.status.silence)
+        self._set(unreadable=str(error))
 
     def _cannot_import(self, error: Exception) -> None:
         """Display an error of the store or an unexpected error. The next poll imports the same bytes again."""
         if not isinstance(error, StoreError):
             log.error("unexpected error in following %s, retrying", self._address, exc_info=error)
         self._intake.incarnation = self._imported = None
-        self._unreadable = f"{'the store' if isinstance(error, StoreError) else 'unexpected error'}: {error}"
-        self._set(self.status.condition, self.status.reason, silence=self.status.silence)
+        self._set(unreadable=f"{'the store' if isinstance(error, StoreError) else 'unexpected error'}: {error}")
 
     def _can_read(self) -> None:
-        if self._unreadable is None and LOG_UNREADABLE not in self._open:
+        if self.status.unreadable is None and LOG_UNREADABLE not in self._open:
             return
-        self._unreadable = self._unreadable_since = None
-        self._set(self.status.condition, self.status.reason, silence=self.status.silence)
+        self._unreadable_since = None
+        self._set(unreadable=None)
         if incident := self._open.pop(LOG_UNREADABLE, None):
             self._reporter.resolve(incident, has_continued=True)
 
-    def _set(
-        self, condition: Condition, reason: str, *, silence: float | None = None, worst: str | None = None
-    ) -> None:
+    def _set(self, **changes: Any) -> None:
         last = self._rows.last
-        self.status = LogStatus(
-            address=self._address,
-            run=self.run_name,
-            condition=condition,
-            reason=reason,
+        self.status = dataclasses.replace(
+            self.status,
             step=None if last is None else last.step,
             planned_steps=self._intake.planned_steps,
-            silence=silence,
             values=self._values_stored,
             clock=self._clock.source,
-            unreadable=self._unreadable,
-            worst=worst,
+            **changes,
         )
         self.hooks.on_change(self.status)
