@@ -55,6 +55,7 @@ def store(tmp_path_factory) -> Path:
     labelled += [("once", wave, STEPS[3:4], None), ("rare", 1.0 * STEPS, STEPS[::100], None)]
     labelled += [("eval_loss", 4 - STEPS / 100, STEPS[::20], '{"source_name":"val/loss"}')]
     spiked = {"loss": np.where(STEPS == 100, 50.0, 5 - STEPS / 100), "tokens_total": 64.0 * STEPS}
+    doubled = [(name, wave, STEPS, '{"source_name":"busy"}') for name in ("busy_max", "busy_mean")]
     many = [(f"g{at % 25}/m{at}", wave + at, STEPS[:30], None) for at in range(500)]
     seq = 10 * STEPS[:20]  # a rank sends records of the machine between those of steps, without a step
     tables = [scalars("machine", name, STEPS[:20], 1.0, seq=seq) for name in ("loss", "step_seconds")]
@@ -63,7 +64,7 @@ def store(tmp_path_factory) -> Path:
     return write(
         tmp_path_factory.mktemp("metrics") / "store",
         of_run("own", names, labelled),
-        of_run("spiked", spiked),
+        of_run("spiked", spiked | {"busy": wave}, doubled),
         of_run("other", {"loss": 5 - STEPS / 90, "my_metric": 3.0 * STEPS}),
         {"scalars": pa.concat_tables(tables), "runs": run_row("machine", "completed", last_step=19)},
         of_run("many", {"loss": 5 - STEPS / 100}, many),
@@ -254,11 +255,13 @@ def test_lines_of_a_metric_are_the_stored_rows(store):
     with connect(store) as connection:
         lines = dict(scalar_lines(connection, "own", "acc"))
         logged = scalar_lines(connection, "own", "val/loss")
+        found = read_metrics(connection, "spiked").found
 
         assert ["key top1", "key top5"] == list(lines)
         assert (np.sin(STEPS / 20) + 1).tolist() == lines["key top5"].value.tolist()
         assert STEPS[::20].tolist() == logged[0][1].step.tolist()
         assert 501 == len(read_metrics(connection, "many").found) + 1
+        assert all(name == found[name].stored for name in ("busy", "busy_max", "busy_mean"))
 
 
 FEW_STEPS = 30

@@ -187,7 +187,7 @@ def test_texts_of_the_store_are_escaped_on_every_page(stored):
     listed += [event(mark, "incident", 8, START, details=details, **rule), event(mark, "note", 8, START, message=mark)]
     names = [scalars(mark, name, np.arange(9), 2.0, labels=json.dumps({mark: mark})) for name in ("loss", mark)]
     config = json.dumps({mark: mark, "serve": {}, "argv": [mark]})
-    texts = {"reason": mark, "note": mark, "tags": json.dumps({mark: mark}), "config": config}
+    texts = {"reason": mark, "note": f"{mark}\r\n2", "tags": json.dumps({mark: mark}), "config": config}
     norms = {"run": mark, "tensor": [f"{mark}.7.w"], "kind": mark, "rank": 0, "step": 8, "norm": 9.0, "attempt": 0}
     tables = {
         "scalars": pa.concat_tables(names),
@@ -203,6 +203,7 @@ def test_texts_of_the_store_are_escaped_on_every_page(stored):
 
     for one in found:
         assert mark in one.text
+        assert "\\r" not in one.text
         assert not any(attributes.get("id", "").startswith("pwn") for _, attributes in one.elements)
 
 

@@ -34,12 +34,14 @@ POLL_SECONDS: Final = 0.1
 
 _NAME: Final = "supervisord"
 _CONFIG: Final = "supervisord.conf"
+_FOLDER: Final = "UP_FOLDER"
+"""A variable with a path, in whose value supervisord replaces no %(name)s. In the name of a log, it does so twice."""
 _HEAD: Final = """\
 [supervisord]
 nodaemon = true
 logfile = /dev/null
 logfile_maxbytes = 0
-pidfile = %(here)s/supervisord.pid
+pidfile = %(ENV_UP_FOLDER)s/config/supervisord.pid
 """
 _PROGRAM: Final = """
 [program:{name}]
@@ -50,7 +52,7 @@ startsecs = {start_seconds}
 startretries = {restarts}
 stopwaitsecs = {grace_seconds:.0f}
 redirect_stderr = true
-stdout_logfile = %(here)s/../logs/{name}.log
+stdout_logfile = %%(ENV_UP_FOLDER)s/logs/{name}.log
 stdout_logfile_maxbytes = 0
 """
 _EVENT: Final = re.compile(r" (exited|stopped|gave up|killing):? '?(\w+)'? (.*)")
@@ -114,7 +116,7 @@ class Supervisor:
         self._folder.write({_CONFIG: supervisord_config(list(self._programs.values()))})
         command = [sys.executable, "-P", "-m", "supervisor.supervisord", "-c", str(self._folder.config(_CONFIG))]
         log = self._folder.log(_NAME)
-        self._process = start(command, log, self._environment)
+        self._process = start(command, log, {**self._environment, _FOLDER: str(self._folder.path)})
         self._log = log.open(encoding="utf-8", errors="replace")
         deadline = time.monotonic() + READY_SECONDS
         for program in self._programs.values():

@@ -106,7 +106,7 @@ def test_invalid_saved_ports_are_ignored_and_ports_in_use_are_not_free():
 @pytest.fixture
 def supervise(tmp_path):
     """Return a function that starts a Python script, which listens on a port, under a supervisor."""
-    folder, started = StateDir(tmp_path / "state"), []
+    folder, started = StateDir(tmp_path / "50% of %(x)s ; # it's"), []
     folder.create()
 
     def start(script, *arguments, **fields):

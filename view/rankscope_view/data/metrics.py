@@ -140,7 +140,7 @@ def read_metrics(connection: Connection, run: str) -> Metrics:
     found: dict[str, list[str | None]] = {}
     stored_as: dict[str, str] = {}
     sources: dict[str, str] = {}
-    for stored, texts in series.items():
+    for stored, texts in sorted(series.items()):
         main = min(texts) if stored in CHARTS and stored != PERPLEXITY else None
         for labels in sorted(texts):
             parsed = _parsed(labels)
@@ -149,6 +149,8 @@ def read_metrics(connection: Connection, run: str) -> Metrics:
             if labels == main:
                 sources |= {stored: name} if name != stored else {}
                 continue
+            if name != stored and (name in series or stored_as.get(name, stored) != stored):
+                name = stored  # the name under which the script logged it is that of another scalar
             if name in CHARTS:  # such as the learning rates of several groups
                 name = f"{name} by {' and '.join(parsed)}" if parsed else f"logged {name}"
                 found.setdefault(name, [main or None] if main is not None and parsed else [])

@@ -109,6 +109,7 @@ def render(template: str, **values: Any) -> str:
     Control characters and marks of writing direction of a text are shown as escape sequences, but not its line breaks.
     """
     html = environment().get_template(template).render(values)
+    html = html.replace("\r\n", "\n")
     if html.replace("\n", "").replace("\t", "").isprintable():
         return html
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in html)
