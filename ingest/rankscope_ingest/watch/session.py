@@ -16,7 +16,7 @@ from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.runs.text import Place
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
-from rankscope_ingest.watch.follower import Follower, LocalFollower, RemoteFollower
+from rankscope_ingest.watch.follower import Follower
 from rankscope_ingest.watch.intake import WatchStore
 from rankscope_ingest.watch.reports import Reporter
 from rankscope_ingest.watch.ssh import SshHosts, load_asyncssh
@@ -131,7 +131,8 @@ async def watching(
         session = WatchSession(reporter, hooks.on_change)
         own = dataclasses.replace(hooks, on_change=session.changed)
         for section, name in zip(sections, names, strict=True):
-            file, follower = _source(section, folder, hosts)
+            file = _file(section, hosts)
+            follower = Follower(file, file.address.copy_in(folder))
             session.watchers.append(
                 LogWatcher(section, run=name, file=file, follower=follower, store=store, reporter=reporter, hooks=own)
             )
@@ -146,10 +147,8 @@ async def watching(
         await store.close()
 
 
-def _source(section: WatchSection, folder: Path, hosts: SshHosts) -> tuple[LogFile, Follower]:
+def _file(section: WatchSection, hosts: SshHosts) -> LogFile:
     address = LogAddress.parse(section.log)
     if address.host is None:
-        local = LocalFile(address)
-        return local, LocalFollower(local, address.copy_in(folder))
-    remote = hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)
-    return remote, RemoteFollower(remote, address.copy_in(folder))
+        return LocalFile(address)
+    return hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)

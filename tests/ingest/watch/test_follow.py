@@ -304,14 +304,18 @@ async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
     )
 
 
-@pytest.mark.parametrize("rotated", ["train.log.1", "train.log-20250228"])
-async def test_log_that_was_rotated_between_two_watches_is_complete(watch, replay, slow_lines, rotated):
-    async with watch.session() as session:
+@pytest.mark.parametrize(("rotated", "fixture"), [("train.log.1", None), ("train.log-20250228", "remote")])
+@pytest.mark.parametrize("end", [30, 60], ids=["complete", "with new rows"])
+async def test_log_that_was_rotated_between_two_watches_is_complete(
+    request, watch, replay, slow_lines, rotated, fixture, end
+):
+    log = str(replay.path) if fixture is None else request.getfixturevalue(fixture)
+    async with watch.session(log) as session:
         await watch.follow(session, slow_lines[:30], step=30)
-    replay.write(slow_lines[30:60])
+    replay.write(slow_lines[30:end])
     replay.path.rename(replay.path.with_name(rotated))
-    replay.write(slow_lines[60:80])
-    async with watch.session() as session:
+    replay.write(slow_lines[end:80])
+    async with watch.session(log) as session:
         await session.poll()
 
     assert steps_in(slow_lines[:80]) == watch.steps()
@@ -495,8 +499,7 @@ async def test_rotated_log_loses_no_row(request, replay, watch, slow_lines, capl
         await watch.follow(session, slow_lines[:60], step=30)
         replay.write(slow_lines[60:80])
         rotate(replay.path)
-        replay.write(slow_lines[80:120])
-        await session.poll()
+        await watch.follow(session, slow_lines[80:120], step=20)
 
     older = f"train.log{suffix}" if is_remote else f"{replay.path}{suffix}"
     assert steps_in(slow_lines[:120]) == watch.steps()

@@ -51,7 +51,7 @@ _MOST_HOLES: Final = 8  # crashes leave few holes; a binary file has NUL bytes e
 _HOLES: Final = re.compile(rb"\0{16,}")
 _NULS: Final = re.compile(rb"\0{2,}")
 _MAX_LINES: Final = 2_000
-_ZIP: Final = b"PK\x03\x04"
+ZIP: Final = b"PK\x03\x04"
 _UTF16: Final = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PROBE_BYTES: Final = 4096
 _BINARY_SHARE: Final = 0.3
@@ -62,7 +62,7 @@ _CONTROL_SHARE: Final = 0.02  # text has none of these characters
 def open_log(path: Path) -> BinaryIO:
     """Open the log at `path` for reading, or the only file in a zip archive that is not compressed."""
     file = path.open("rb")
-    if file.read(len(_ZIP)) == _ZIP and zipfile.is_zipfile(file):
+    if file.read(len(ZIP)) == ZIP and zipfile.is_zipfile(file):
         archive = zipfile.ZipFile(path)
         match archive.infolist():
             case [only] if only.compress_type == zipfile.ZIP_STORED and not only.flag_bits & 1:  # encrypted
@@ -209,7 +209,7 @@ def refuse_no_text(path: Path, head: bytes) -> None:
     """
     if head.startswith(_UTF16) or _looks_utf16(head):
         raise IngestError(f"{path} is UTF-16: convert it first, for example with `iconv -f UTF-16 -t UTF-8`")
-    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", _ZIP, b"BZh", b"\xfd7zXZ")) or head[257:262] == b"ustar":
+    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", ZIP, b"BZh", b"\xfd7zXZ")) or head[257:262] == b"ustar":
         raise IngestError(f"{path} is an archive or compressed: unpack it first")
     rest = _HOLES.sub(b"", head)  # a crash leaves holes in a text, too
     is_text = b"\n" in rest or b"\r" in rest

@@ -27,9 +27,12 @@ from rankscope_storage.base.datasets import IMPORT_PREFIX
 from rankscope_storage.connection import Connection
 
 _IDENTITY_BYTES: Final = 4096
-_PROBE_BYTES: Final = 1 << 16
+PROBE_BYTES: Final = 1 << 16
 _LISTED_ENDS: Final = 10_000
 _FIRST_MARK: Final = 8
+
+Mark = tuple[int, str]
+"""A size, and a digest of that many bytes from the beginning of a log."""
 
 _TAIL_BYTES: Final = 1 << 16
 _TAIL_LINES: Final = (1, 4, 16, 64)
@@ -281,11 +284,14 @@ def has_equal_beginning(path: Path, known: Sequence[tuple[int, str]]) -> bool:
 def _digest(path: Path, size: int) -> str | None:
     """Return a digest of the first and the last 64 KiB among the first `size` bytes; None if the file is shorter."""
     with readable(path), open_log(path) as file:
-        begin = file.read(min(size, _PROBE_BYTES))
-        file.seek(max(0, size - _PROBE_BYTES))
-        end = file.read(min(size, _PROBE_BYTES))
-    if len(end) < min(size, _PROBE_BYTES):
-        return None
+        begin = file.read(min(size, PROBE_BYTES))
+        file.seek(max(0, size - PROBE_BYTES))
+        end = file.read(min(size, PROBE_BYTES))
+    return None if len(end) < min(size, PROBE_BYTES) else digest_of(size, begin, end)
+
+
+def digest_of(size: int, begin: bytes, end: bytes) -> str:
+    """Return the digest of a mark: of its size, and of the first and the last 64 KiB of that many bytes."""
     return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
 
 
