@@ -310,7 +310,7 @@ class Lines(LineParser):
 
     def _read_counters(self, found: Line, text: str) -> dict[str, Any] | None:
         """Take the counters of a line without pairs for the lines below; return those that are values of a block."""
-        if EPOCH in found.counters and len(text) <= _HEADING_CHARACTERS and _HEADING.search(text):
+        if EPOCH in found.counters and found.length <= _HEADING_CHARACTERS and _HEADING.search(text):
             self._epoch = found.counters[EPOCH]
             self._counters[EPOCH] = self._epoch
             self._sections.end()
@@ -318,7 +318,7 @@ class Lines(LineParser):
             values = {name.replace("_", " "): value for name, value in found.counters.items()}  # and no plan
             return {**self._heading.prefix, **self._heading.counters, **values}
         has_plan = any(isinstance(count, str) for count in found.counters.values())
-        is_heading = (has_plan and len(text) <= _HEADING_CHARACTERS) or "split" in found.prefix
+        is_heading = (has_plan and found.length <= _HEADING_CHARACTERS) or "split" in found.prefix
         if found.counters and (is_heading or not found.has_words):
             self._heading, self._counters = found, dict(found.counters)
         return None

@@ -129,7 +129,7 @@ def event_type(name: str) -> str:
 SET_LABEL: Final = "dataset"
 """Name of the label that contains the evaluation set of a scalar, for runs with several evaluation sets."""
 
-EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev", "test"}
+EVALUATION_SPLITS: Final = {"val", "valid", "validation", "eval", "evaluation", "dev", "cv", "test"}
 """Values of a split, such as `"split": "val"`, of a record that is about an evaluation."""
 _SAME_IN_EVALUATION: Final = {EPOCH, "learning_rate", "elapsed_seconds"}
 _EVALUATED: Final = ("eval_", "test_", "eval ", "test ", "avg_")

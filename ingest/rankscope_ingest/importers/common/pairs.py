@@ -31,7 +31,7 @@ _COUNTER: Final = re.compile(
     rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?(?:\s*[\])])?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
     rf"(?:[:,\s]*(?:[━╸╺─]+\s+)?\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
     rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
-    rf"|\bbatch\s*[:=]?\s*(?:(?P<after>{_COUNT})(?=[,\]|]|\s\|)|\[?(?P<part>{_COUNT}){_of('parts')}\]?(?!\w))",
+    rf"|(?<!(?-i:TRAIN) )(?<!(?-i:CV) )\bbatch\s*[:=]?\s*(?:(?P<after>{_COUNT})(?=[,\]|]|\s\|)|\[?(?P<part>{_COUNT}){_of('parts')}\]?(?!\w))",
     re.IGNORECASE,
 )
 """A regular expression for a counter such as `step 5/100`, `Epoch: [1] [ 50/400]` or `[50/400]`.
@@ -59,7 +59,8 @@ _PREFIX: Final = re.compile(
     rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
     rf"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [a-z]{{3}} {{1,2}}\d{{1,2}} {_CLOCK} \d{{4}}(?: -)?"
     rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
-    r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl)):\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)"
+    r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl))(?::\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)| \d+\))"
+    r"|(?<=\s-\s)[a-z_]\w{0,40}(?:\.\w{1,40}){1,8}\s-\s"
     r"|(?<!\S)[\w.]{1,80}:[\w<>]{1,80}:\d{1,6} -\s"
     r"|\[[\w@.-]{1,80},(?:mpirank:)?\d{1,9}(?:,[^\[\]]{1,80})?\]<std(?:out|err)>:"
     r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
@@ -137,7 +138,7 @@ _POINT: Final = re.compile(r"\d\.\d")
 _THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _LETTERS: Final = re.compile(r"[^\W\d_]{2,}")
 _SHORT_NAMES: Final = {"train": "train_loss", "val": "val_loss"}  # "train=3.2, val=3.3"
-_SPLIT: Final = r"(eval|valid|val)(?:(?:(?<=eval)u|(?<=valid))at(?:e|ion|ing))?(?: (?:metrics|results?|set))?"
+_SPLIT: Final = r"(eval|valid|val|cv)(?:(?:(?<=eval)u|(?<=valid))at(?:e|ion|ing))?(?: (?:metrics|results?|set))?"
 _TRAINING: Final = re.compile(r"^\W*train(?:ing)?(?: (?:metrics|results?|set))?\s?:\s", re.IGNORECASE)
 _EVALUATION: Final = re.compile(
     rf"(?:^|[\[|(\s]){_SPLIT}(?:[\])|:\s]|$)|\bsaving dict(?= for)",
@@ -175,6 +176,9 @@ class Line:
     has_point: bool = False
     """True if a number on the line has a decimal point."""
 
+    length: int = 0
+    """Number of characters behind the prefix."""
+
     def ungroup(self) -> None:
         """Read commas in the numbers of the line as separators of thousands, as in `tps: 7,000`."""
         for name, value in self.pairs.items():
@@ -194,8 +198,8 @@ def has_values(text: str) -> bool:
     return _MARKED.search(text) is not None
 
 
-def parse(text: str) -> Line:
-    """Return the content of a line of a text log."""
+def parse(text: str, *, is_counted: bool = False) -> Line:
+    """Return the content of a line of a text log. With `is_counted`, the line has counters that `text` has not."""
     line = Line()
     text = unwrapped(text) if "(" in text else text
     text = _PLACED.sub(r"\g<counter> | \g<name>: ", text) if _PREPOSITIONS.search(text) else text
@@ -217,6 +221,7 @@ def parse(text: str) -> Line:
         line.counters["step"] = int((bare["step"] or bare["step_"] or bare["first"]).replace(",", ""))
         line.counters |= {EPOCH: float(bare["epoch"])} if bare["epoch"] else {}
         start, begin = begin, bare.end()
+    line.length = len(text) - begin
     ends = [begin]
 
     def add(found: re.Match[str]) -> str:
@@ -247,7 +252,7 @@ def parse(text: str) -> Line:
     left = _TRAINING.sub("|", left)
     line.has_point = _POINT.search(body, begin) is not None
     if left.strip(_SEPARATORS):
-        if line.pairs and line.counters:
+        if line.pairs and (line.counters or is_counted):
             left = _RUN.sub(lambda run: _PAIR.sub(add, run[0]), left)
         left = _VALUE_FIRST.sub(lambda found: _add_value(found, line), left)
         line.rest += [_name_before(left, found.start()) for found in _REST.finditer(left)]

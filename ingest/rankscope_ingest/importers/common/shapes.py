@@ -42,6 +42,7 @@ _PATTERNS: Final = (
     rf"^Train loss (?P<step>\d{{1,15}}) (?P<loss>{NUMBER})(?= Grad Norm)",  # Tacotron 2
     rf"^Validation loss (?P<step>\d{{1,15}}): +(?P<val_loss>{NUMBER})",
     r"^\[(?P<step>\d{1,15}) \| (?P<elapsed>\d+\.\d+)\]",  # gpt-2-simple
+    r"TRAIN Batch (?P<epoch>\d{1,9})/(?P<batch>\d{1,15})|(?P<evaluation>CV) Batch \d{1,9}/\d{1,15}",  # WeNet
     # timm
     (
         r"Train:\s+(?P<epoch>\d{1,9})(?:/\d{1,9} \(\s*\d+%\))? "
@@ -79,7 +80,7 @@ def line_of(found: re.Match[str], counters: Mapping[str, Any]) -> Line:
     `counters` are those of the record before the line. Two underscores in the name of a group become a slash.
     """
     groups = {name: value for name, value in found.groupdict().items() if value is not None}
-    line = parse(f"{found.string[: found.start()]}| {found.string[found.end() :]}".strip())
+    line = parse(f"{found.string[: found.start()]}| {found.string[found.end() :]}".strip(), is_counted=True)
     if groups.pop(EVALUATION, None):
         line.prefix["split"] = "eval"
         line.counters = {**counters, **line.counters}
