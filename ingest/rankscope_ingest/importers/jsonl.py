@@ -25,7 +25,7 @@ from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faul
 from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
-from rankscope_ingest.importers.common.pairs import has_values
+from rankscope_ingest.importers.common.pairs import has_values, parse
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
 from rankscope_ingest.importers.common.wrapped import opened, place_of, text_in
 from rankscope_ingest.importers.textlog import Lines
@@ -49,6 +49,7 @@ _OPEN: Final = re.compile(rb"\{'\w[^{}]*,$|^\{$")
 _PART: Final = re.compile(rb"\s*(?:['\"\[\]{}\d-]|null|true|false|NaN|Infinity)")
 """A regular expression for the beginning of a further line of such an object."""
 _TEXT_CHARACTERS: Final = 200
+_ABOVE_CHARACTERS: Final = 400
 _PRINTED: Final = "{'"  # no JSON object begins with it
 
 
@@ -121,9 +122,10 @@ class _Objects(LineParser):
         self._bars = Bars()
         self._text = Lines(faults)
         self._open = ""  # the lines of a printed dictionary that ends on a later line
+        self._above = ""  # the line before, if it ends with a colon
 
     def match(self, line: bytes) -> Match | None:
-        match = None if self._open else self.forms.match(line)
+        match = None if self._open or self._above else self.forms.match(line)
         if match is None:
             return None
         kind, is_plain = match[0].effects
@@ -132,6 +134,10 @@ class _Objects(LineParser):
 
     def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
         was_open = bool(self._open)
+        if self._above and line.lstrip().startswith(_PRINTED.encode()):
+            line = b" ".join((self._above.encode(), line.strip()))
+        is_above = len(line) <= _ABOVE_CHARACTERS and line.rstrip().endswith(b":")
+        self._above = line.decode(errors="replace") if is_above else ""
         line, is_open = joined(self._open.encode(), line)
         self._open = line.decode(errors="replace") if is_open else ""
         if is_open:
@@ -258,7 +264,15 @@ def _object_in_text(text: str) -> Line:
     # Text behind an object comes from another writer, which interrupted this one: their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):
         return Kind.NONE, None
-    return kind, {**prefix_fields(text[:begin]), **document}
+    return kind, {**_fields_before(text[:begin], document), **document}
+
+
+def _fields_before(text: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rank and the time in the text before an object; if only the text has counters, all its numbers."""
+    if text.endswith("=") or any(role_of(key) is Role.STEP for key in document):
+        return prefix_fields(text)
+    line = parse(text)
+    return prefix_fields(text) | (line.document() if line.counters else {})
 
 
 def _is_record(document: Mapping[str, Any]) -> bool:

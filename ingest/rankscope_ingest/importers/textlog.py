@@ -52,7 +52,7 @@ from rankscope_ingest.importers.common.shapes import (
 MAX_LINE_CHARACTERS: Final = 8192
 
 _COUNTED: Final = re.compile(
-    r"step|iter|update|epoch|batch|\[\s*\d+\s*[/\]]|^s:|\d \||\(\d+, ?\d+\) |\b(?:ep|up)\. ?\d", re.IGNORECASE
+    r"step|iter|update|epoch|batch|\[\s*\d+\s*[/\]]|^s:|\d \||\(\d+(?:[,/] ?\d+)?\) |\b(?:ep|up)\. ?\d", re.IGNORECASE
 )
 _ALONE: Final = re.compile(
     r"loss|perplexity|ppl|acc|per.step|(?:[A-Za-z)\]%]\s?|\d\s)[:=]\s*[-+(\[]?(?:\.?\d|nan\b|inf\b)", re.IGNORECASE

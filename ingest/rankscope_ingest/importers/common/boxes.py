@@ -6,6 +6,7 @@ import re
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
+from rankscope_ingest.importers.common.pairs import named_value
 from rankscope_ingest.importers.common.values import plain, quantity, seconds
 
 _BARS: Final = "|│┃║"
@@ -61,9 +62,12 @@ class Boxes:
 
     def _row(self, cells: list[str]) -> dict[str, Any] | None:
         numbers = [_number(cell) for cell in cells]
-        row = {name: number for name, number in zip(self._heading, numbers, strict=False) if number is not None}
+        named = zip(self._heading, cells, numbers, strict=False)
+        row = dict(named_value(name, cell) for name, cell, number in named if number is not None)
         if len(cells) == len(self._heading) and len(row) > len(cells) // 2:
             return row
+        if len(cells) == len(self._heading) and not cells[0] and numbers.count(None) == len(cells):
+            cells = [f"{name} {cell}".rstrip() for name, cell in zip(self._heading, cells, strict=True)]
         if all(cell and number is None and _NAME.fullmatch(cell) for cell, number in zip(cells, numbers, strict=True)):
             self._heading = tuple(cells) if len(cells) > 1 else ()
         elif len(cells) == 2 and not cells[1]:

@@ -39,7 +39,7 @@ _TYPICAL: Final = TRAINING_NAMES | {"eval_loss", "accuracy", "eval_accuracy"}
 """Stored names of quantities by which a log of a training, or of its evaluations, is recognized."""
 
 _LOSS_WORDS: Final = {
-    "batch": "", "iter": "",
+    "batch": "", "mini": "MATLAB Mini-batch Loss", "iter": "",
     "step": "Lightning train_loss_step, diffusers step_loss",
     "total": "detectron2 total_loss", "tot": "icefall tot_loss", "sum": "", "overall": "",
     "avr": "sd-scripts avr_loss", "avg": "", "average": "", "mean": "", "running": "", "smooth": "", "smoothed": "",

@@ -56,8 +56,9 @@ BATCH: Final = "batch_in_epoch"
 """Key of a position without a name, such as `[50/400]`."""
 
 COUNTER_NAME: Final = (
-    r"(?:(?:train(?:ing|er)?|optim)/)?(?:(?:global|train(?:ing|er)?|current|completed|optim(?:izer)?|opt|local|env|total"
-    r"|num|grad(?:ient)?|update|micro|inner|outer|mini|bar)[_ -])*(?:(?:time)?steps?|iter(?:ation)?s?|n?updates?)"
+    r"(?:(?:train(?:ing|er)?|optim|time(?=/(?:iter|total)))/)?"
+    r"(?:(?:global|train(?:ing|er)?|current|completed|optim(?:izer)?|opt|local|env|total|num|grad(?:ient)?|update|micro|inner"
+    r"|outer|mini|bar)[_ -])*(?:(?:time)?steps?|iter(?:ation)?s?|n?updates?)"
 )
 """A regular expression for the name of a counter of steps: `step`, `global_step`, `total_iterations` and others."""
 

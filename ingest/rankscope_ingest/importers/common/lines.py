@@ -24,7 +24,7 @@ SHOWN_CHARACTERS: Final = 60
 
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]{0,16}[A-Za-z]")
 _RANK: Final = re.compile(
-    r"\[\s*(?:rank[ _]?|default)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)"
+    r"\[\s*(?:rank[ _]?|default|proc |xla:)(\d{1,9})\s*\]|\brank(?:[ _=]|: ?)(\d{1,9})\b|^\s*(\d{1,9}):(?=\s)"
     r"|\[[\w@.-]{1,80},(?:mpirank:)?(\d{1,9})(?:,[^\[\]]{1,80})?\]<std(?:out|err)>:",
     re.IGNORECASE,
 )

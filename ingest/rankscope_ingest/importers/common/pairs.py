@@ -31,7 +31,8 @@ _COUNTER: Final = re.compile(
     rf"\s*(?:(?:[:=#：]|\.\.\.)\s*)?[\[(]?\s*(?P<count>{_COUNT})(?:\.0+)?(?:{_of('total')})?(?:\s*[\])])?(?![\w%]|\.\d|:\d\d|,\d\d\d)"
     rf"(?:[:,\s]*(?:[━╸╺─]+\s+)?\[?\s*(?P<batch>{_COUNT}){_of('batches')}(?:\s*\([^()]{{1,8}}%\))?\s*\]?)?"
     rf"|\[\s*(?P<bare>{_COUNT}){_of('bares')}\s*\](?:\[\s*(?P<inner>{_COUNT}){_of('inners')}\s*\])?"
-    rf"|(?<!(?-i:TRAIN) )(?<!(?-i:CV) )\bbatch\s*[:=]?\s*(?:(?P<after>{_COUNT})(?=[,\]|]|\s\|)|\[?(?P<part>{_COUNT}){_of('parts')}\]?(?!\w))",
+    r"|(?<!(?-i:TRAIN) )(?<!(?-i:CV) )\bbatch\s*[:=]?\s*"
+    rf"(?:(?P<after>{_COUNT})(?=[,\]|]|\s\|)|\[?(?P<part>{_COUNT}){_of('parts')}\]?(?!\w))",
     re.IGNORECASE,
 )
 """A regular expression for a counter such as `step 5/100`, `Epoch: [1] [ 50/400]` or `[50/400]`.
@@ -40,10 +41,11 @@ A number before `%` is no counter.
 """
 
 _BARE_STEP: Final = re.compile(
-    rf"\s*(?:\[(?P<step>{_COUNT})\]\s+|\((?P<epoch>{_COUNT}), ?(?P<step_>{_COUNT})\)\s+)(?=[A-Za-z][\w/.-]*\s?[:=])"
+    rf"\s*(?:\[(?P<step>{_COUNT})\]\s+|\((?:(?P<epoch>{_COUNT}), ?)?(?P<step_>{_COUNT})(?:{_of('planned')})?\)\s+)"
+    r"(?=[A-Za-z][\w/.-]*(?: [\w/.-]+)?\s?[:=])"
     rf"|\s*(?P<first>{_COUNT}) \|\s+(?=[A-Za-z][\w/.-]*[ :=])"
 )
-"""A regular expression for counters before pairs: `[100] loss=2.5`, `(3, 100) loss=2.5`, `100 | loss 2.5`."""
+"""A regular expression for counters before pairs: `[100] loss=2.5`, `(3, 100) loss=2.5`, `(9/90) loss=2.5`, `9 | …`."""
 _HOW_MANY: Final = re.compile(
     r"\b(?:(?:number|count|no\.) of(?: \w{1,20}){0,2}|fps|per|every|best|next|last|previous) $", re.IGNORECASE
 )
@@ -55,15 +57,16 @@ _LEVEL: Final = r"(?-i:\b(?:INFO|WARN(?:ING)?|ERROR|DEBUG|CRITICAL)\b)"  # `erro
 _CLOCK: Final = r"\d\d:\d\d:\d\d(?:[.,]\d{1,9})?"
 _PREFIX: Final = re.compile(
     rf"\[[^\[\]]{{0,80}}(?:{_LEVEL}|{_CLOCK})[^\[\]]{{0,80}}\]:?|{_LEVEL}(?::[a-z_][\w.]{{0,80}}:)?"
-    r"|\[(?:info|warn(?:ing)?|error|debug|critical)\]:?"
+    r"|\[(?:info|warn(?:ing)?|error|debug|critical|train)\]:?"
     rf"|(?:\d{{1,4}}[-/])?\d{{1,2}}[-/]\d{{1,4}}[ T,]{_CLOCK}(?:Z|[-+]\d\d:?\d\d)?"
     rf"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [a-z]{{3}} {{1,2}}\d{{1,2}} {_CLOCK} \d{{4}}(?: -)?"
     rf"|^[IWEF](?:\d{{4}})?\d{{4}} {_CLOCK}\s+\d+|^{_CLOCK}"
-    r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl))(?::\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)| \d+\))"
+    r"|(?<![\w./$-])[\w./$-]{1,80}(?:\$|\.(?:py|cc|cpp|scala|java|rs|go|jl))"
+    r"(?::\d+(?::\w{1,40})?(?:\]|\)|\s-|\s|:)| \d+\))"
     r"|(?<=\s-\s)[a-z_]\w{0,40}(?:\.\w{1,40}){1,8}\s-\s"
     r"|(?<!\S)[\w.]{1,80}:[\w<>]{1,80}:\d{1,6} -\s"
     r"|\[[\w@.-]{1,80},(?:mpirank:)?\d{1,9}(?:,[^\[\]]{1,80})?\]<std(?:out|err)>:"
-    r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[rank \d+\]|^\s*\d+:\s",
+    r"|\(\w{1,40} pid=\d+[^()]{0,40}\)|\[[\w.-]{0,40}(?:\d|:\d{1,6})\]:|\[(?:rank |proc |xla:)\d+\]|^\s*\d+:\s",
     re.IGNORECASE,
 )
 """A regular expression for a part of the prefix of a line: time, level, rank, process, or file and line."""
@@ -218,7 +221,8 @@ def parse(text: str, *, is_counted: bool = False) -> Line:
     start = min(first, default=len(text))
     begin = _prefix_end(text, min(start, _PREFIX_CHARACTERS))
     if not first and (bare := _BARE_STEP.match(text, begin)):
-        line.counters["step"] = int((bare["step"] or bare["step_"] or bare["first"]).replace(",", ""))
+        step = (bare["step"] or bare["step_"] or bare["first"]).replace(",", "")
+        line.counters["step"] = f"{step}/{bare['planned']}" if bare["planned"] else int(step)
         line.counters |= {EPOCH: float(bare["epoch"])} if bare["epoch"] else {}
         start, begin = begin, bare.end()
     line.length = len(text) - begin

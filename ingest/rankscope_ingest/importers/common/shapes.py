@@ -96,15 +96,20 @@ def line_of(found: re.Match[str], counters: Mapping[str, Any]) -> Line:
 
 
 _HEADING: Final = re.compile(
-    r"^\s*#?\s*(?:(?:epoch|step|iter(?:ation)?|class)\s{2,}[A-Za-z]|E\s{2,}#\s)", re.IGNORECASE
+    r"^\s*#?\s*(?:(?:epoch|step|iter(?:ation)?|class)(?: \([^()]{1,20}\))?\s{2,}[A-Za-z]|E\s{2,}#\s)", re.IGNORECASE
 )
 _HEADING_CELL: Final = re.compile(r"#|[A-Za-z_][\w./()@:%+ -]{0,80}:?")
 _SHORT_NAMES: Final = {"E": EPOCH, "#": "step"}  # of spaCy
 _COLUMNS: Final = re.compile(r"\s{2,}")
 _BAR_BEHIND: Final = re.compile(r":\s+(?P<percent>\d{1,3})%.*$")
 _CELL: Final = re.compile(
-    r"(?:[-+]?[\d.]+(?:[eE][-+]?\d+)?[KMGTB%ms]?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?)", re.IGNORECASE
+    r"[-+]?[\d.]+(?:e[-+]?\d+)?(?:[KMGTBm%]| ?m?s)?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?"
+    r"|\d+ [dhm] \d+ [hms]|\[[-+.\de, ]*\]",
+    re.IGNORECASE,
 )
+_IN_BRACKETS: Final = re.compile(r" \([^()]*\)$")
+_ASIDE: Final = re.compile(rf"{_IN_BRACKETS.pattern}| (?=[KMGTB]$)|(?<=[dhm]),")
+"""A regular expression for the parts of a cell such as `10 (0.5%)`, `12.5 M` or `41 m, 8 s` that are left out."""
 _OF_ALL: Final = "all"
 _FEWEST_CELLS: Final = 3
 
@@ -133,7 +138,10 @@ class Tables:
         bar = _BAR_BEHIND.search(line)
         if bar and bar["percent"] != "100":
             return None
-        cells = _BAR_BEHIND.sub("", line).split()
+        text = _BAR_BEHIND.sub("", line).strip()
+        cells = text.split()
+        if len(cells) != len(self.names):  # a cell may have blanks
+            cells = [_ASIDE.sub("", cell) for cell in _COLUMNS.split(text)]
         if len(cells) != len(self.names):
             return None
         is_summary = self.names[0].lower() == "class"
@@ -154,9 +162,9 @@ class Tables:
         if len(cells) < _FEWEST_CELLS or not all(map(_HEADING_CELL.fullmatch, cells)):
             return
         for cell in cells:
-            before, bracket, name = cell.partition("(")
+            before, bracket, name = _IN_BRACKETS.sub("", cell).partition("(")
             group = f"{before}/" if bracket else group
-            name = (name if bracket else cell).rstrip("):")
+            name = (name if bracket else before).rstrip("):").replace(" / ", "/")
             self.names += (f"{group}{_SHORT_NAMES.get(name, name)}",)
 
 
