@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import aiohttp
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from tests.ingest import builders
 from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, run, small, target
 from tests.properties import examples
+from tests.view.test_site import Reader as PageReader
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, LagClock
@@ -28,34 +28,18 @@ from rankscope_view.pages.rendering import Place
 from rankscope_view.routing import HEADERS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
-VOID = {"meta", "link", "br", "path", "rect"}
 
 
-class Reader(HTMLParser):
-    """Elements, attributes and visible text of a page; fails if elements are not nested properly."""
+class Reader(PageReader):
+    """The reader of all pages, with the visible text apart from the folded text."""
 
     def __init__(self, text):
-        super().__init__()
-        self.open, self.elements, self.words, self.folded = [], [], [], []
-        self.feed(text)
-        assert [] == self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert tag == self.open.pop()
+        self.folded = []
+        super().__init__(text)
 
     def handle_data(self, data):
         if data.strip() and not {"style", "script"} & set(self.open):
             (self.folded if "details" in self.open else self.words).append(" ".join(data.split()))
-
-    @property
-    def text(self):
-        return " ".join(self.words)
 
 
 def page(status):
@@ -354,6 +338,3 @@ def test_lag_differs_from_the_exact_one_only_by_dropped_observations(moves):
         rank.committed = min(rank.head, rank.committed + stored)
         waiting = [at for head, at in seen if head > rank.committed]
         assert clock.seconds(rank, now + 1.0) == (now + 1.0 - waiting[0] if waiting else 0.0)
-
-
-# Tags and notes: equal to the view `runs`, read on request and at most every few seconds.
