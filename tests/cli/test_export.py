@@ -69,14 +69,3 @@ def test_help_and_an_unknown_format_name_every_format(rankscope):
     assert (2, "") == (refused.returncode, refused.stdout)
     assert refused.stderr.startswith("rankscope: unknown format 'tensorbord'. Did you mean 'tensorboard'? Formats:\n")
     assert len(export_formats()) == len(refused.stderr.splitlines()) - 1
-
-
-def test_exported_run_can_be_imported(rankscope, tmp_path):
-    store = str(tmp_path / "back")
-    for form in ("tensorboard", "openmetrics"):
-        rankscope("export", "my-run", "--format", form, "-o", str(tmp_path / form))
-        rankscope("import", str(tmp_path / form), "--run", form, "--store", store)
-    question = "select run, count(*) n, count(*) filter (isnan(value)) bad from scalars group by run order by run"
-    asked = rankscope("sql", question, "--format", "csv", "--store", store)
-
-    assert "run,n,bad\nopenmetrics,240,2\ntensorboard,240,2\n" == asked.stdout

@@ -81,15 +81,6 @@ def test_tables_are_those_of_msprobe(tmp_path):
     assert facts == dict(query(database, "SELECT stat_name, stat_value FROM global_stats"))
 
 
-def test_step_partition_divides_the_steps_among_tables(tmp_path):
-    put(tmp_path, "actv_0-29.csv", "vpp_stage,name,step,micro_step,norm\n0,a.input,9,0,1\n0,a.input,10,1,inf\n")
-    database = convert(tmp_path, monitor_path=str(tmp_path / "out"), step_partition=10)
-
-    assert [(0, 9, 1, 1.0)] == query(database, "SELECT * FROM metric_1_step_0_9")
-    assert [(0, 10, 2, float("inf"))] == query(database, "SELECT * FROM metric_1_step_10_19")
-    assert [] == query(database, "SELECT * FROM metric_1_step_20_29")
-
-
 def test_ranks_with_different_statistics_share_a_table(tmp_path):
     for rank, columns in enumerate(("norm,mean", "mean,nans")):
         put(tmp_path, "actv_0-0.csv", f"vpp_stage,name,step,{columns}\n0,a.input,0,1,2\n", rank)

@@ -19,9 +19,6 @@ from rankscope_exporter import Monitor, MonitorConfig
 from rankscope_exporter.publish.sinks import event_file
 from rankscope_exporter.publish.sinks.memory import Api, ApiOptions
 from rankscope_exporter.records.record import Scalar
-from rankscope_ingest.importers.common.importer import Faults, ImportedBlock
-from rankscope_ingest.importers.tensorboard import TensorBoard as Importer
-from rankscope_msprobe.files.csv_layout import FLOAT_OPS
 from rankscope_msprobe.sinks.tensorboard import TensorBoard, TensorBoardOptions
 from rankscope_storage.tensorboard.tags import TensorTag, tensor_tag
 
@@ -140,25 +137,6 @@ def test_resumed_process_replaces_later_steps_in_tensorboard(tmp_path):
 
     points = read(tmp_path / "rank0" / "grad_reduced")["0:w/rank0/grad_reduced_norm"]
     assert [(0, 100.0), (1, 200.0), (2, 200.0)] == points
-
-
-def test_importer_reads_the_event_files(tmp_path):
-    written = sink(tmp_path, rank=1)
-    named = entry("a/b:1%", Kind.GRAD_REDUCED, vpp_stage=2)
-    written.put(record(1, (named, FINITE), (entry("m", Kind.ACT_OUT, micro_step=1), FINITE)))
-
-    faults = Faults()
-    rows: list[dict[str, Any]] = []
-    for item in Importer(clock=lambda: math.inf).read(tmp_path, faults):
-        if isinstance(item, ImportedBlock) and "tensor_stats" in item.tables:
-            rows += item.tables["tensor_stats"].to_pylist()
-    found = {(row["kind"], row["tensor"], row["vpp_stage"], row.get("micro_step")): row for row in rows}
-
-    assert 0 == faults.count, faults.first
-    assert {("grad_reduced", "a/b:1%", 2, None), ("act_out", "m", 0, 1)} == found.keys()
-    for row in found.values():
-        assert (1, 0) == (row["rank"], row["attempt"])
-        assert {op: FINITE[op] for op in FLOAT_OPS} == {op: row[op] for op in FLOAT_OPS}
 
 
 @given(st.binary(max_size=300))
