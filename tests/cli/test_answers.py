@@ -250,18 +250,3 @@ def test_losses_without_a_step_are_on_the_axis_of_rows(in_process, tmp_path):
 
     assert "  logged losses: 30" in done.stdout.splitlines()
     assert "  highest: 5.000000" in done.stdout.splitlines()
-
-
-@pytest.mark.parametrize("command", [("import",), ("watch", "--once")])
-def test_slow_steps_of_a_log_are_an_event_by_import_and_by_watch(in_process, tmp_path, command):
-    rows = [{"step": step, "loss": 5 / step, "step_time_s": 1.0 if step <= 61 else 2.4} for step in range(1, 123)]
-    name, *options = command
-    (tmp_path / "slow.jsonl").write_text("\n".join(map(json.dumps, rows[: 62 if name == "watch" else 122])))
-    in_process(name, tmp_path / "slow.jsonl", *options, "--store", tmp_path / "history")
-    found = in_process("events", "slow", "--store", tmp_path / "history", "--type", "incident")
-
-    assert re.search(
-        r"^.* (62|64) .* warning .*(SlowSteps|the last step took 2.4 s, 2.4 times the median)",
-        found.stdout,
-        re.MULTILINE,
-    ), found.stdout

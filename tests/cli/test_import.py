@@ -102,18 +102,6 @@ def test_folder_import_reads_every_log_and_explains_unknown_files(on_store, put,
     assert "line 2 has a loss and no step" in explained.stderr
 
 
-def test_rotated_logs_are_not_stored_twice(on_store, put, tmp_path):
-    """S0-06: no row is stored twice, even if files were renamed."""
-    log = put("train.log", ROWS)
-    on_store("import", log)
-    log.rename(tmp_path / "train.log.1")
-    done = on_store("import", tmp_path / "train.log.1", put("train.log", ROWS.replace("2.5", "2.0")))
-
-    first, second = done.stdout.splitlines()
-    assert first.endswith("; 0 new rows in train")
-    assert second.endswith("; 80 new rows in train")
-
-
 def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(on_store, in_process, put):
     """A log that lack of memory ends; its second attempt passes the step of the failure."""
     cause = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB"

@@ -197,13 +197,3 @@ def test_failed_start_prints_the_end_of_the_log(start_up, tmp_path):
     # The programs were stopped during the start, so `rankscope doctor` must not search for them at their free ports.
     report = run_command("doctor", "--store", "history", folder=tmp_path).stdout
     assert set(re.findall(r"127\.0\.0\.1:(\d+)", report)) <= {"9470", "9090", "9093"}
-
-
-def test_missing_prometheus_error_names_the_package(tmp_path):
-    done = run_command("up", folder=tmp_path, PATH=str(tmp_path))
-
-    assert 1 == done.returncode
-    assert 1 == done.stderr.count("\n")
-    assert "apt install prometheus" in done.stderr
-    assert "--without-prometheus" in done.stderr
-    assert [] == list(tmp_path.iterdir())

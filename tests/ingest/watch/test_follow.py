@@ -223,16 +223,6 @@ async def test_young_log_is_imported_when_its_format_is_certain(watch, replay):
     assert watch.rows() == imported_rows(once, replay.path)
 
 
-async def test_rows_of_a_followed_jsonl_are_those_of_one_import(watch, replay, tmp_path):
-    lines = [json.dumps({"step": 10 * n, "loss": 3.0 - n / 50, "lr": 1e-4, "step_time_s": 0.5}) for n in range(60)]
-    async with watch.session() as session:
-        for begin in range(0, 60, 7):
-            replay.write(lines[begin : begin + 7], seconds=30.0)
-            await session.poll()
-
-    assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
-
-
 async def test_log_that_appears_later_is_waited_for(watch, replay, slow_lines):
     async with watch.session() as session:
         await session.poll()
