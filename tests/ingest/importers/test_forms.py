@@ -5,7 +5,6 @@ import re
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.ingest.importers.conftest import DATA
 
 from rankscope_ingest.importers import Faults, ImportedBlock, ImportedRun, importers
 from rankscope_ingest.importers.common import log_records
@@ -76,9 +75,9 @@ def test_learned_forms_change_no_row(tmp_path, monkeypatch, log):
 
 
 @pytest.mark.parametrize("name", ["nanotron.log", "detectron2_console.log", "litgpt_console.log", "metaseq_opt.log"])
-def test_learned_forms_change_no_row_of_a_field_log(tmp_path, monkeypatch, name):
+def test_learned_forms_change_no_row_of_a_field_log(data, tmp_path, monkeypatch, name):
     path = tmp_path / name
-    path.write_bytes((DATA / "field_logs" / name).read_bytes() * 20)
+    path.write_bytes((data / "field_logs" / name).read_bytes() * 20)
     monkeypatch.setattr(log_records, "MAX_RECORDS", 5)
 
     assert read(path, 10**9, monkeypatch) == read(path, 2, monkeypatch)

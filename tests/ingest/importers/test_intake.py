@@ -167,18 +167,15 @@ def events_of(logs, steps, *rules, **changed):
     return found
 
 
-def test_limit_applies_to_losses_and_norms_only(logs):
-    found = events_of(logs, 1, AnomalyNan(name="too-high", threshold=100.0), **{name: {0: 1e12} for name in LOGGED})
-
-    assert ["grad_norm", "load_balancing_loss", "loss", "params_norm"] == [event["op"] for event in found]
-    assert {("too-high", 100.0)} == {(event["rule"], event["threshold"]) for event in found}
+LIMITED = {"grad_norm", "load_balancing_loss", "loss", "params_norm"}
 
 
-def test_rule_with_a_limit_reports_nan_in_every_scalar(logs):
-    found = events_of(logs, 1, AnomalyNan(threshold=100.0), **{name: {0: math.nan} for name in LOGGED})
+@pytest.mark.parametrize(("value", "names"), [(1e12, LIMITED), (math.nan, {*LOGGED})])
+def test_limit_applies_to_losses_and_norms_and_nan_is_reported_everywhere(logs, value, names):
+    found = events_of(logs, 1, AnomalyNan(name="own", threshold=100.0), **{name: {0: value} for name in LOGGED})
+    expected = {(name, "own", 100.0 if name in LIMITED else None) for name in names}
 
-    assert sorted(LOGGED) == [event["op"] for event in found]
-    assert {("loss", 100.0), ("memory_bytes", None)} <= {(event["op"], event["threshold"]) for event in found}
+    assert expected == {(event["op"], event["rule"], event["threshold"]) for event in found}
 
 
 def test_turbulence_judges_the_named_scalars_only(logs):
