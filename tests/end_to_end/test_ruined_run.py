@@ -122,22 +122,6 @@ def test_summary_page_and_report_state_the_last_finite_loss(site, ruined):
     assert not [text for text in (summary, page.text, report) if re.search("No reason to stop|early stopping", text)]
 
 
-def test_first_cause_in_a_log_is_the_loss_and_not_its_evaluation(tmp_path):
-    rows = [{"step": step, "loss": 2.0 - step / 50, "eval_loss": 2.1 - step / 50} for step in range(30)]
-    rows += [{"step": step, "loss": float("nan"), "eval_loss": float("nan")} for step in range(30, 40)]
-    log, store = tmp_path / "log.jsonl", tmp_path / "history"
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert 0 == run_command("import", log, "--store", store, "--run", "log").returncode
-
-    assert "loss became NaN at step 30" in (text := read(Site(store), "runs", "log", "incidents").text)
-    assert "eval_loss became NaN" not in text
-
-    compared = run_command("compare", "log", log, "--store", store, "--no-figure").stdout.splitlines()
-    shown = [re.split("  +", line.strip()) for line in compared]
-    assert ["state", *["Stopped with 1 open incident"] * 2] in shown
-    assert [["open incidents", "1", "1"], ["resolved or closed incidents", "0", "0"]] == shown[3:5]
-
-
 def test_gradient_norm_that_is_not_logged_is_that_of_all_gradients(site, ruined):
     """A model without tokens has no perplexity."""
     store, facts = ruined

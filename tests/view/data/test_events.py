@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pyarrow as pa
 import pytest
-from tests.view.training import MAIN, START, event, events, run_row, scalars, write
+from tests.view.training import HOSTILE, MAIN, START, event, events, run_row, scalars, write
 
 from rankscope.commands.runs import runs
 from rankscope_contract.model.events import Severity
@@ -16,7 +16,7 @@ from rankscope_view.data.detail import nothing, read_chart, read_detail
 from rankscope_view.data.event_query import EventQuery, select_events
 from rankscope_view.data.events import NEWEST, Group, event_lines, event_log, markers
 from rankscope_view.data.incidents import happening, incidents, sentence_of
-from rankscope_view.data.series import main_series
+from rankscope_view.data.series import main_series, read_rows
 
 
 def test_log_merges_steps_and_events_the_newest_first(connection):
@@ -187,15 +187,22 @@ def test_evaluation_is_one_line(opened):
     assert 3 == found.counts[Group.EVALUATION]
 
 
-@pytest.mark.parametrize(("kind", "word"), [("grad_reduced", "gradient"), ("param_after", "weight")])
-def test_evaluation_is_the_first_cause_only_if_nothing_else_is(opened, kind, word):
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        ({"kind": "grad_reduced", "tensor": "head.weight", "op": "nans", "value": 4.0}, "gradient of head.weight"),
+        ({"kind": "param_after", "tensor": "head.weight", "op": "nans", "value": 4.0}, "weight of head.weight"),
+        ({"op": "loss"}, "loss"),
+    ],
+)
+def test_evaluation_is_the_first_cause_only_if_nothing_else_is(opened, cause, words):
     """An evaluation after the step follows from its parameters, and can be reported before them."""
     nan = {"rule": "AnomalyNan", "severity": "critical", "rank": 0, "value": math.nan}
     listed = [event("r", "anomaly", step, step, op="eval_loss", **nan) for step in (5, 90)]
-    listed.append(event("r", "anomaly", 5, 6, kind=kind, tensor="head.weight", **nan | {"op": "nans", "value": 4.0}))
+    listed.append(event("r", "anomaly", 5, 6, **nan | cause))
     titles = [sentence_of(one) for one in incidents(opened(events=events(listed)), ["r"])["r"]]
 
-    assert [f"Rank 0: {word} of head.weight became NaN at step 5", "Rank 0: eval_loss became NaN at step 90"] == titles
+    assert [f"Rank 0: {words} became NaN at step 5", "Rank 0: eval_loss became NaN at step 90"] == titles
 
 
 def test_first_cause_among_anomalies_of_one_time_is_always_the_same(tmp_path):
@@ -292,7 +299,24 @@ def long_runs(tmp_path_factory):
 
 VIEW = """\
 SELECT attempt, step, cumulative_step AS cumulative, epoch(ts) AS time, value, lowest, highest, stands
-FROM scalar_history WHERE run = $run AND name = $name ORDER BY attempt, cumulative_step"""
+FROM scalar_history WHERE run = $run AND name = $name AND labels IS NOT DISTINCT FROM $labels
+ORDER BY attempt, cumulative_step"""
+
+
+def assert_equals_the_view(connection, run, name, found, labels=None):
+    expected = connection.query(VIEW, {"run": run, "name": name, "labels": labels})
+    for column in expected.column_names:
+        stored = expected[column].to_numpy(zero_copy_only=False).astype(float)
+        np.testing.assert_allclose(stored, getattr(found, column).astype(float), rtol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["loss", "learning_rate", "eval_loss"])
+@pytest.mark.parametrize("run", [MAIN, "only-nan", "no-times", HOSTILE])
+def test_history_equals_the_view(connection, run, name):
+    labels = read_rows(connection, [run], [name]).main_labels(run, name)
+    found = main_series(connection, run, [name]).get(name) or nothing(name)
+
+    assert_equals_the_view(connection, run, name, found, labels or None)
 
 
 @pytest.mark.parametrize("run", ["long", "gaps", "log", "several"])
@@ -300,10 +324,7 @@ def test_long_series_equals_the_view(long_runs, run):
     names = ["grad_norm", "late", "loss"] if run == "several" else ["loss"]
     histories = main_series(long_runs, run, names)
 
-    for scalar in names:
-        expected = long_runs.query(VIEW, {"run": run, "name": scalar})
-        for name in expected.column_names:
-            stored = expected[name].to_numpy(zero_copy_only=False).astype(float)
-            np.testing.assert_allclose(stored, getattr(histories[scalar], name).astype(float), rtol=1e-15)
+    for name in names:
+        assert_equals_the_view(long_runs, run, name, histories[name])
     if run == "several":
         assert np.shares_memory(histories["grad_norm"].time, histories["loss"].time)

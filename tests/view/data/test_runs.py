@@ -14,12 +14,11 @@ from rankscope.output.run_texts import summary_text
 from rankscope_storage.connection import connect
 from rankscope_view.data.advice import early_stopping, logging_interval, perplexity
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
-from rankscope_view.data.detail import nothing, read_chart
+from rankscope_view.data.detail import read_chart
 from rankscope_view.data.evaluation import evaluation_curve
 from rankscope_view.data.newest import NO_CURVE
 from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, run_facts, run_list
 from rankscope_view.data.runs import run_row as row_of_run
-from rankscope_view.data.series import main_series, read_rows
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
 from rankscope_view.pages.sections import _decimals, _six, sections
 from rankscope_view.site import Site
@@ -105,25 +104,6 @@ def test_search_selects_by_words_tags_and_state_and_unknown_losses_are_last(conn
     found = [row.loss for row in run_list(connection, RunQuery.parse("", sort="-loss")).rows]
     known = [loss for loss in found if loss is not None and not math.isnan(loss)]
     assert sorted(known, reverse=True) == found[: len(known)]
-
-
-VIEW = """\
-SELECT attempt, step, cumulative_step, value, lowest, highest, stands FROM scalar_history
-WHERE run = $run AND name = $name AND labels IS NOT DISTINCT FROM $labels ORDER BY attempt, cumulative_step"""
-
-
-@pytest.mark.parametrize("name", ["loss", "learning_rate", "eval_loss"])
-@pytest.mark.parametrize("run", [MAIN, "only-nan", "no-times", HOSTILE])
-def test_history_equals_the_view(connection, run, name):
-    labels = read_rows(connection, [run], [name]).main_labels(run, name)
-    expected = connection.query(VIEW, {"run": run, "name": name, "labels": labels or None})
-
-    found = main_series(connection, run, [name]).get(name) or nothing(name)
-    columns = {"step": found.step, "cumulative_step": found.cumulative, "attempt": found.attempt}
-    columns |= {column: getattr(found, column) for column in ("value", "lowest", "highest", "stands")}
-    for column, values in columns.items():
-        stored = expected[column].to_numpy(zero_copy_only=False).astype(float)
-        np.testing.assert_allclose(values.astype(float), stored)
 
 
 def test_steps_that_an_attempt_repeated_are_superseded(connection, course):
