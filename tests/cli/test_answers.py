@@ -13,7 +13,6 @@ import sys
 import termios
 import urllib.error
 import urllib.request
-import zipfile
 
 import pytest
 import typer
@@ -227,18 +226,6 @@ def test_checkpoint_without_logged_entries_has_its_progress_and_no_data(in_proce
     assert (0, "") == (done.returncode, done.stderr)
     assert "  step: 15 / 90, 16.7 %" in done.stdout.splitlines()
     assert "  trend: no data" in done.stdout.splitlines()
-
-
-def test_archive_without_compression_is_read(in_process, tmp_path):
-    """The text of other files is at the beginning of such an archive, as if it were a log."""
-    log = "".join(f" iteration {number:8}/     99 | lm loss: 2.0E+00 |\n" for number in range(1, 99))
-    with zipfile.ZipFile(tmp_path / "run.zip", "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr("train.log", log)
-        archive.writestr("checkpoint-30/trainer_state.json", of_state(30, 30))
-    done = in_process("summary", tmp_path / "run.zip")
-
-    assert (0, "") == (done.returncode, done.stderr)
-    assert "  logged losses: 30" in done.stdout.splitlines()
 
 
 def test_losses_without_a_step_are_on_the_axis_of_rows(in_process, tmp_path):

@@ -54,16 +54,6 @@ def test_imported_log_is_queried_and_imported_again_only_with_new_lines(on_store
     assert f"{log}: jsonl, 3 records, up to step 3; 1 new rows in old\n" == again.stdout
 
 
-def test_error_and_checkpoint_without_a_time_have_that_of_the_row_before(on_store, put, rows):
-    lines = [f"2026-11-28 10:00:{n:02d} step {n} loss {3 - n / 100:.2f}\n" for n in range(40)]
-    on_store(
-        "import", put("train.log", "".join([*lines, "Saved checkpoint at step 39\n", "RuntimeError: disk full\n"]))
-    )
-    asked = "SELECT type, strftime(ts, '%H:%M:%S') AS at FROM events WHERE step = 39 ORDER BY seq"
-
-    assert ["checkpoint,10:00:39", "error,10:00:39"] == rows(asked)
-
-
 def test_log_with_times_only_at_its_start_has_no_duration(on_store, put, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     head = "2026-11-28 10:00:00 step 0/62 loss 3.0\n2026-11-28 10:00:01 step 1/62 loss 2.9\n"
@@ -207,12 +197,6 @@ def test_newer_log_next_to_checkpoints_is_a_run_of_its_own(on_store, put, tmp_pa
         line.rpartition("; ")[2] for line in done.stdout.splitlines()
     ]
     assert f"{log} has later steps than {tmp_path}/v0: imported as the run {name}-logging\n" == done.stderr
-
-
-def test_names_of_numbers_that_are_not_stored_are_printed(on_store, put):
-    path = put("train.log", "".join(f"step {step} | loss 2.5 | took 3.5x of Train 1792 in\n" for step in (1, 2)))
-
-    assert f"{path}: not kept: took (2), Train (2)\n" == on_store("import", path).stderr
 
 
 def test_reimport_replaces_the_rows_of_one_log(on_store, put, rows):

@@ -123,10 +123,12 @@ def test_recorded_checkpoints_of_one_run_repeat_each_other(logs, data):
     assert 700 == logs.value("SELECT count(*) FROM scalars WHERE name = 'loss'")
 
 
-def test_archive_of_a_checkpoint_is_read(logs):
-    """S1-09."""
+@pytest.mark.parametrize("compression", [zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED])
+def test_archive_of_a_checkpoint_is_read(logs, compression):
+    """S1-09. Without compression, the text of another file is at the beginning, as if the archive were a log."""
     path = logs.folder / "run.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("train.log", "".join(f" iteration {n:8}/ 99 | lm loss: 2.0E+00 |\n" for n in range(1, 99)))
         archive.writestr("run/checkpoint-2/trainer_state.json", STATE)
         archive.writestr("../../evil.txt", "never written anywhere")
     logs.import_log(path)
