@@ -344,6 +344,7 @@ def test_any_name_gives_one_valid_row(tmp_path_factory, listed):
 ROWS: tuple[tuple[PlanEntry, Numbers], ...] = (
     *((entry("w" if kind.startswith(("grad", "param")) else "m", kind), FINITE) for kind in Kind),
     (entry("layers.0", Kind.ACT_IN, index=2, micro_step=1, vpp_stage=1), FINITE | {"mean": 1e-9, "norm": 1e30}),
+    (entry("", Kind.ACT_OUT), FINITE),
     *(
         (entry("all_gather@a/b.py[7]", Kind.COMM_OUT, index=index, call_seq=call_seq), FINITE | {"norm": 7.5 + index})
         for call_seq in (None, 1, 2)

@@ -36,22 +36,6 @@ def put_steps(shelf, *steps):
     shelf.put(tensor_stats=[tensor(step, name) for step in steps for name in ("w", "b")])
 
 
-def test_row_has_msprobes_columns_and_texts(shelf):
-    shelf.put(
-        tensor_stats=[tensor(1, "w", norm=0.1, min=-1.0, max=1e-7, mean=0.0, nans=0, infs=0, zeros=1, numel=8)],
-        tensors=[row(kind="grad_reduced", tensor="w", shape=[2, 4], dtype="bfloat16")],
-    )
-    target, report = shelf.export("csv")
-    (path,) = report.files
-
-    assert "grad_reduced_0-0.csv" == path.name
-    assert (
-        "vpp_stage,name,step,norm,min,max,mean,nans,zeros,shape,dtype\n"
-        '0,w,0,0.1,-1.0,1e-07,0.0,0,0.125,"[2, 4]",torch.bfloat16\n'
-    ) == path.read_text()
-    assert [path.parent] == list(target.iterdir())
-
-
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [
@@ -100,48 +84,10 @@ def test_seed_rounding_is_by_decimals(shelf):
     assert [pytest.approx(norm, rel=1e-7) for norm in (3.5e-11, 0.12345678, 2.0)] == [*exact]
 
 
-def test_activations_have_slots_and_micro_steps(shelf):
-    shelf.put(
-        tensor_stats=[
-            tensor(1, "layer.0", "act_in", index=1, micro_step=2, vpp_stage=3),
-            tensor(1, "", "act_out"),
-            tensor(1, "layer.0", "act_grad_out", index=None, micro_step=0),
-            tensor(1, "w", "grad_unreduced", micro_step=1),
-        ]
-    )
-    target, _ = shelf.export("csv")
-
-    assert {
-        "actv_0-0.csv": [("3", "layer.0.input_1", "2"), ("0", ".output", "0")],
-        "actv_grad_0-0.csv": [("0", "layer.0.output", "0")],
-        "grad_unreduced_0-0.csv": [("0", "w", "1")],
-    } == cells(target, "vpp_stage", "name", "micro_step")
-
-
-def test_features_are_in_the_files_of_their_hooks(shelf):
-    shelf.put(
-        features=[
-            row(kind="attention_entropy", module="core", value=1.5, micro_step=0),
-            row(kind="softmax_max", module="core", value=0.25, micro_step=0),
-            row(kind="stable_rank", module="fc", value=2.0),
-            row(kind="direction_agreement", module="w", value=0.5),
-            row(kind="something_else", module="w", value=0.5),
-        ]
-    )
-    target, report = shelf.export("csv")
-    found = {name: tuple(rows_[0].values()) for (_, name), rows_ in read(target).items()}
-
-    assert {
-        "attention_hook_0-0.csv": ("0", "core.attention", "0", "0", "1.5", "0.25"),
-        "linear_hook_0-0.csv": ("0", "fc.linear", "0", "2.0", "nan"),
-        "other_0-0.csv": ("0", "w", "0", "0.5", "0.5", "0.5", "0.5", "0", "0.0", "[]", "torch.float32"),
-    } == found
-    assert {"features that msprobe does not have": 1} == report.omitted
-
-
 def test_second_export_adds_only_new_rows(shelf):
     """A step that was exported before it was complete is completed; files without news are not touched."""
     put_steps(shelf, 1, 2, 3)
+    shelf.put(scalars=[scalar(1, 0.5)])
     target, first = shelf.export("csv", step_count_per_record=2)
     before = {path: (path.stat().st_mtime_ns, path.read_text()) for path in first.files}
     put_steps(shelf, 4, 5)
@@ -151,9 +97,10 @@ def test_second_export_adds_only_new_rows(shelf):
     keys = list(zip(only(target, "name"), only(target, "step"), strict=True))
 
     assert [6, 5, 0] == [report.rows["tensor_stats"] for report in (first, second, third)]
-    assert [0, 6, 11] == [report.omitted.get(csv_msprobe.ALREADY_THERE, 0) for report in (first, second, third)]
+    assert [1, 0, 0] == [report.rows["scalars"] for report in (first, second, third)]
+    assert [0, 7, 12] == [report.omitted.get(csv_msprobe.ALREADY_THERE, 0) for report in (first, second, third)]
     assert () == third.files
-    assert len(keys) == len(set(keys)) == 11
+    assert len(keys) == len(set(keys)) == 12
     assert before[first.files[0]] == (first.files[0].stat().st_mtime_ns, first.files[0].read_text())
     assert first.files[1].read_text().startswith(before[first.files[1]][1])
     assert not list(target.rglob(".*"))
@@ -305,35 +252,17 @@ def test_run_beyond_one_window_is_written_in_order(shelf, monkeypatch):
 def test_last_call_is_kept_and_omitted_rows_are_counted(shelf):
     calls = [tensor(1, call_seq=call, norm=float(call)) for call in (1, 2)]
     shelf.put(tensor_stats=[*calls, tensor(None), tensor(1, kind="of my own")], events=[row(type="note")])
+    shelf.put(features=[row(kind="something_else", module="w", value=0.5)])
     target, report = shelf.export("csv")
 
     assert ["2.0"] == only(target, "norm")
     assert {
+        "features that msprobe does not have": 1,
         csv_msprobe.HIDDEN: 1,
         "rows without a step": 1,
         "tensors of kinds that msprobe does not have": 1,
         "events: not in msprobe's layout": 1,
     } == report.omitted
-
-
-def test_scalars_are_exported_with_name_unit_and_labels(shelf):
-    shelf.put(
-        scalars=[
-            *(scalar(step, step / 2) for step in (0, 1)),
-            scalar(1, None, "learning_rate", labels='{"group":"a"}', unit="=s"),
-            scalar(1, 3.0, rank=1, attempt=1, vpp_stage=2),
-        ]
-    )
-    target, report = shelf.export("csv", step_count_per_record=2)
-    texts = sorted(path.read_text() for path in target.rglob("scalars_0-1.csv"))
-
-    head = "vpp_stage,name,step,value,unit,labels\n"
-    rate = '0,learning_rate/group=a,1,nan,\'=s,"{""group"":""a""}"\n'
-    assert [f"{head}0,loss,0,0.0,,\n0,loss,1,0.5,,\n{rate}", f"{head}2,loss,1,3.0,,\n"] == texts
-    assert 4 == report.rows["scalars"]
-    again, report = shelf.export("csv", step_count_per_record=2)
-    assert {csv_msprobe.ALREADY_THERE: 4} == report.omitted
-    assert texts == sorted(path.read_text() for path in again.rglob("*.csv"))
 
 
 def test_run_without_values_is_an_error_and_leaves_nothing(shelf):
