@@ -24,45 +24,41 @@ def dump(*frames: Frame, calls: str | None = None, others: tuple[ThreadStack, ..
     return StackDump(reason="hang", threads=(thread, *others))
 
 
-@pytest.mark.parametrize(
-    ("found", "place"),
-    [
-        (dump(REDUCE, LOGGED, OWN, calls=".wait"), WaitPlace.IN_COLLECTIVE),
-        (dump(Frame(REDUCE.file, 2799, "recv"), LOGGED, OWN), WaitPlace.IN_COLLECTIVE),
-        (dump(Frame(REDUCE.file, 2169, "_new_process_group_helper"), OWN), WaitPlace.IN_COLLECTIVE),
-        (
-            dump(Frame(f"{TORCH}/distributed/_functional_collectives.py", 161, "wait_tensor"), OWN),
-            WaitPlace.IN_COLLECTIVE,
-        ),
-        (
-            dump(Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN),
-            WaitPlace.MAY_WAIT,
-        ),
-        (dump(BACKWARD, OWN), WaitPlace.MAY_WAIT),
-        (dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN), WaitPlace.MAY_WAIT),
-        *((dump(OWN, calls=".wait"), WaitPlace.MAY_WAIT), (dump(OWN, calls="time.sleep"), WaitPlace.OUTSIDE)),
-        *((dump(OWN, calls="posix.read"), WaitPlace.OUTSIDE), (dump(OWN, calls=".sleep"), WaitPlace.OUTSIDE)),
-        (dump(OWN, calls=""), WaitPlace.OUTSIDE),
-        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), OWN, calls=".acquire"), WaitPlace.OUTSIDE),
-        (dump(Frame(f"{PYTHON}/threading.py", 331, "wait"), LOADER, OWN, calls=".acquire"), WaitPlace.OUTSIDE),
-        (dump(Frame("/job/hooks.py", 3, "slow"), BACKWARD, OWN, calls="time.sleep"), WaitPlace.OUTSIDE),
-        (dump(Frame("/job/data.py", 4, "__getitem__"), LOADER, OWN, calls=".decode"), WaitPlace.OUTSIDE),
+DISTRIBUTED = f"{TORCH}/distributed"
+WAITS = Frame(f"{PYTHON}/threading.py", 331, "wait")
+PLACES = {
+    WaitPlace.IN_COLLECTIVE: (
+        dump(REDUCE, LOGGED, OWN, calls=".wait"),
+        dump(Frame(REDUCE.file, 2799, "recv"), LOGGED, OWN),
+        dump(Frame(REDUCE.file, 2169, "_new_process_group_helper"), OWN),
+        dump(Frame(f"{DISTRIBUTED}/_functional_collectives.py", 161, "wait_tensor"), OWN),
+    ),
+    WaitPlace.MAY_WAIT: (
+        dump(Frame(f"{DISTRIBUTED}/fsdp/_fully_shard/_fsdp_param_group.py", 5, "wait"), OWN),
+        dump(BACKWARD, OWN),
+        dump(Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"), OWN),
+        dump(OWN, calls=".wait"),
+    ),
+    WaitPlace.OUTSIDE: (
+        *(dump(OWN, calls=calls) for calls in ("time.sleep", "posix.read", ".sleep", "")),
+        dump(WAITS, OWN, calls=".acquire"),
+        dump(WAITS, LOADER, OWN, calls=".acquire"),
+        dump(Frame("/job/hooks.py", 3, "slow"), BACKWARD, OWN, calls="time.sleep"),
+        dump(Frame("/job/data.py", 4, "__getitem__"), LOADER, OWN, calls=".decode"),
+    ),
+    WaitPlace.UNKNOWN: (
         # The line may only wait for the device, and the device may wait for another rank.
-        (dump(OWN, calls=".item"), WaitPlace.UNKNOWN),
-        (dump(OWN, calls="builtins.float"), WaitPlace.UNKNOWN),
-        (dump(OWN, calls="torch._C._cuda_synchronize"), WaitPlace.UNKNOWN),
-        (dump(Frame(f"{PYTHON}/copy.py", 153, "deepcopy"), OWN), WaitPlace.UNKNOWN),
-        (dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN), WaitPlace.UNKNOWN),
+        *(dump(OWN, calls=calls) for calls in (".item", "builtins.float", "torch._C._cuda_synchronize")),
+        dump(Frame(f"{PYTHON}/copy.py", 153, "deepcopy"), OWN),
+        dump(Frame(f"{TORCH}/nn/modules/linear.py", 125, "forward"), OWN),
         # The rank writes its file of a checkpoint that all ranks write together.
-        (dump(Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "write_data"), OWN), WaitPlace.UNKNOWN),
-        *(
-            (dump(OWN), WaitPlace.UNKNOWN),
-            (dump(), WaitPlace.UNKNOWN),
-            (StackDump(reason="hang", threads=()), WaitPlace.UNKNOWN),
-        ),
-        (None, WaitPlace.UNKNOWN),
-    ],
-)
+        dump(Frame(f"{DISTRIBUTED}/checkpoint/filesystem.py", 9, "write_data"), OWN),
+        *(dump(OWN), dump(), StackDump(reason="hang", threads=()), None),
+    ),
+}
+
+
+@pytest.mark.parametrize(("place", "found"), [(place, found) for place, listed in PLACES.items() for found in listed])
 def test_place_is_certain_only_if_the_innermost_call_shows_it(found, place):
     assert place is place_of(found)
 
@@ -70,9 +66,8 @@ def test_place_is_certain_only_if_the_innermost_call_shows_it(found, place):
 @pytest.mark.parametrize(("is_ours", "place"), [(False, WaitPlace.UNKNOWN), (True, WaitPlace.OUTSIDE)])
 def test_place_is_unknown_if_a_user_thread_is_in_a_collective(is_ours, place):
     saver = ThreadStack(ident=2, name="saver", frames=(REDUCE, LOGGED, OWN), is_ours=is_ours)
-    waits = Frame(f"{PYTHON}/threading.py", 331, "wait")
 
-    assert place is place_of(dump(waits, OWN, calls=".acquire", others=(saver,)))
+    assert place is place_of(dump(WAITS, OWN, calls=".acquire", others=(saver,)))
 
 
 IN_REDUCE, IN_BACKWARD = dump(REDUCE, OWN), dump(BACKWARD, OWN)

@@ -13,7 +13,7 @@ from tests.properties import examples
 from tests.storage.rows import ask, put, table
 
 from rankscope_storage.api.store import Batch
-from rankscope_storage.api.summaries import runs, summary
+from rankscope_storage.api.summaries import summary
 from rankscope_storage.sql.goodput import PARTS, STATEMENTS
 
 START = dt.datetime(2026, 11, 20, 12, tzinfo=dt.UTC)
@@ -269,28 +269,6 @@ def put_run(writer: Any, run: str, processes: list[dict[str, list[dict[str, Any]
 
 def attempts(connection: Any, order: str = "attempt") -> list[dict[str, Any]]:
     return connection.query(f"FROM goodput_attempts ORDER BY {order}").to_pylist()
-
-
-def figures(connection: Any, run: str) -> list[dict[str, Any]]:
-    """Return everything that is derived from times of `run`, without its name."""
-    whole = summary(connection, run)
-    found = [{"tokens": whole.tokens_per_second, "goodput": whole.goodput, "wall": whole.wall_seconds}]
-    for view in ("goodput_attempts", "goodput", "run_eta"):
-        found += connection.query(f"SELECT * EXCLUDE (run) FROM {view} WHERE run = $run", {"run": run}).to_pylist()
-    listed = next(row for row in runs(connection).to_pylist() if row["run"] == run)
-    return [*found, {name: listed[name] for name in ("started_at", "last_seen_at", "seconds")}]
-
-
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("jump", [-HOUR, HOUR, -DAYS, DAYS])
-def test_figures_of_a_run_do_not_depend_on_jumps_of_its_clock(jump, writer, connection):
-    """One rank of the second run jumps, both of the third."""
-    for run, jumps in (("right", (None, None)), ("one", (None, jump)), ("first", (jump, None)), ("all", (jump, jump))):
-        put_run(writer, run, [rows_of(run, 0, rank, 0, jumps[rank]) for rank in range(2)], [0])
-    right, *others = (figures(connection, run) for run in ("right", "one", "first", "all"))
-
-    assert right[0]["tokens"] == pytest.approx(64)
-    assert [right] * 3 == others
 
 
 def test_jumps_are_listed_with_the_time_of_the_clock(writer, connection):
