@@ -123,14 +123,6 @@ def test_event_files_of_another_program_are_not_touched(tmp_path):
     assert b"theirs" == other.read_bytes()
 
 
-def test_unreadable_lines_are_reported_and_the_others_converted(tmp_path, capsys):
-    rank_folder(tmp_path / "out", "Dec03_21-34-40", 0, {0: 1.0, 1: "torn,line", 2: 3.0})
-    csv2tensorboard_by_step(str(tmp_path / "out"), output_dirpath=str(tmp_path / "tb"))
-
-    assert {0: 1.0, 2: 3.0} == norms(tmp_path / "tb")
-    assert "grad_reduced_0-9.csv: 1 lines are not converted; line 3" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -48,13 +48,6 @@ def test_every_value_of_a_pair_is_stored_or_counted(prefix, separator, mark, pai
     assert len(pairs) == len(line.pairs) + len(line.rest)
 
 
-def test_number_with_an_exponent_is_one_number():
-    line = parse("step 5/100 - abc 2.4e-25 - def 1.5e+3 items lost")
-
-    assert {"abc": 2.4e-25} == line.pairs
-    assert ["def"] == line.rest
-
-
 def test_source_code_before_the_rows_does_not_hide_them(logs):
     """Logs of modded-nanogpt begin with the source code of the program, which is longer than the sampled beginning."""
     text = "import torch  # loss = 3\n" * 8000 + "step:1/9 train_loss:2 train_time:10ms\n" * 4000

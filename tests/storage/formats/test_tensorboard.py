@@ -17,32 +17,6 @@ from rankscope_storage.formats.tensorboard import SIZE_RATIO, SMALL_BYTES, THINN
 from rankscope_storage.tensorboard.tags import parse_tensor_tag, parse_tree_tag
 
 
-def test_tensors_have_msprobes_tags(shelf):
-    """Seed 002: `{vpp}:{name}.{input|output}:{micro}/{rank}/{task}_{op}`, and without side and micro step otherwise."""
-    shelf.put(
-        tensor_stats=[
-            tensor(3, "layers.0", "act_in", micro_step=1, vpp_stage=0, norm=2.0, nans=0),
-            tensor(3, "layers.0", "act_grad_out", micro_step=0, vpp_stage=1, index=1, norm=2.5),
-            tensor(3, "layers.0.weight", "grad_unreduced", vpp_stage=0, rank=1, norm=3.0, mean=-0.5),
-            tensor(3, "layers.0.weight", "param_before", vpp_stage=0, min=-1.0),
-        ]
-    )
-    target, report = shelf.export("tensorboard")
-
-    assert {
-        "0:layers.0.input:1/rank0/actv_norm": [(3, 2.0)],
-        "0:layers.0.input:1/rank0/actv_nans": [(3, 0.0)],
-        "1:layers.0.output_1:0/rank0/actv_grad_norm": [(3, 2.5)],
-        "0:layers.0.weight/rank0/param_origin_norm": [(3, 1.5)],
-        "0:layers.0.weight/rank0/param_origin_min": [(3, -1.0)],
-    } == read_events(target / "rank0")
-    assert {
-        "0:layers.0.weight/rank1/grad_unreduced_norm": [(3, 3.0)],
-        "0:layers.0.weight/rank1/grad_unreduced_mean": [(3, -0.5)],
-    } == read_events(target / "rank1")
-    assert 4 == report.rows["tensor_stats"]
-
-
 def test_scalar_tags_are_name_and_labels(shelf):
     """Series with equal names get different tags."""
     losses = [scalar(1, 2.5), scalar(2, math.nan), scalar(3, math.inf)]
