@@ -109,15 +109,6 @@ def test_anomalies_with_one_cause_are_one_line_with_steps_and_number(in_process,
     assert [*range(21, 60), 90] == [row["step"] for row in rows]
 
 
-def test_checkpoint_has_the_name_of_its_import(in_process, logs, tmp_path):
-    checkpoint = logs / "outputs" / "checkpoint-60"
-    shown = in_process("summary", checkpoint).stdout.splitlines()[1]
-    imported = in_process("import", checkpoint, "--store", tmp_path / "history").stdout
-
-    assert shown.startswith("outputs, ")
-    assert " new rows in outputs" in imported
-
-
 @pytest.fixture(scope="module")
 def store_with_a_damaged_file(tmp_path_factory):
     """Return a store of the runs alpha, gamma and beta, and the file with the losses of beta, which is damaged."""

@@ -37,18 +37,6 @@ def test_report_of_a_log_with_a_secret_in_its_name_contains_none(in_process, tmp
     assert "horse" not in report.read_text(encoding="utf-8")
 
 
-def test_run_with_a_name_longer_than_a_file_name_has_a_report(in_process, tmp_path, monkeypatch):
-    """File systems permit names of 255 bytes, which 120 Chinese characters exceed."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.5}\n', encoding="utf-8")
-    in_process("import", "log.jsonl", "--run", "实" * 120)
-    done = in_process("report", "实" * 120)
-
-    assert 0 == done.returncode, done.stderr
-    assert [f"report of {'实' * 120}"] == [line.partition(": ")[0] for line in done.stdout.splitlines()]
-    assert 1 == len(list(tmp_path.glob("实*.html")))
-
-
 @pytest.mark.parametrize("run", [pytest.param("my-run", marks=pytest.mark.thorough), "../other run"])
 def test_service_makes_the_report_of_a_run_of_any_name(sample_store, tmp_path, run):
     with served(Site(sample_store)) as url:

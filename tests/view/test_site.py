@@ -21,7 +21,7 @@ from rankscope_view.assets import ASSETS, UPLOT
 from rankscope_view.data.incidents import incidents, shared_anomalies
 from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
-from rankscope_view.pages.format import count, measure, percent, short
+from rankscope_view.pages.format import count, measure, short
 from rankscope_view.site import Site
 
 VOID = {"meta", "link", "input", "br", "path", "rect", "th"}  # the end of th need not be written
@@ -85,17 +85,6 @@ def test_run_page_has_charts_on_each_axis_without_scripts(site):
 
         assert len([one for tag, one in found.elements if tag == "svg" and one.get("class") == "chart"]) >= 2
         assert not any(tag == "script" and not one.get("src") for tag, one in found.elements)
-
-
-def test_page_of_a_long_run_requests_its_goodput(store_path, connection):
-    site = Site(store_path, most_step_times=10)
-    (row,) = connection.query("SELECT goodput FROM goodput WHERE run = $run", {"run": MAIN}).to_pylist()
-    (address,) = [one["data-pending"] for _, one in read(site, "runs", MAIN).elements if "data-pending" in one]
-    answer = json.loads(site.respond(("data", "goodput"), {"run": MAIN}).body)
-
-    assert f"/data/goodput?run={MAIN}" == address
-    assert percent(row["goodput"]) == answer[0]
-    assert f"Goodput {answer[0]}" in read(site, "runs", MAIN, goodput="1").text
 
 
 def test_header_names_a_change_only_if_it_is_one(stored):

@@ -1,6 +1,5 @@
 """Rules for curves of logs, which fire once and not for healthy curves; numbers in text; attempts of steps."""
 
-import json
 import math
 import random
 from collections import Counter
@@ -245,17 +244,6 @@ def test_firings_do_not_depend_on_the_division_of_the_log():
         ]
         assert len(whole) > 8
         assert sorted(whole) == sorted(parts)
-
-
-def test_growing_log_has_the_events_of_one_import(logs, tmp_path):
-    loss = np.where(np.arange(200) % 60 == 59, 15.0, 2.0)
-    lines = [json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(loss.tolist())]
-    path = tmp_path / "growing.jsonl"
-    for end in (30, 62, 100, 150, 200):
-        path.write_text("".join(lines[:end]), encoding="utf-8")
-        logs.import_again(path)
-
-    assert [59, 119, 179] == logs.value("SELECT list(step ORDER BY step) FROM events WHERE rule = 'LossSpike'")
 
 
 # Numbers in text, and the attempts of steps; `cases` has stored names, units and durations.
