@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from rankscope.commands.demo import _collect
 from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.demo.report import show_page
 from rankscope.output.progress import BarView, PlainView, progress_parts
+from rankscope.shell.errors import CommandError
 from rankscope_ingest.live.progress import RunProgress
 
 RUN = RunProgress(
@@ -182,3 +184,10 @@ def test_demo_prints_the_address_of_its_page_and_opens_it(tmp_path, environment,
         f"Page of the run:  {page.as_uri()}",
         f"All pages:        rankscope view {tmp_path / 'history'}",
     ] == text.getvalue().splitlines()
+
+
+def test_service_that_exits_during_the_demo_is_an_error(tmp_path):
+    programs = f"$(cat {tmp_path}/live/config/supervisord.pid)"
+    kill = ["sh", "-c", f"kill -9 $(pgrep -P {programs} -f service.toml) && sleep 3"]
+    with AlertReceiver() as receiver, pytest.raises(CommandError, match=r"^service exited \(terminated by SIGKILL"):
+        _collect(Console(), tmp_path, receiver, (), kill)

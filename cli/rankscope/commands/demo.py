@@ -100,7 +100,8 @@ def _collect(
     state.create()
     options = _options(console, folder, receiver.webhook_url)
     state.write(files(options, state))
-    supervisor = Supervisor(programs(options, state), state, print_line=print, stop_signals=StopSignals())
+    exits: list[str] = []
+    supervisor = Supervisor(programs(options, state), state, print_line=exits.append, stop_signals=StopSignals())
     try:
         supervisor.start()
         for program in programs(options, state):
@@ -111,8 +112,11 @@ def _collect(
         console.print(f"{'page':<14}{url}/runs/{RUN}  (live until the demo ends)")
         _train(command, folder, url, receiver, console)
         _wait_for_alerts(receiver, console, faults if options.alertmanager else ())
+        supervisor.look()
     finally:
         supervisor.stop()
+    if exits:
+        raise CommandError(exits[0])
     if (end := supervisor.ends[SERVICE]) != "(exit status 0)":
         raise CommandError(f"the service exited {end}. {tail(state.log(SERVICE))}")
     return _tensors_in(folder / "training.log"), tuple(Sender) if options.alertmanager else (Sender.EMBEDDED,)
