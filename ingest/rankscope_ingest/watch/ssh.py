@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.clock import MachineClock
-from rankscope_ingest.watch.files import FileState, LogUnreadableError, rotated_names
+from rankscope_ingest.watch.files import FileState, LogUnreadableError, MachineClock, rotated_names
 
 if TYPE_CHECKING:
     import asyncssh

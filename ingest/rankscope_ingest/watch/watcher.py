@@ -19,8 +19,7 @@ from rankscope_ingest.importers.common.report import unkept_notes
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.watch.anomalies import LogAnomalies
-from rankscope_ingest.watch.clock import RemoteClock
-from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError
+from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError, RemoteClock
 from rankscope_ingest.watch.follower import Follower, Part
 from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, OnCommit, WatchStore
 from rankscope_ingest.watch.judge import ENDS, Condition, Facts, Verdict, judge

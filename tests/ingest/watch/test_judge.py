@@ -24,7 +24,7 @@ from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows
 from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.notify.notifiers import make_notifiers
 from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.clock import MachineClock, RemoteClock
+from rankscope_ingest.watch.files import MachineClock, RemoteClock
 from rankscope_ingest.watch.judge import Condition, Facts, judge
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_ingest.watch.ssh import SshHosts
