@@ -100,14 +100,6 @@ def test_default_output_is_in_the_monitor_output_and_in_the_config(tmp_path):
     assert str(database.parent) == config.output_dirpath
 
 
-def test_second_conversion_replaces_the_database(tmp_path):
-    convert(tmp_path)
-    database = convert(tmp_path, data_type_list=["exp_avg"])
-
-    assert expected_rows(TWO_RANKS, ("exp_avg",)) == database_rows(database)
-    assert ["monitor_metrics.db"] == [path.name for path in tmp_path.iterdir()]
-
-
 def test_file_that_is_no_such_database_is_not_replaced(tmp_path):
     (tmp_path / "monitor_metrics.db").write_text("mine")
     with pytest.raises(ValueError, match="choose another output_dirpath"):

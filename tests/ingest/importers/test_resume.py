@@ -155,23 +155,19 @@ def test_copy_of_a_log_is_the_same_log(logs):
     assert 3 == grown.rows_stored
 
 
-def test_state_of_another_format_is_not_used(logs):
-    log = logs.write("train.log", "".join(json_line(*row) for row in numbers(1)))
-    logs.import_again(log)
-    log.write_text(log.read_text() + json_line(0, 9000, 1.0, 0.1))
-    report = logs.import_again(log, importer=importers()["textlog"])
-
-    assert ("textlog", 0) == (report.source_kind, report.rows_stored)
-
-
-def test_state_of_other_rules_is_not_used(logs):
+@pytest.mark.parametrize(
+    ("line", "options", "rows"), [(json_line, {"importer": importers()["textlog"]}, 0), (text_line, {"rules": ()}, 3)]
+)
+def test_state_of_another_format_or_of_other_rules_is_not_used(logs, line, options, rows):
     """The complete log is read again, and no row is stored twice."""
-    log = logs.write("train.log", "".join(text_line(*row) for row in numbers(1)))
+    log = logs.write("train.log", "".join(line(*row) for row in numbers(1)))
     logs.import_again(log)
-    log.write_text(log.read_text() + "2026-01-17 12:00:00 step 2101 | loss 2.0000 | time 0.100s\n")
-    report = logs.import_again(log, rules=())
+    before = logs.value("SELECT count(*) FROM scalars")
+    log.write_text(log.read_text() + line(1, 9000, 1.0, 0.1))
+    report = logs.import_again(log, **options)
 
-    assert (3, 3 * ROWS + 6) == (report.rows_stored, logs.value("SELECT count(*) FROM scalars"))
+    assert ("textlog", rows) == (report.source_kind, report.rows_stored)
+    assert before + rows == logs.value("SELECT count(*) FROM scalars")
 
 
 @pytest.mark.parametrize("value", [{"a": [1, (2.5, None)]}, {1: {"x"}, None: math.inf}, [[], {}]])
