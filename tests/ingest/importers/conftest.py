@@ -102,6 +102,14 @@ class Logs:
         return path
 
 
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield a writer of a new store, and a connection to it."""
+    folder = tmp_path / "store"
+    with Store.open(folder, create=True).claim(owner="test") as writer, connect(folder) as connection:
+        yield writer, connection
+
+
 @contextlib.contextmanager
 def logs_in(folder: Path) -> Iterator[Logs]:
     with Store.open(folder / "store", create=True).claim(owner="test") as writer:

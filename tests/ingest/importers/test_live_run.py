@@ -2,7 +2,6 @@
 
 import datetime as dt
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from rankscope_ingest.importers import (
 )
 from rankscope_ingest.importers.common.importer import block_of
 from rankscope_storage.api import summaries
-from rankscope_storage.api.store import Batch, Store
-from rankscope_storage.connection import Connection, connect
+from rankscope_storage.api.store import Batch
+from rankscope_storage.connection import Connection
 from rankscope_storage.writer.writer import Writer
 
 START = dt.datetime(2026, 3, 1, tzinfo=dt.UTC)
@@ -87,12 +86,8 @@ class LiveStore:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LiveStore]:
-    with (
-        Store.open(tmp_path / "store", create=True).claim(owner="test") as writer,
-        connect(tmp_path / "store") as connection,
-    ):
-        yield LiveStore(tmp_path, writer, connection)
+def store(tmp_path: Path, opened: tuple[Writer, Connection]) -> LiveStore:
+    return LiveStore(tmp_path, *opened)
 
 
 @pytest.mark.usual(1)

@@ -200,15 +200,6 @@ SELECT run, attempt, name, step, count(*) AS n, min(value) AS value FROM scalars
 WHERE run IN ('text', 'state', 'lines') GROUP BY ALL ORDER BY ALL"""
 
 
-@pytest.fixture
-def store(tmp_path):
-    with (
-        Store.open(tmp_path / "store", create=True).claim(owner="test") as writer,
-        connect(tmp_path / "store") as connection,
-    ):
-        yield writer, connection
-
-
 def lines(first, last, loss=0.0):
     return "".join(json.dumps({"step": step, "loss": loss + 1 / step}) + "\n" for step in range(first, last + 1))
 
@@ -248,9 +239,9 @@ def mixed(tmp_path):
     return [*((tmp_path / name, runs.get(name.partition("/")[0], "lines")) for name in texts), (SINGLE, "csv")]
 
 
-def test_group_stores_the_same_as_single_imports(tmp_path, store, mixed):
+def test_group_stores_the_same_as_single_imports(tmp_path, opened, mixed):
     """Also the attempts, branches and copies that are recognized by the earlier logs of the same group."""
-    writer, connection = store
+    writer, connection = opened
     counting = Counting(writer)
     together = import_all(LogGroup(counting, lambda: connection), mixed)
     with Store.open(tmp_path / "alone", create=True).claim(owner="test") as other, connect(tmp_path / "alone") as alone:
@@ -264,9 +255,9 @@ def test_group_stores_the_same_as_single_imports(tmp_path, store, mixed):
     assert (1, 1) == (counting.appends, counting.refreshes)
 
 
-def test_rows_that_another_process_stores_meanwhile_are_not_stored_twice(tmp_path, store):
+def test_rows_that_another_process_stores_meanwhile_are_not_stored_twice(tmp_path, opened):
     """The group does not read the watermarks of the store again before its commit."""
-    writer, connection = store
+    writer, connection = opened
     (tmp_path / "a.jsonl").write_text(lines(1, 5))
     (tmp_path / "b.jsonl").write_text(lines(1, 5))
     logs = [(tmp_path / "a.jsonl", "a"), (tmp_path / "b.jsonl", "b")]
@@ -285,10 +276,10 @@ def test_rows_that_another_process_stores_meanwhile_are_not_stored_twice(tmp_pat
     ]
 
 
-def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, store, monkeypatch):
+def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, opened, monkeypatch):
     """The store fails between two logs. The next import stores the logs of which nothing is stored."""
     monkeypatch.setattr(importers, "GROUP_ROWS", 12)
-    writer, connection = store
+    writer, connection = opened
     logs = [(tmp_path / f"run{number}.jsonl", f"run{number}") for number in range(6)]
     for number, (path, _) in enumerate(logs):
         path.write_text(lines(1, 5, loss=number))
@@ -307,8 +298,8 @@ def test_failed_commit_neither_loses_nor_doubles_rows(tmp_path, store, monkeypat
     assert {(run, 1) for _, run in logs} == {tuple(row.values()) for row in events}
 
 
-def test_rows_that_the_store_refuses_do_not_stop_other_logs(tmp_path, store):
-    writer, connection = store
+def test_rows_that_the_store_refuses_do_not_stop_other_logs(tmp_path, opened):
+    writer, connection = opened
     (tmp_path / "good.jsonl").write_text(lines(1, 5))
     group = LogGroup(writer, lambda: connection)
     group.begin({"good", "bad"})
