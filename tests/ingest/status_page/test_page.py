@@ -139,6 +139,7 @@ def test_degraded_state_is_in_the_title_and_at_the_top():
     assert "<title>1 failed, 1 running · Rankscope</title>" in page(small())
     assert "<title>degraded · Rankscope</title>" in degraded
     assert "degraded 0.1.0, up 1 d 2 h Degraded. the disk is full last commit" in Reader(degraded).text
+    assert '<div role="alert"><div class="verdict critical">' in degraded
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("-inf")])
