@@ -212,13 +212,6 @@ def test_choice_of_the_loss_in_another_format_is_an_error(logs, name):
         replaceable(path, "r", importers()[name], [], None, is_live=False, options=options)
 
 
-def test_same_file_may_be_imported_as_two_runs(logs):
-    for run in "ab":
-        logs.import_log(logs.write("log.jsonl", lines(1)), run=run)
-
-    assert ["a", "b"] == logs.value("SELECT list(run ORDER BY run) FROM scalars")
-
-
 def test_faults_keep_the_first_20_and_count_all():
     faults = Faults()
     for line in range(1, 101):
