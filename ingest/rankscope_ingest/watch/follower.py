@@ -20,6 +20,9 @@ from rankscope_ingest.importers.common.log_identity import (
     has_equal_beginning,
     stored_path,
 )
+from rankscope_ingest.importers.common.log_identity import (
+    marks as marks_of,
+)
 from rankscope_ingest.watch.files import CHUNK_BYTES, FileState, LogFile, LogUnreadableError, unpack
 
 PACKED: Final = ".gz"
@@ -53,6 +56,7 @@ class Follower:
         self._is_local = file.address.host is None
         self.path = Path(file.address.path) if self._is_local else copy
         self._last: FileState | None = None
+        self._marks: Sequence[Mark] = ()  # of a log that was not imported yet
 
     async def parts(self, known: Sequence[KnownImport]) -> AsyncIterator[Part]:
         """Yield the older part of a log that was rotated since the last call, and then the log.
@@ -62,7 +66,8 @@ class Follower:
         """
         state = await self._file.state()
         has_grown, note, path = state != self._last, None, stored_path(self.path)
-        marks = next((log.marks for log in reversed(known) if log.path == path and log.marks), ())
+        stored = next((log.marks for log in reversed(known) if log.path == path and log.marks), ())
+        marks = stored or self._marks
         if has_grown and marks and not await self._begins(marks):
             note = f"the log was {'truncated' if state.size < marks[-1][0] else 'replaced'}"
             name, older = await self._older(marks)
@@ -75,6 +80,8 @@ class Follower:
                     older.unlink(missing_ok=True)
         if not self._is_local:
             await self._append(self.path, state.size)
+        if has_grown:
+            self._marks = () if stored else marks_of(self.path, state.size)
         yield Part(path=self.path, state=state, has_grown=has_grown, note=note)
         self._last = state
 

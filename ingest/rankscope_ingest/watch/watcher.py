@@ -15,6 +15,7 @@ import tenacity
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.importers.common.log_identity import has_equal_beginning, stored_path
 from rankscope_ingest.importers.common.report import unkept_notes
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
@@ -190,7 +191,7 @@ class LogWatcher:
             log.warning("%s: %s", self._address, part.note)
         if part.has_grown and self._imported is not None:
             self._clock.observe_change(part.state.modified, now)
-        if not part.is_old and (self._imported == part.state or not self._is_due(part.state, now)):
+        if not part.is_old and (self._imported == part.state or not self._is_due(part, now)):
             return
         try:
             is_first = self._intake.incarnation is None
@@ -247,19 +248,22 @@ class LogWatcher:
             self._open[RUN_FAILED] = found  # the next verdict resolves it
             self._announce(found, now, wait_seconds=0.0)
 
-    def _is_due(self, state: FileState, now: float) -> bool:
+    def _is_due(self, part: Part, now: float) -> bool:
         """Return whether the log must be imported now.
 
         A log that has just begun waits: the format and the step are decided with its first import.
         """
+        state = part.state
         if not state.size:
             return False
+        known = (log for log in self._store.known.get(self.run_name, ()) if log.path == stored_path(part.path))
         self._seen_at = now if self._seen_at is None else self._seen_at
         return (
             self._imported is not None
             or self._intake.incarnation is not None
             or state.size >= SETTLED_BYTES
             or now - self._seen_at >= self._section.settle_seconds
+            or any(has_equal_beginning(part.path, log.marks) for log in known)  # by an earlier process
             or self._clock.now(now) - state.modified >= self._section.settle_seconds
         )
 

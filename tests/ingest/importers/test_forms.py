@@ -83,6 +83,23 @@ def test_learned_forms_change_no_row_of_a_field_log(data, tmp_path, monkeypatch,
     assert read(path, 10**9, monkeypatch) == read(path, 2, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "then"),
+    [
+        ("a.log", "2026-01-17 9:01:20 step {step} loss 0.5", "2026-01-17 10:01:20 step {step} loss 0.5"),
+        ("a.log", "2026-01-2372 00:04:00 step {step} loss 0.5", "2026-01-17 00:04:00 step {step} loss 0.5"),
+        ("a.log", "step {step} loss 0.5 eta: 0:00:4294967296", "step {step} loss 0.5 eta: 0:00:24"),
+        ("a.jsonl", '{{"step": {step}, "loss": 12}}', '{{"step": {step}, "loss": 012}}'),
+    ],
+)
+def test_numbers_of_another_length_with_another_meaning_are_not_of_the_form(tmp_path, monkeypatch, name, first, then):
+    path = tmp_path / name
+    path.write_text("".join(f"{form.format(step=step)}\n" for form in (first, then) for step in range(10, 90)))
+    monkeypatch.setattr(log_records, "MAX_RECORDS", 5)
+
+    assert read(path, 10**9, monkeypatch) == read(path, 1, monkeypatch)
+
+
 def test_equal_numbers_are_not_confused():
     """Seconds that are equal to the step in all lines before are not the step."""
     forms = Forms()

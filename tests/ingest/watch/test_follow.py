@@ -223,6 +223,22 @@ async def test_young_log_is_imported_when_its_format_is_certain(watch, replay):
     assert watch.rows() == imported_rows(once, replay.path)
 
 
+async def test_young_log_is_complete_after_a_rotation_and_a_restart(watch, replay):
+    watch.settings = {"settle_seconds": 60.0}
+    lines = [f"iter {number} loss {3 - number / 100:.4f}" for number in range(90)]
+    async with watch.session() as session:
+        replay.write(lines[:50])
+        await session.poll()
+        replay.path.rename(replay.path.with_name("train.log.1"))
+        replay.write(lines[50:80])
+        await session.poll()
+    replay.write(lines[80:])
+    async with watch.session() as session:
+        await session.poll()
+
+    assert [*range(90)] == watch.steps()
+
+
 async def test_log_that_appears_later_is_waited_for(watch, replay, slow_lines):
     async with watch.session() as session:
         await session.poll()

@@ -123,6 +123,16 @@ class _Slot:
             return f"00{number}" if _WHOLE in self.variants else f"00{number}.25"
         return f"-{number}.5" if _DECIMAL in self.variants else f"-{number}"
 
+    def others(self) -> list[str]:
+        """Return other texts of the kind of this slot, of several lengths: two digits may be a part of a time."""
+        texts = [self.text(number, _variant_of(self.sample)) for number in (4711, 4712, 4838)]
+        if self.kind == "clock":
+            rest = self.sample.partition(":")[2]
+            texts += [f"7:{rest}", f"11:{rest}"]
+        if self.kind == "number" and _variant_of(self.sample) == _WHOLE:
+            texts += ["7", "11"]
+        return texts
+
 
 def _fixed(text: str) -> str:
     """Return a regular expression for texts like `text` with other digits."""
@@ -244,8 +254,8 @@ class _Experiment:
     def _is_free(self, place: int) -> bool:
         """Return whether the keys of the document and the other effects do not depend on the slot at `place`."""
         slot, before = self._slot(place), self._parses[0](self._line({}))
-        for number in (4711, 4712, 4838):
-            after = self._parses[0](self._line({place: slot.text(number, _variant_of(slot.sample))}))
+        for text in slot.others():
+            after = self._parses[0](self._line({place: text}))
             if before is None or after is None or _outline(before) != _outline(after):
                 return False
         return True
