@@ -125,6 +125,14 @@ def test_log_that_lost_its_beginning_is_continued(logs, rows, name):
     assert 1 == logs.value("SELECT count(DISTINCT incarnation) FROM scalars")
 
 
+def test_banner_at_the_end_of_one_log_and_the_beginning_of_another(logs):
+    lines = [text_line(*row) for row in numbers(1)][:50]
+    logs.import_again(logs.write("a.log", "".join([*lines, "world size: 8\n"])))
+    other = logs.import_again(logs.write("b.log", "".join(["world size: 8\n", *lines[:20]]).replace(" 10:", " 11:")))
+
+    assert (False, 20, 1) == (other.is_known, other.records, other.attempt)
+
+
 def test_common_beginning_of_two_logs_is_stored_once(logs):
     """A training that resumed at step 50 has copied its log, and writes other values from there on."""
     lines = [text_line(*row) for row in numbers(1)][:100]

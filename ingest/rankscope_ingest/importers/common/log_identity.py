@@ -249,8 +249,13 @@ def _without_beginning(path: Path, known: Sequence[KnownImport]) -> Source | Non
         for number, line in enumerate(file, 1):
             offset += len(line)
             for log, sizes in wanted.get(len(line), ()):
-                size, digest = max(pair for pair in sizes if pair[0] <= offset)
-                if hashlib.sha256(line).hexdigest()[:32] == sizes[0][1] and any(48 <= byte < 58 for byte in line):
+                # One equal line may be a banner of each start of the program.
+                size, digest = max((pair for pair in sizes[1:] or sizes if pair[0] <= offset), default=(0, ""))
+                if (
+                    size
+                    and hashlib.sha256(line).hexdigest()[:32] == sizes[0][1]
+                    and any(48 <= byte < 58 for byte in line)
+                ):
                     with open_log(path) as again:
                         again.seek(offset - size)
                         text = again.read(size)
