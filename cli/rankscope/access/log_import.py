@@ -69,7 +69,7 @@ class ImportResults:
                 f"{path} contains no record in the format {report.source_kind}: `rankscope import {path} --explain` "
                 "prints the detected formats, `--format` selects another one"
             )
-        elif not (report.has_numbers or report.is_known):
+        elif report.records and not (report.has_numbers or report.is_known):
             self.failures.append(
                 f"{path}: no number was found in {report.records:,} records of the format {report.source_kind}"
             )

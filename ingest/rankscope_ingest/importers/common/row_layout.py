@@ -235,17 +235,10 @@ def layout_of(
     used = {*ranks, *times, *ignored, *(key for key, _, _ in named), *([] if step_key is None else [step_key])}
     if not named or used != document.keys() or len(ranks) > 1 or len(times) > 1:
         return None
-    step: int | None = None
-    planned: int | None = None
+    step, planned = (None, None) if step_key is None else _step_and_total(places[step_key])
+    if step_key is not None and step is None:
+        return None
     rank = time = None
-    if step_key is not None:
-        match places[step_key]:
-            case Template("number" | "grouped", (int(place),)):
-                step = place
-            case Template("text", (int(place), "/", int(total))):
-                step, planned = place, total if has_plan else None
-            case _:
-                return None
     constants = {key: float(item.constant) for key, item in template.items if _is_number(item.constant)}
     if ranks and (rank := _place(ranks[0], places[ranks[0]])) is None:
         return None
@@ -265,7 +258,7 @@ def layout_of(
         numbers.append(at)
     return RowLayout(
         step=step,
-        planned=planned,
+        planned=planned if has_plan else None,
         epoch=_place(EPOCH, places[EPOCH]) if EPOCH in places else None,
         rank=rank,
         time=time,
@@ -275,8 +268,18 @@ def layout_of(
         constants=constants,
         aliases=tuple(alias for _, (alias, _), _ in named),
         series=tuple((alias.name, alias.unit, labels) for _, (alias, labels), _ in named),
-        has_first=bool(named) and not isinstance(document[named[0][0]], str),
+        has_first=not isinstance(document[named[0][0]], str),
     )
+
+
+def _step_and_total(template: Template) -> tuple[int | None, int | None]:
+    """Return the slots of the step and of the planned number of steps; None for an absent one."""
+    match template:
+        case Template("number" | "grouped", (int(step),)):
+            return step, None
+        case Template("text", (int(step), "/", int(total))):
+            return step, total
+    return None, None
 
 
 def _is_number(value: Any) -> bool:
