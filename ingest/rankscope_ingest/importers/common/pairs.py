@@ -201,13 +201,18 @@ def has_values(text: str) -> bool:
     return _MARKED.search(text) is not None
 
 
-def parse(text: str, *, is_counted: bool = False) -> Line:
-    """Return the content of a line of a text log. With `is_counted`, the line has counters that `text` has not."""
-    line = Line()
+def _in_pairs(text: str) -> str:
+    """Return `text` with pairs and numbers instead of other forms of them, such as a nested object or a tensor."""
     text = unwrapped(text) if "(" in text else text
     text = _PLACED.sub(r"\g<counter> | \g<name>: ", text) if _PREPOSITIONS.search(text) else text
     text = _NESTED.sub(_items, text) if "{" in text else text
-    text = _RANGE.sub(r"\1: \2, ", text) if "[" in text and "-" in text else text
+    return _RANGE.sub(r"\1: \2, ", text) if "[" in text and "-" in text else text
+
+
+def parse(text: str, *, is_counted: bool = False) -> Line:
+    """Return the content of a line of a text log. With `is_counted`, the line has counters that `text` has not."""
+    line = Line()
+    text = _in_pairs(text)
     first: list[int] = []
 
     def counter(found: re.Match[str]) -> str:
