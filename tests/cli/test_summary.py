@@ -139,7 +139,7 @@ def test_time_for_data_outside_of_the_steps_is_a_share_of_both(in_process, tmp_p
 
 
 def test_log_of_several_ranks_has_the_losses_that_it_shows(in_process, tmp_path):
-    """Of live ranks, the loss of a step is the mean over the ranks."""
+    """The loss of a step of live ranks is the mean over the ranks."""
     path = tmp_path / "train.log"
     path.write_text(
         "".join(f"[rank{rank}]: step {step} loss 2.{9 - step}{rank}\n" for step in (1, 2) for rank in (0, 1))

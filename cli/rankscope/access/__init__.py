@@ -1,1 +1,1 @@
-"""What commands read: stores, logs of other tools, and the service."""
+"""The data that commands read: stores, logs of other tools, and the service."""

@@ -50,7 +50,7 @@ class View(contextlib.AbstractContextManager["View"]):
         """Print one line that remains on the screen."""
 
     def __exit__(self, *_: object) -> None:
-        """Leave what was printed on the screen."""
+        """Leave the printed text on the screen."""
 
 
 def view_for(console: Console) -> View:

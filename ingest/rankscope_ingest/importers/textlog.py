@@ -172,7 +172,7 @@ class Lines(LineParser):
         self._form = _form_of(document, without_colours(line.decode()))
 
     def _context(self) -> Hashable:
-        """Return the state on which the meaning of a line depends, besides its place, without a heading."""
+        """Return the state on which the meaning of a line depends, apart from its place, without a heading."""
         is_shown = self._shown_epoch == self._epoch
         has_place = self._epoch is None, bool(self._counters)
         return has_place, is_shown, self._has_point, self._tables.names, self._boxes.context(), self._sections.context()

@@ -247,7 +247,7 @@ class Log:
 
     @property
     def is_current(self) -> bool:
-        """Whether the store has the current schema version and no unfinished upgrade."""
+        """True if the store has the current schema version and no unfinished upgrade."""
         configuration = self._table.metadata().configuration
         return int(configuration[_VERSION_PROPERTY]) == STORE_VERSION and configuration.get(_UPGRADE_PROPERTY) != _BEGUN
 

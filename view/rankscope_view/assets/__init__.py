@@ -65,7 +65,7 @@ def digest() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileAssets:
-    """The content of a file besides its document: styles, scripts, the logo in base64, and the policy."""
+    """The content of a file apart from its document: styles, scripts, the logo in base64, and the policy."""
 
     sheet: str
     scripts: tuple[str, ...]

@@ -135,7 +135,7 @@ def _diff_command(a: Side, b: Side) -> str:
 
 
 def _evidence(result: Divergence) -> str:
-    """Return the values of the first difference, and what else differs or is equal."""
+    """Return the values of the first difference, and the other values that differ or are equal."""
     first, equal, more = result.first, result.steps_before, result.points_at_first - 1
     assert first is not None
     words = scalar_words(first.tensor) if first.kind == "scalar" else f"{kind_words(first.kind)}, {first.op}"

@@ -174,7 +174,7 @@ def decide(records: Sequence[Record], *, loss: str | None = None) -> Choices:
 
 
 def _has_adapter_rank(records: Sequence[Record]) -> bool:
-    """Return whether the only rank in `records` is above 0 and beside a key of an adapter, or above the others."""
+    """Return whether the only rank in `records` is above 0 and next to a key of an adapter, or above the others."""
     ranks = {record.rank for record in records if record.rank is not None}
     keys = {key.lower() for record in records for key in record.document}
     sizes = [size for record in records if (size := whole(record.document.get(_WORLD_SIZE))) is not None]

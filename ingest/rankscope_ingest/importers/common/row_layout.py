@@ -25,7 +25,7 @@ Series = tuple[str, str | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """How a value of a document is made of the texts in the slots of a line.
+    """The rule by which a value of a document is made of the texts in the slots of a line.
 
     `parts` has literal texts and the numbers of slots. `items` are the templates of the values of a list or an object.
     """

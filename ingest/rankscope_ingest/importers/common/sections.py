@@ -23,7 +23,7 @@ _OTHERS: Final = frozenset((
     "epochs", "set", "results", "result", "metrics", "stage", "model", "the", "on", "mode", "step", "iteration",
     "summary", "statistics", "loss", "losses",
 ))  # fmt: skip
-"""Words that may stand beside the name of the part in a heading."""
+"""Words that may be next to the name of the part in a heading."""
 _OF_TRAINING: Final = frozenset(("learning_rate", "grad_norm", "loss_scale"))
 """Stored names of quantities that an evaluation does not have."""
 
@@ -45,7 +45,7 @@ class Sections:
         self._is_checked = False
 
     def context(self) -> tuple[Any, ...]:
-        """Return the state on which the meaning of a row depends, besides the counters of the row before it."""
+        """Return the state on which the meaning of a row depends, apart from the counters of the row before it."""
         return self._split, bool(self.counters), self._has_training_headings, self._is_checked
 
     def begin(self, text: str) -> bool:
