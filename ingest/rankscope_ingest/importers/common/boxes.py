@@ -10,7 +10,7 @@ from rankscope_ingest.importers.common.pairs import named_value
 from rankscope_ingest.importers.common.values import plain, quantity, seconds
 
 _BARS: Final = "|│┃║"
-_BAR: Final = re.compile(r"[|│┃║]")
+_BAR: Final = re.compile(f"[{_BARS}]")
 _RULE: Final = re.compile(r"[-+=|:─━═┄╌│┃║╭╮╰╯├┤┬┴┼┌┐└┘┏┓┗┛┡┩╇┳┻╋╞╡╪╤╧╔╗╚╝╠╣╦╩╬ ]{3,}")
 _WITHIN: Final = re.compile(r"[├╞╠┡]")
 """A regular expression for the first character of a rule that does not end a box."""

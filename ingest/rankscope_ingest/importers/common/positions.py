@@ -8,15 +8,15 @@ two steps, or if the log has no steps, the positions are numbers of records, aft
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-EPOCH: Final = "epoch"
-LOSS: Final = "loss"
+from rankscope_ingest.importers.common.choices import LOSS
+from rankscope_ingest.importers.common.keys import EPOCH
 
 Integers = npt.NDArray[np.int64]
 
@@ -24,8 +24,8 @@ Integers = npt.NDArray[np.int64]
 class Positions:
     """The axis of one log, from its first record on.
 
-    What the axis of later records depends on is known from earlier ones. Records that are stored together are placed
-    together: the first ones of a log may be placed by a record that follows them.
+    Earlier records determine the axis of later ones. Records that are stored together are placed together: the first
+    ones of a log may be placed by a record that follows them.
     """
 
     def __init__(self, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
