@@ -1,7 +1,6 @@
 """A training without a service: its records are in a local folder, which commands read and import."""
 
 import json
-import signal
 import subprocess
 import time
 
@@ -108,12 +107,18 @@ def test_failure_is_resolved_if_a_later_launch_of_the_folder_completes(tmp_path)
 
 
 def test_killed_training_leaves_its_published_records(tmp_path):
+    records, script = tmp_path / "rankscope-records", tmp_path / "killed.py"
     # The compiled kernel would let step 10 wait, so that the last steps are made faster than records are written.
-    after = "import os; monitor.current(); os.kill(os.getpid(), 9)"
-    done = trained(tmp_path, after, statistics="torch")
+    script.write_text(program("monitor.current(); print('ready', flush=True); time.sleep(600)", statistics="torch"))
+    training = start_script(script, log=tmp_path / "log", RANKSCOPE_SPOOL_DIR=str(records), RANKSCOPE_INGEST_URL="")
+    try:
+        wait_until(lambda: "ready\n" in (tmp_path / "log").read_text())
+        wait_until(lambda: STEPS - 1 <= len(rows(records, LOSSES)))
+    finally:
+        training.kill()
+        training.wait(60.0)
 
-    assert -signal.SIGKILL == done.returncode
-    steps = [row["step"] for row in rows(tmp_path / "rankscope-records", LOSSES)]
+    steps = [row["step"] for row in rows(records, LOSSES)]
     assert list(range(1, len(steps) + 1)) == steps
     assert STEPS - 1 <= len(steps)
 
