@@ -223,10 +223,12 @@ def scrapes(*moments):
 
 
 def test_dump_of_several_runs_becomes_samples(logs):
-    text = "".join(f'rankscope_loss{{run="{run}",rank="0"}} 1 1700000000\n' for run in "ab")
-    logs.import_log(logs.write("dump.txt", text))
+    series = [f'rankscope_loss{{run="{run}",rank="0",instance="h:1"}}' for run in "ab"]
+    logs.import_log(logs.write("dump.txt", "".join(f"{name} 1 1700000000\n" for name in series)))
+    samples = [("h:1", "rankscope_loss", f'{{"rank":"0","run":"{run}"}}') for run in "ab"]
 
-    assert (0, 2) == (logs.value("SELECT count(*) FROM scalars"), logs.value("SELECT count(*) FROM samples"))
+    assert 0 == logs.value("SELECT count(*) FROM scalars")
+    assert samples == [(*row.values(),) for row in logs.query("SELECT target, metric, labels FROM samples ORDER BY 3")]
     assert "metrics of 2 runs (a, b)" in logs.value("SELECT reason FROM runs")
 
 

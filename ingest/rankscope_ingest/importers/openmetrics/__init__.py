@@ -300,7 +300,7 @@ class Pivot:
         """Return the rows of the dataset `scalars`, oldest first."""
         values = (
             "SELECT id, line, ts, value, coalesce(rank, -1) AS rank_key, "
-            "rank, name, unit, labels, vpp_stage, micro_step "
+            "rank, name, unit, scalar_labels AS labels, vpp_stage, micro_step "
             f"FROM samples JOIN series USING (id) WHERE role = '{SeriesRole.SCALAR}'"
         )
         once = "" if self.is_export else _ONCE.format(same="(step, value)", series="id")

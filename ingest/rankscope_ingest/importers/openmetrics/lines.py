@@ -7,11 +7,10 @@ formats are accepted; dumps quote strings as Go does.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.metrics import catalogue
@@ -171,12 +170,13 @@ class SeriesColumns:
     The role selects the dataset of the rows, or states which fact about other series the values are.
     """
 
-    role: SeriesRole
+    role: SeriesRole = SeriesRole.SAMPLE
     run: str | None = None
     rank: int | None = None
     metric: str = ""
     target: str = ""
-    labels: str | None = None
+    labels: str | None = None  # of the series, without the instance
+    scalar_labels: str | None = None
     name: str | None = None
     unit: str | None = None
     kind: str | None = None
@@ -193,63 +193,64 @@ class SeriesColumns:
 def series_columns(metric: str, labels: dict[str, str]) -> SeriesColumns:
     """Return the role (dataset, or fact about other series) and the column values of a series.
 
-    A series of a Rankscope metric in an unknown form is stored in the dataset `samples`.
+    A series of a Rankscope metric in an unknown form is stored in the dataset `samples`, and so is each series of a
+    file with several runs: the name and the labels are known for all.
     """
-    is_own = metric.startswith("rankscope_")
-    if is_own and "run" in labels:
-        with contextlib.suppress(ValueError):  # a label that is no number
-            if (found := _own_series(metric, labels)) is not None:
-                return found
-    rest = {name: value for name, value in labels.items() if name != "instance"}
-    return SeriesColumns(
-        role=SeriesRole.SAMPLE,
+    series = SeriesColumns(
         metric=metric,
         target=labels.get("instance", ""),
-        labels=canonical_labels(rest),
-        run=labels.get("run") if is_own else None,
+        labels=canonical_labels({name: value for name, value in labels.items() if name != "instance"}),
     )
+    if not metric.startswith("rankscope_") or "run" not in labels:
+        return series
+    series = replace(series, run=labels["run"])
+    try:
+        return replace(series, rank=_whole(labels, "rank", lowest=0), **_own_columns(metric, labels))
+    except ValueError:  # a label that is no number
+        return series
 
 
-def _own_series(metric: str, labels: dict[str, str]) -> SeriesColumns | None:
-    common: dict[str, Any] = {"run": labels["run"], "rank": _whole(labels, "rank", lowest=0)}
+def _own_columns(metric: str, labels: dict[str, str]) -> dict[str, Any]:
     roles = {
         catalogue.STEP.name: SeriesRole.STEP,
         names.ATTEMPT: SeriesRole.ATTEMPT,
         names.EXPORT_INFO: SeriesRole.EXPORT,
     }
     if metric in roles:
-        return SeriesColumns(role=roles[metric], **common)
+        return {"role": roles[metric]}
     if metric == catalogue.KIND_STEP.name:
-        return SeriesColumns(role=SeriesRole.KIND_STEP, kind=labels.get("kind"), **common)
+        return {"role": SeriesRole.KIND_STEP, "kind": labels.get("kind")}
     if metric in {catalogue.TENSOR_VALUE.name, catalogue.TENSOR_BASELINE.name}:
-        return _tensor(labels, common, is_baseline=metric == catalogue.TENSOR_BASELINE.name)
+        return _tensor(labels, is_baseline=metric == catalogue.TENSOR_BASELINE.name)
     scalar = names.read_scalar(metric, labels)
     if scalar is None:
-        return None
-    stages: dict[str, Any] = {name: _whole(labels, name) for name in names.STAGE_EXTRAS}
-    return SeriesColumns(
-        role=SeriesRole.SCALAR, name=scalar.name, unit=scalar.unit, labels=scalar.labels, **common, **stages
-    )
+        return {}
+    stages = {name: _whole(labels, name) for name in names.STAGE_EXTRAS}
+    return {
+        "role": SeriesRole.SCALAR,
+        "name": scalar.name,
+        "unit": scalar.unit,
+        "scalar_labels": scalar.labels,
+        **stages,
+    }
 
 
-def _tensor(labels: dict[str, str], common: dict[str, Any], *, is_baseline: bool) -> SeriesColumns | None:
+def _tensor(labels: dict[str, str], *, is_baseline: bool) -> dict[str, Any]:
     op = labels.get("op", "") + (names.BASELINE_SUFFIX if is_baseline else "")
     known = {op + names.BASELINE_SUFFIX for op in names.BASELINES_SHOWN} if is_baseline else {*VALUE_OPS, *COUNT_OPS}
     if op not in known or not {"kind", "tensor"} <= set(labels) or not set(labels) <= _TENSOR_LABELS:
-        return None
+        return {}
     placement = labels.get("placement", PLACEMENT)
-    numbers: dict[str, Any] = {name: _whole(labels, name) for name in ("index", "vpp_stage", "micro_step")}
-    return SeriesColumns(
-        role=SeriesRole.TENSOR,
-        kind=labels["kind"],
-        tensor=labels["tensor"],
-        op=op,
-        placement=None if placement == NULL else placement,
-        shard_group=labels.get("shard_group"),
-        call_seq=_whole(labels, "call_seq", bound=1 << 63),
-        **numbers,
-        **common,
-    )
+    return {
+        "role": SeriesRole.TENSOR,
+        "kind": labels["kind"],
+        "tensor": labels["tensor"],
+        "op": op,
+        "placement": None if placement == NULL else placement,
+        "shard_group": labels.get("shard_group"),
+        "call_seq": _whole(labels, "call_seq", bound=1 << 63),
+        **{name: _whole(labels, name) for name in ("index", "vpp_stage", "micro_step")},
+    }
 
 
 def _whole(labels: dict[str, str], name: str, *, lowest: int = -_INT32, bound: int = _INT32) -> int | None:
