@@ -37,18 +37,19 @@ from rankscope_ingest.importers.common.importer import (
     ImportedBlock,
     ImportedRun,
     Importer,
+    ImportReport,
     Options,
 )
 from rankscope_ingest.importers.common.lines import open_log, readable, refuse_binary, skip_hole
-from rankscope_ingest.importers.common.live_run import is_live, live_runs
 from rankscope_ingest.importers.common.log_identity import (
     KnownImport,
+    is_live,
     is_shorter,
     known_imports,
     known_imports_of,
+    live_runs,
     stream_of,
 )
-from rankscope_ingest.importers.common.report import ImportReport
 from rankscope_ingest.importers.common.rules import IMPORT_RULES
 from rankscope_ingest.importers.common.runner import (
     NO_END,
@@ -60,8 +61,8 @@ from rankscope_ingest.importers.common.runner import (
     source_of,
     stored_scalars,
 )
-from rankscope_ingest.importers.newer_log import newer_log
 from rankscope_ingest.importers.textlog import nearest_miss
+from rankscope_ingest.importers.trainer_state import newer_log
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.schema import conform

@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.choices import is_typical
+from rankscope_ingest.importers.common.decisions import is_typical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown
+from rankscope_ingest.importers.common.log_names import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
+from rankscope_ingest.importers.common.records import NAMES, opened
 from rankscope_ingest.importers.common.values import plain, quantity, whole
-from rankscope_ingest.importers.common.wrapped import NAMES, opened
 
 _TWO_COLUMNS: Final = ("step", "loss")
 _METRIC_FILE: Final = re.compile(r"\d{13} [-+.\w]{1,30} \d{1,15}")

@@ -1,8 +1,8 @@
 """Import logs that have one object per line, as JSON or as the `repr` of a Python dictionary.
 
 Examples: `{"step": 10, "loss": 2.07}`, `{'loss': 2.07, 'epoch': 0.1}`, `[INFO:swift] {'loss': 2.07}`. The module
-`common.objects` converts an object to a record. If the first record of a log is a JSON line, printed dictionaries in
-the same log are assumed to repeat the same steps. They are counted as unreadable lines, like lines without an object.
+`common.object_reader` converts an object to a record. If the first record of a log is a JSON line, printed dictionaries
+in the same log are assumed to repeat the same steps. They are counted as unreadable, like lines without an object.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope_ingest.importers.common.bars import Bars
-from rankscope_ingest.importers.common.choices import is_typical
+from rankscope_ingest.importers.common.decisions import is_typical
 from rankscope_ingest.importers.common.forms import Match, Reading
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.keys import Role, role_of
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
+from rankscope_ingest.importers.common.log_names import Role, role_of
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import has_values, parse
+from rankscope_ingest.importers.common.records import opened, place_of, text_in
 from rankscope_ingest.importers.common.values import DECODER, number, standard_numbers
-from rankscope_ingest.importers.common.wrapped import opened, place_of, text_in
 from rankscope_ingest.importers.textlog import Lines
 
 MAX_CHARACTERS: Final = 65_536

@@ -9,7 +9,7 @@
     Epoch: [0]  [ 260/400]  eta: 0:04:26  loss: 2.04 (2.24)         torchvision
     Epoch 1, Loss: 0.68, Val Loss: 0.69                             a script that prints a line per epoch
 
-The module `common.pairs` splits a line into counters and pairs of a name and a value. `common.choices` decides which
+The module `common.pairs` splits a line into counters and pairs of a name and a value. `common.decisions` decides which
 counter is the step. A line without a counter is read after the first record, if it contains nothing but pairs, such as
 the loss of an evaluation. Other lines are counted, but not stored.
 """
@@ -25,11 +25,9 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.bars import states
-from rankscope_ingest.importers.common.boxes import Boxes
-from rankscope_ingest.importers.common.choices import is_typical
+from rankscope_ingest.importers.common.decisions import is_typical
 from rankscope_ingest.importers.common.forms import Match, Reading
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
 from rankscope_ingest.importers.common.lines import (
     is_binary,
     is_settled,
@@ -37,17 +35,11 @@ from rankscope_ingest.importers.common.lines import (
     shown,
     without_colours,
 )
-from rankscope_ingest.importers.common.log_names import canonical
+from rankscope_ingest.importers.common.log_names import EPOCH, Role, canonical, role_of
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
-from rankscope_ingest.importers.common.pairs import Line, parse, records_on
+from rankscope_ingest.importers.common.pairs import Line, in_english, line_of, match_of, parse, pattern_of, records_on
 from rankscope_ingest.importers.common.sections import Sections
-from rankscope_ingest.importers.common.shapes import (
-    Tables,
-    in_english,
-    line_of,
-    match_of,
-    pattern_of,
-)
+from rankscope_ingest.importers.common.tables import Boxes, Tables
 
 MAX_LINE_CHARACTERS: Final = 8192
 

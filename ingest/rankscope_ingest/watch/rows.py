@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import EventType
-from rankscope_ingest.importers.common.choices import TRAINING_NAMES
+from rankscope_ingest.importers.common.decisions import TRAINING_NAMES
 
 KEPT_ROWS: Final = 5_000
 """Number of rows of the latest attempt over which the median of the step time is calculated."""

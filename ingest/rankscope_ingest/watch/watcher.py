@@ -15,8 +15,8 @@ import tenacity
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.importers.common.importer import unkept_notes
 from rankscope_ingest.importers.common.log_identity import has_equal_beginning, stored_path
-from rankscope_ingest.importers.common.report import unkept_notes
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.watch.anomalies import LogAnomalies

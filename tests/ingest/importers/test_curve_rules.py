@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rankscope_contract.rules.curve import CurveRule, SeriesEvaluator
 from rankscope_ingest.importers.common.rules import IMPORT_RULES, CurveEvaluator
-from rankscope_ingest.importers.common.step_streams import StepStreams
+from rankscope_ingest.importers.common.steps import StepStreams
 from rankscope_ingest.importers.common.values import micros, number, quantity, whole
 
 CURVE_RULES = tuple(rule for rule in IMPORT_RULES if isinstance(rule, CurveRule))

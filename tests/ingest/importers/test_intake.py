@@ -26,7 +26,7 @@ from rankscope_ingest.importers import (
     run_name,
 )
 from rankscope_ingest.importers.common.importer import block_of
-from rankscope_ingest.importers.common.numbering import Numbering
+from rankscope_ingest.importers.common.positions import Numbering
 from rankscope_ingest.importers.common.rules import RuleEvaluator
 from rankscope_storage.base.errors import StoreError
 

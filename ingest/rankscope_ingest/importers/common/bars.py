@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.choices import is_of_training
-from rankscope_ingest.importers.common.keys import BAR, Role, role_of
-from rankscope_ingest.importers.common.shapes import EVALUATION_MARK, match_of
+from rankscope_ingest.importers.common.decisions import is_of_training
+from rankscope_ingest.importers.common.log_names import BAR, Role, role_of
+from rankscope_ingest.importers.common.pairs import EVALUATION_MARK, match_of
 
 _BAR: Final = re.compile(
     r"\d{1,3}%\|[^\r|]{0,400}\|\s{0,20}(?P<step>\d{1,15})/(?P<planned>\d{1,15}) "

@@ -1,7 +1,8 @@
-"""The interface of importers: detection of a format, imported records and blocks of records, and unreadable lines."""
+"""The interface of importers: detection of a format, blocks of records, unreadable lines, and the report."""
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,7 +137,7 @@ class Options:
     year: int | None = None
     """The year of times without a year, if the log contains no complete date."""
     pattern: tuple[str, ...] = ()
-    """Regular expressions for lines of a text log; `shapes` describes the names of their groups."""
+    """Regular expressions for lines of a text log; `pairs.line_of` describes the names of their groups."""
 
     def given(self) -> list[str]:
         """Return the names of the options that the user has given."""
@@ -347,3 +348,59 @@ def _coded(texts: Sequence[str | None], places: npt.NDArray[np.int32]) -> pa.Dic
     distinct = list(dict.fromkeys(text for text in texts if text is not None))
     codes = np.array([-1 if text is None else distinct.index(text) for text in texts], np.int32)[places]
     return pa.DictionaryArray.from_arrays(pa.array(codes, mask=codes < 0), pa.array(distinct, pa.string()))
+
+
+_SHOWN_NAMES: Final = 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ImportReport:
+    """The result of an import. `rows_stored` counts only rows that were not stored before."""
+
+    run: str
+    source_kind: str
+    records: int
+    rows_stored: int
+    last_step: int | None
+    malformed: int
+    faults: tuple[Fault, ...]
+    notes: tuple[str, ...] = ()
+    """Messages to the user that concern the whole log and not a single line."""
+    passed_over: int = 0
+    anomalies: int = 0
+    attempts: int = 0
+    state: str | None = None
+    reason: str | None = None
+    is_known: bool = False
+    """True if an earlier import has read the log, even if the log has grown since then."""
+    imported_from: str | None = None
+    """Value of the label that distinguishes the scalars of the log from those that ranks of the run reported.
+
+    None if no rank of the run has reported.
+    """
+    left_out: int = 0
+    """Number of rows of the log that are not stored, because they could not be distinguished from rows of ranks."""
+    has_numbers: bool = True
+    """True if a record that this import has read contains a number."""
+    attempt: int = 0
+    """The rows of attempt 0 of the log are stored with this attempt number of the run."""
+    branches_from: str | None = None
+    """Path of an earlier imported log that has the same beginning as this log, but differs from it later.
+
+    None if there is no such earlier log.
+    """
+    first_step: int | None = None
+    """Step of the first record in which this log differs from the log at `branches_from`, if that path is set."""
+    is_unchanged: bool = False
+    """True if the log was not read, because it has not changed since its last import."""
+    unkept: tuple[str, ...] = ()
+    """Names of the numbers that are not stored."""
+    is_replacement: bool = False
+    """True if the last import from this path read another log. That log was rotated or truncated since then."""
+
+
+def unkept_notes(names: Sequence[str]) -> list[str]:
+    """Return a message with the first 20 of `names`, the numbers that are not stored; an empty list without names."""
+    more = len(names) - _SHOWN_NAMES
+    shown = ", ".join(names[:_SHOWN_NAMES])
+    return [f"not kept: {shown}{f' and {more:,} more' if more > 0 else ''}"] if names else []

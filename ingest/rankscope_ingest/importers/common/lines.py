@@ -16,8 +16,8 @@ from typing import IO, Any, BinaryIO, Final
 
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.dates import FORM
 from rankscope_ingest.importers.common.importer import SETTLED_SECONDS, Faults
+from rankscope_ingest.importers.common.values import FORM
 
 MAX_LINE_BYTES: Final = 1 << 20
 SHOWN_CHARACTERS: Final = 60

@@ -1,6 +1,6 @@
 """Convert the lines of a log to records, and decide over the first records which counter is the step.
 
-Each importer parses its own lines and returns the objects on them. The module `objects` converts these objects to
+Each importer parses its own lines and returns the objects on them. The module `object_reader` converts these objects to
 records. Lines that report a failure become events.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.choices import MAX_BYTES, MAX_RECORDS, Choices
-from rankscope_ingest.importers.common.dates import FORM, Dates, decide_dates
+from rankscope_ingest.importers.common.decisions import MAX_BYTES, MAX_RECORDS, Choices, Dates, decide_dates
 from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
 from rankscope_ingest.importers.common.forms import Form, Forms, Match
 from rankscope_ingest.importers.common.importer import (
@@ -32,9 +31,9 @@ from rankscope_ingest.importers.common.lines import (
     sample_lines,
     without_colours,
 )
-from rankscope_ingest.importers.common.objects import ObjectReader
+from rankscope_ingest.importers.common.object_reader import ObjectReader
 from rankscope_ingest.importers.common.records import Record
-from rankscope_ingest.importers.common.values import micros
+from rankscope_ingest.importers.common.values import FORM, micros
 
 RUN_ROWS: Final = 4096
 """Maximum number of rows that are added together."""

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.choices import AVERAGE
-from rankscope_ingest.importers.common.keys import BATCH, COUNTER_NAME, EPOCH, Role, role_of
+from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.decisions import AVERAGE
 from rankscope_ingest.importers.common.lines import prefix_fields
-from rankscope_ingest.importers.common.log_names import UNITS, canonical, is_known
-from rankscope_ingest.importers.common.values import MULTIPLES, NUMBER, plain, quantity
+from rankscope_ingest.importers.common.log_names import (
+    BATCH,
+    COUNTER_NAME,
+    EPOCH,
+    UNITS,
+    Role,
+    canonical,
+    is_known,
+    role_of,
+)
+from rankscope_ingest.importers.common.values import MULTIPLES, NUMBER, plain, quantity, whole
 
 _COUNT: Final = r"(?:\d{1,3}(?:,\d{3})+|\d{1,15})"
 
@@ -444,3 +454,115 @@ def unwrapped(text: str) -> str:
         parts += [text[at : found.start()], found[1]]
         at = end
     return "".join([*parts, text[at:]])
+
+
+EVALUATION: Final = "evaluation"
+"""Name of a group that begins an evaluation, which has the counters of the record before it."""
+
+EVALUATION_MARK: Final = "[eval] "
+"""The beginning of a rewritten line of an evaluation."""
+
+_PLANS: Final = {"step": "total", "batch": "batches", "epoch": "epochs"}
+_COUNTERS: Final = {*_PLANS, *_PLANS.values()}
+
+# Logs of these tools are in `docs/tools.toml`. "^" is matched: a search would try each position of the text.
+_PATTERNS: Final = (
+    rf"^(?P<step>\d{{1,15}}) train (?P<loss>{NUMBER})$",  # build-nanogpt
+    rf"^(?P<step>\d{{1,15}}) val (?P<val_loss>{NUMBER})$",
+    # Keras
+    r"^(\d+)/\1 (?:\[=*\]|━+|- \d+m?s)[\s-]*(?:\d+m?s\s+)?(?:\d+[mun]?s/(?:step|epoch))?[\s-]*",
+    rf"^(?P<epoch>\d{{1,9}})\|(?P<step>\d{{1,15}})\|Loss: (?P<loss>{NUMBER}).*$",  # torchtune
+    r"^\[(?:batch|ba|iteration|iter)=(?P<step>\d{1,15})(?:/(?P<total>\d{1,15}))?\]:?$",  # Composer
+    r"^\[epoch=(?P<epoch>\d{1,9})(?:/\d+)?\]\[batch=(?P<batch>\d{1,15})(?:/(?P<batches>\d{1,15}))?\]:?$",
+    r"^\[Eval batch=\d+/\d+\] (?P<evaluation>Eval) on .{0,80} data:$",
+    r"^\[(?P<step>\d{1,15})\]\t",  # XGBoost, LightGBM
+    rf"^(?P<step>\d{{1,15}}):\tlearn: (?P<loss>{NUMBER})",  # CatBoost
+    # Darknet
+    rf"^(?P<step>\d{{1,15}}): (?P<loss>{NUMBER}), (?P<avg_loss>{NUMBER}) avg(?: loss)?, (?P<lr>{NUMBER}) rate",
+    rf"^Train loss (?P<step>\d{{1,15}}) (?P<loss>{NUMBER})(?= Grad Norm)",  # Tacotron 2
+    rf"^Validation loss (?P<step>\d{{1,15}}): +(?P<val_loss>{NUMBER})",
+    r"^\[(?P<step>\d{1,15}) \| (?P<elapsed>\d+\.\d+)\]",  # gpt-2-simple
+    r"TRAIN Batch (?P<epoch>\d{1,9})/(?P<batch>\d{1,15})|(?P<evaluation>CV) Batch \d{1,9}/\d{1,15}",  # WeNet
+    # timm
+    (
+        r"Train:\s+(?P<epoch>\d{1,9})(?:/\d{1,9} \(\s*\d+%\))? "
+        r"\[\s*(?P<batch>\d{1,15})/(?P<batches>\d{1,15}) \(\s*\d+%\)\]"
+    ),
+    r"(?<=: )(?P<epoch>\d{1,9})epoch:train:\d{1,15}-(?P<batch>\d{1,15})batch: ",  # ESPnet
+    # Levanter
+    (
+        r"Progress on:train (?P<step>\d{1,15})(?:\.\d)?it/(?P<total>\d{1,15})(?:\.\d)?it "
+        r"rate:(?P<rate>\S{1,20}) remaining:(?P<remaining>\S{1,20}) elapsed:(?P<elapsed>\S{1,20}) postfix:"
+    ),
+)
+_MATCHES: Final = [re.compile(text).match if text[0] == "^" else re.compile(text).search for text in _PATTERNS]
+
+
+def match_of(text: str) -> re.Match[str] | None:
+    """Return the match of the pattern of a tool in `text`, or None."""
+    return next((found for match in _MATCHES if (found := match(text))), None)
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """Return the compiled `--pattern` of a user. Raises IngestError if it is invalid or names no quantity."""
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise IngestError(f"--pattern {text!r} is no regular expression: {error}") from error
+    if not pattern.groupindex.keys() - _COUNTERS:
+        raise IngestError(f"--pattern {text!r} names no quantity: add a group such as `(?P<loss>[0-9.]+)`")
+    return pattern
+
+
+def line_of(found: re.Match[str], counters: Mapping[str, Any]) -> Line:
+    """Return the counters and the quantities in the groups of `found` and in the text around it.
+
+    `counters` are those of the record before the line. Two underscores in the name of a group become a slash.
+    """
+    groups = {name: value for name, value in found.groupdict().items() if value is not None}
+    line = parse(f"{found.string[: found.start()]}| {found.string[found.end() :]}".strip(), is_counted=True)
+    if groups.pop(EVALUATION, None):
+        line.prefix["split"] = "eval"
+        line.counters = {**counters, **line.counters}
+    for name, plan in _PLANS.items():
+        count, total = (whole(groups.pop(group, "")) for group in (name, plan))
+        if count is not None and name == EPOCH:
+            line.counters[EPOCH] = float(count)
+        elif count is not None:
+            line.counters[BATCH if name == "batch" else name] = f"{count}/{total}" if total else count
+    line.has_point |= any("." in text for text in groups.values())
+    line.pairs = dict(named_value(name.replace("__", "/"), text) for name, text in groups.items()) | line.pairs
+    return line
+
+
+_CHINESE: Final = {
+    "训练损失": "train_loss", "验证损失": "val_loss", "测试损失": "test_loss", "平均损失": "avg_loss",
+    "损失值": "loss", "损失": "loss", "学习率": "lr", "梯度范数": "grad_norm",
+    "全局步数": "global_step", "训练步数": "step", "步数": "step", "步骤": "step", "迭代次数": "iter",
+    "迭代": "iter", "训练轮次": "epoch", "训练轮数": "epoch", "轮次": "epoch", "轮数": "epoch",
+    "周期": "epoch", "验证准确率": "val_accuracy", "准确率": "accuracy", "困惑度": "perplexity",
+    "吞吐量": "throughput", "吞吐": "throughput", "剩余时间": "eta", "耗时": "step_time",
+    "用时": "step_time", "显存": "memory", "样本/秒": "samples/s", "毫秒": "ms", "秒": "s",
+}  # fmt: skip
+_IS_CHINESE: Final = re.compile(r"[\u4e00-\u9fff，；（）＝]")
+_WORDS: Final = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
+_ORDINAL: Final = re.compile(
+    r"第\s*(\d{1,15})\s*(?:/\s*(\d{1,15})\s*)?(?:个\s*)?"
+    r"(步|轮|周期|迭代|epoch|step)",
+    re.IGNORECASE,
+)
+_ORDINALS: Final = {"步": "step", "step": "step", "迭代": "iter"}
+_MARKS: Final = str.maketrans("，；（）＝", ",;()=")
+
+
+def in_english(text: str) -> str:
+    """Return `text` with the English names of Chinese counters and quantities, such as `第 10 步，损失：2.3`."""
+    if not _IS_CHINESE.search(text):
+        return text
+    text = _ORDINAL.sub(_ordinal, text.translate(_MARKS))
+    return _WORDS.sub(lambda found: f" {_CHINESE[found[0]]} ", text)
+
+
+def _ordinal(found: re.Match[str]) -> str:
+    name = _ORDINALS.get(found[3].lower(), EPOCH)
+    return f" {name} {found[1]}{f'/{found[2]}' if found[2] else ''} "

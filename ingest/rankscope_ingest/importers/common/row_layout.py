@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope_ingest.importers.common.keys import EPOCH, Named, Role, role_of
-from rankscope_ingest.importers.common.log_names import Alias
+from rankscope_ingest.importers.common.log_names import EPOCH, Alias, Named, Role, role_of
 from rankscope_ingest.importers.common.values import micros, plain, quantity, seconds
 
 Series = tuple[str, str | None, str | None]

@@ -30,7 +30,7 @@ from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.rules import AnomalyRule
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
-from rankscope_ingest.importers.common.choices import Choices
+from rankscope_ingest.importers.common.decisions import Choices
 from rankscope_ingest.importers.common.importer import (
     Checkpoint,
     Faults,
@@ -38,10 +38,11 @@ from rankscope_ingest.importers.common.importer import (
     ImportedBlock,
     ImportedRun,
     Importer,
+    ImportReport,
     Options,
+    unkept_notes,
 )
 from rankscope_ingest.importers.common.lines import readable
-from rankscope_ingest.importers.common.live_run import kept_apart, label_of
 from rankscope_ingest.importers.common.log_identity import (
     Extents,
     KnownImport,
@@ -50,6 +51,8 @@ from rankscope_ingest.importers.common.log_identity import (
     identify,
     is_shorter,
     is_unchanged,
+    kept_apart,
+    label_of,
     marks,
     overlapping,
     stored_path,
@@ -57,9 +60,7 @@ from rankscope_ingest.importers.common.log_identity import (
     tails,
     with_common_beginning,
 )
-from rankscope_ingest.importers.common.numbering import Numbering
-from rankscope_ingest.importers.common.positions import Positions
-from rankscope_ingest.importers.common.report import ImportReport, overlap_notes, unchanged_report, unkept_notes
+from rankscope_ingest.importers.common.positions import Numbering, Positions
 from rankscope_ingest.importers.common.resume import decoded, encoded
 from rankscope_ingest.importers.common.rules import IMPORT_RULES, RuleEvaluator
 from rankscope_storage.api.store import Batch, Commit
@@ -199,7 +200,7 @@ def import_records(
     unchanged = (log for log in known or () if log.kind == importer.name and is_unchanged(path, log))
     if (last := next(unchanged, None)) is not None:
         _check_choices(path, last, options)
-        return unchanged_report(run, last)
+        return _unchanged_report(run, last)
     source = source_of(path, run, importer, known or (), stored)
     _check_choices(path, source.before, options)
     others = tuple(log for log in known or () if log.kind == importer.name and log.incarnation != source.incarnation)
@@ -271,7 +272,7 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
             *faults.notes,
             *_step_notes(source.before, faults),
             *unkept_notes([f"{name} ({count:,})" for name, count in faults.unkept.most_common()]),
-            *overlap_notes(intake.overlap),
+            *_overlap_notes(intake.overlap),
         ),
         passed_over=faults.passed_over,
         anomalies=intake.anomalies,
@@ -287,6 +288,33 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         has_numbers=intake.has_numbers,
         is_replacement=source.replaced is not None,
         unkept=tuple(faults.unkept),
+    )
+
+
+def _overlap_notes(overlap: KnownImport | None) -> list[str]:
+    """Return a message that a new log may contain the same steps as `overlap`, a log that was imported before.
+
+    Return an empty list if `overlap` is None.
+    """
+    if overlap is None:
+        return []
+    shown = "if both contain a scalar at a step, the value that was imported last is shown"
+    return [f"has steps of the same time and ranks as {overlap.path}, so both are one attempt; {shown}"]
+
+
+def _unchanged_report(run: str, before: KnownImport) -> ImportReport:
+    """Return the report about a log that is not read again, from the facts about its last import."""
+    return ImportReport(
+        run=run,
+        source_kind=before.kind,
+        records=before.records,
+        rows_stored=0,
+        last_step=max((end.step for end in before.ends.values() if end.step is not None), default=None),
+        malformed=before.malformed,
+        faults=(),
+        is_known=True,
+        is_unchanged=True,
+        imported_from=before.imported_from,
     )
 
 

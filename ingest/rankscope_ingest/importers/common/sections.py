@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.keys import EPOCH
-from rankscope_ingest.importers.common.log_names import canonical
+from rankscope_ingest.importers.common.log_names import EPOCH, canonical
 from rankscope_ingest.importers.common.pairs import Line
 
 _MAX_CHARACTERS: Final = 80

@@ -69,6 +69,14 @@ _LAST_TIME: Final = 4.1e9
 _LARGEST_STEP: Final = 1 << 53
 
 
+FORM: Final = re.compile(
+    r"(?<![\w./-])(?:[IWEF](?P<compact>\d{3,4})|(?P<date>\d{1,2}/\d{1,2}(?:/(?:\d{4}|\d{2}))?"
+    r"|\d{2}-\d{2}-\d{2}|\d{1,2}\.\d{1,2}\.(?:\d{4}|\d{2}))),? "
+    r"(?P<clock>\d{2}:\d{2}:\d{2})(?:[.,](?P<fraction>\d{1,9}))?(?![\d:])"
+)
+"""A regular expression for a time without a year, or with an ambiguous order of day and month."""
+
+
 def number(value: Any) -> float | None:
     """Return a JSON number as a float, or ±Inf if it is out of range.
 

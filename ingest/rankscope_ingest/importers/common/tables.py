@@ -1,12 +1,13 @@
-"""Read tables with lines between their cells: boxes of names and numbers, and tables with a heading, as in Markdown."""
+"""Read the tables within a text log: boxes and rows with bars between their cells, and columns of several blanks."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.keys import EPOCH, Role, role_of
-from rankscope_ingest.importers.common.pairs import named_value
+from rankscope_ingest.importers.common.log_names import EPOCH, Role, role_of
+from rankscope_ingest.importers.common.pairs import EVALUATION_MARK, named_value
 from rankscope_ingest.importers.common.values import plain, quantity, seconds
 
 _BARS: Final = "|│┃║"
@@ -89,3 +90,79 @@ def _number(cell: str) -> Any:
     number = plain(cell)
     is_text = isinstance(number, str) and not (_FRACTION.fullmatch(cell) or quantity(cell) or seconds(cell) is not None)
     return None if is_text else number
+
+
+_HEADING: Final = re.compile(
+    r"^\s*#?\s*(?:(?:epoch|step|iter(?:ation)?|class)(?: \([^()]{1,20}\))?\s{2,}[A-Za-z]|E\s{2,}#\s)", re.IGNORECASE
+)
+_HEADING_CELL: Final = re.compile(r"#|[A-Za-z_][\w./()@:%+ -]{0,80}:?")
+_SHORT_NAMES: Final = {"E": EPOCH, "#": "step"}  # of spaCy
+_BAR_BEHIND: Final = re.compile(r":\s+(?P<percent>\d{1,3})%.*$")
+_CELL: Final = re.compile(
+    r"[-+]?[\d.]+(?:e[-+]?\d+)?(?:[KMGTBm%]| ?m?s)?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?"
+    r"|\d+ [dhm] \d+ [hms]|\[[-+.\de, ]*\]",
+    re.IGNORECASE,
+)
+_IN_BRACKETS: Final = re.compile(r" \([^()]*\)$")
+_ASIDE: Final = re.compile(rf"{_IN_BRACKETS.pattern}| (?=[KMGTB]$)|(?<=[dhm]),")
+"""A regular expression for the parts of a cell such as `10 (0.5%)`, `12.5 M` or `41 m, 8 s` that are left out."""
+_OF_ALL: Final = "all"
+_FEWEST_CELLS: Final = 3
+
+
+class Tables:
+    """The tables within one text log, such as those of Ultralytics and fastai.
+
+    The heading of a table begins with `epoch`, `step` or `class`, and its cells are separated by several blanks. A row
+    has as many cells as the heading.
+    """
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        """The names of the cells of the current table."""
+
+    def row(self, line: str, counters: Mapping[str, Any]) -> str | None:
+        """Return a row of the current table with the names of its cells; None if `line` is no row.
+
+        `counters` are those of the record before it, which a row without a counter has.
+        """
+        if _HEADING.match(line):
+            self._begin(_BAR_BEHIND.sub("", line))
+            return None
+        if not self.names:
+            return None
+        bar = _BAR_BEHIND.search(line)
+        if bar and bar["percent"] != "100":
+            return None
+        text = _BAR_BEHIND.sub("", line).strip()
+        cells = text.split()
+        if len(cells) != len(self.names):  # a cell may have blanks
+            cells = [_ASIDE.sub("", cell) for cell in _COLUMNS.split(text)]
+        if len(cells) != len(self.names):
+            return None
+        is_summary = self.names[0].lower() == "class"
+        values = cells[1:] if is_summary else cells
+        if (is_summary and cells[0] != _OF_ALL) or not all(map(_CELL.fullmatch, values)):
+            return None
+        if is_summary:
+            known = "".join(f"{name} {int(v) if name == EPOCH else v} " for name, v in counters.items())
+            return f"{EVALUATION_MARK}{known}| " + _listed(self.names[1:], values)
+        return f"{self.names[0]} {values[0]} | " + _listed(self.names[1:], values[1:])
+
+    def _begin(self, heading: str) -> None:
+        """Begin the table with this heading. In `Box(P  R  mAP50)`, the cells are named Box/P, Box/R and Box/mAP50."""
+        parts = _COLUMNS.split(heading.lstrip("# ").rstrip())
+        cells = parts if len(parts) >= _FEWEST_CELLS else heading.lstrip("# ").split()
+        self.names = ()
+        group = ""
+        if len(cells) < _FEWEST_CELLS or not all(map(_HEADING_CELL.fullmatch, cells)):
+            return
+        for cell in cells:
+            before, bracket, name = _IN_BRACKETS.sub("", cell).partition("(")
+            group = f"{before}/" if bracket else group
+            name = (name if bracket else before).rstrip("):").replace(" / ", "/")
+            self.names += (f"{group}{_SHORT_NAMES.get(name, name)}",)
+
+
+def _listed(names: Iterable[str], values: Iterable[str]) -> str:
+    return " | ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))

@@ -22,27 +22,27 @@ from rankscope_contract.model.events import EventType, ExitReason, RunState, Sev
 from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_contract.model.scalar_names import SOURCE_NAME
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.choices import LOSS, RANK, Choices, decide, is_training
-from rankscope_ingest.importers.common.dates import Clock, Dates
+from rankscope_ingest.importers.common.decisions import LOSS, RANK, Choices, Clock, Dates, decide, is_training
 from rankscope_ingest.importers.common.failures import ENDS
 from rankscope_ingest.importers.common.forms import Form, Match
 from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
-from rankscope_ingest.importers.common.keys import (
-    BATCH,
+from rankscope_ingest.importers.common.log_names import (
     EPOCH,
     EVALUATION_SPLITS,
+    UNITS,
+    Alias,
     Named,
     Names,
+    canonical,
     event_type,
+    in_unit,
     name_in_set,
     name_in_split,
     own_name,
-    step_rank,
 )
-from rankscope_ingest.importers.common.log_names import UNITS, Alias, canonical, in_unit
 from rankscope_ingest.importers.common.records import Record, record_of
 from rankscope_ingest.importers.common.row_layout import Layouts, RowLayout, Rows, layout_of, of_document
-from rankscope_ingest.importers.common.step_streams import StepStreams
+from rankscope_ingest.importers.common.steps import StepCounter, StepStreams, TrainingProgress
 from rankscope_ingest.importers.common.values import (
     MAX_JSON,
     MULTIPLES,
@@ -52,110 +52,6 @@ from rankscope_ingest.importers.common.values import (
     quantity,
     seconds,
 )
-
-
-class StepCounter:
-    """Selects the step of each record of one log, and counts the records that contradict the decision `choices`.
-
-    `contradictions` has the number of these records for each contradiction.
-    """
-
-    def __init__(self, choices: Choices, contradictions: Counter[str]) -> None:
-        self._choices = choices
-        self._contradictions = contradictions
-        self._rising: Counter[str] = Counter()  # counters that rise where the step falls
-        self._last: dict[tuple[Any, ...], dict[str, int]] = {}  # per rank and writer, the last counters
-
-    def key_of(self, record: Record) -> str | None:
-        """Return the name of the counter that is the step of `record`, or None if the record has no step.
-
-        The decision about the log gives the order of the counters; a counter that it does not contain is the last.
-        """
-        choices = self._choices
-        if len(record.counters) == 1 and not record.plans and not choices.refused:
-            return next(iter(record.counters))
-        if EPOCH in choices.steps and (epoch := record.epoch()) is not None and epoch.is_integer():
-            record.counters.setdefault(EPOCH, int(epoch))
-        for key, value in record.plans.items():
-            if key in choices.steps and value is not None:
-                record.counters.setdefault(key, value)
-        allowed = [key for key in record.counters if key not in choices.refused]
-        if not allowed:
-            return None
-        preferred = [key for key in choices.steps if key in allowed]
-        chosen = preferred[0] if preferred else min(allowed, key=step_rank)
-        if len(record.counters) > 1:
-            self._check(record, chosen)
-        return chosen
-
-    def is_plan(self, chosen: str | None) -> bool:
-        """Return whether the total of the counter `chosen` is the planned number of steps of the run."""
-        return chosen is not None and chosen not in {BATCH, EPOCH} and not self._choices.is_within_epoch
-
-    def revised(self) -> Choices:
-        """Return the decision with the counter as the step that rises where the chosen one falls, if there is one."""
-        if not self._rising:
-            return self._choices
-        [(key, _)] = self._rising.most_common(1)
-        refused = {*self._choices.steps, *self._choices.refused} - {key}
-        return dataclasses.replace(self._choices, steps=(key,), refused=tuple(sorted(refused)), is_within_epoch=False)
-
-    def _check(self, record: Record, chosen: str) -> None:
-        """Count a record that contradicts the choice of the step: the step falls and another counter rises."""
-        before = self._last.get(record.stream, {})
-        if record.counters[chosen] < before.get(chosen, 0):
-            rising = [key for key, value in record.counters.items() if value > before.get(key, value)]
-            self._rising.update(rising[:1])
-            self._contradictions.update(f"the step is {chosen}, but {key} rises where it falls" for key in rising[:1])
-        self._last[record.stream] = record.counters
-
-
-class TrainingProgress:
-    """The last steps of a run, its planned steps, and the end that its log reports."""
-
-    def __init__(self) -> None:
-        self.planned_steps: int | None = None
-        self.last_step: int | None = None
-        self.end: str | None = None  # reason for the state completed
-        self.has_advanced = False
-        """True if the last object is a row of training, and its step is not that of the row of its rank before it.
-
-        A row of training without a step is one, too. Checkpoints, evaluations and summaries are none.
-        """
-        self.last_steps: dict[int | None, int | None] = {}  # per rank, the step of the last row of training
-
-    def step(self, step: int) -> None:
-        """Update the last step, and the end if it is the last planned one."""
-        self.last_step = step if self.last_step is None else max(step, self.last_step)
-        if self.planned_steps and step >= self.planned_steps:
-            self.end = self.end or f"the last planned step, {step}, was reached"
-
-    def row(self, rank: int | None, step: int | None) -> None:
-        """Set `has_advanced` for a row of training, after which an earlier end is none."""
-        self.has_advanced = step is None or self.last_steps.get(rank) != step
-        if self.has_advanced and not (self.planned_steps and step is not None and step >= self.planned_steps):
-            self.end = None  # training continued
-        self.last_steps[rank] = step
-
-    def rows(self, rows: Rows) -> None:
-        """Update the progress for rows of training, in order."""
-        ranks, steps, totals = rows.ranks, rows.steps, {*rows.planned}
-        planned = next(iter(totals)) or self.planned_steps
-        known = [step for step in steps if step is not None]
-        if len(totals) == len({*ranks}) == 1 and not self.end and known:
-            last = max(known)
-            if not planned or last < planned:  # no row is the end of the run: the last two rows suffice
-                self.planned_steps = planned
-                self.step(last)
-                self.last_steps[ranks[0]] = steps[-2] if len(steps) > 1 else self.last_steps.get(ranks[0])
-                self.row(ranks[0], steps[-1])
-                return
-        for rank, step, total in zip(ranks, steps, rows.planned, strict=True):
-            self.planned_steps = total or self.planned_steps
-            if step is not None:
-                self.step(step)
-            self.row(rank, step)
-
 
 MAX_KEYS: Final = 1000
 MAX_NAMES: Final = 1000
@@ -379,7 +275,7 @@ class ObjectReader:
     def choose(self, records: Sequence[Record], *, loss: str | None, dates: Dates | None = None) -> None:
         """Decide about the log, which begins with `records`. What an earlier import has decided remains.
 
-        `choices.decide` describes `loss`. `dates` is the decision about times without a complete
+        `decisions.decide` describes `loss`. `dates` is the decision about times without a complete
         date; None if the log has none.
         """
         found = decide([record for record in records if record.is_row()], loss=loss)
