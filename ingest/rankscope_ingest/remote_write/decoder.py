@@ -201,14 +201,6 @@ class WriteReader:
         self._received = 0  # series, over all requests
         self._swept_in = 0  # generation
 
-    @property
-    def must_sweep(self) -> bool:
-        """Return whether the next call of `read` will remove inactive series from the full cache.
-
-        The removal takes up to a second.
-        """
-        return self._used >= self._max_known and self._generation > self._swept_in
-
     def read(self, data: bytes) -> DecodedRequest:
         """Return the samples of the serialized request `data` of remote write 1.0.
 
@@ -268,7 +260,7 @@ class WriteReader:
         `dropped` has the numbers of items that are not stored, which rise while `received` is read. Raises DecodeError
         if a time is invalid.
         """
-        if self.must_sweep:
+        if self._used >= self._max_known and self._generation > self._swept_in:
             self._sweep()
         self._received += count
         generation = self._generation

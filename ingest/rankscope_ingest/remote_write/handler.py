@@ -241,12 +241,6 @@ ANSWER_SECONDS: Final = 20.0
 _MAX_WAITING_REQUESTS: Final = 2_048
 _MAX_RECEIPTS: Final = 8_192
 _COMMITS_READ: Final = 64
-INLINE_BYTES: Final = 65_536
-"""Size in bytes below which a body is decoded on the event loop.
-
-Decoding such a small body takes less time than starting work in a thread.
-"""
-
 _MAX_EXPANSION: Final = 4
 """Maximum size of the labels of a request of version 2.0 with the symbols inserted, as a multiple of `max_bytes`."""
 
@@ -255,7 +249,7 @@ _MAX_INCOMING_BODIES: Final = 4
 
 
 class RemoteWrite:
-    """Receiver of remote write requests. It runs on the event loop; threads decode large requests and store batches."""
+    """Receiver of remote write requests. It runs on the event loop; threads decode requests and store batches."""
 
     def __init__(
         self,
@@ -268,7 +262,6 @@ class RemoteWrite:
         aside: Quarantine | None = None,
         reader: WriteReader | None = None,
         answer_seconds: float = ANSWER_SECONDS,
-        inline_bytes: int = INLINE_BYTES,
     ) -> None:
         self._section = section
         self._store = store
@@ -276,7 +269,6 @@ class RemoteWrite:
         self._clock = clock
         self._after_commit = on_commit
         self._answer_seconds = answer_seconds
-        self._inline_bytes = inline_bytes
         self._reader = reader or WriteReader()
         self._reader_lock = asyncio.Lock()
         self._batcher = SampleBatcher(
@@ -420,10 +412,7 @@ class RemoteWrite:
     async def _gather(self, body: bytes, key: str, waiting: asyncio.Future[int], version: Version) -> None:
         try:
             async with self._reader_lock:
-                if len(body) < self._inline_bytes and not self._reader.must_sweep:
-                    decoded = self._decode_body(body, version)
-                else:
-                    decoded = await asyncio.to_thread(self._decode_body, body, version)
+                decoded = await asyncio.to_thread(self._decode_body, body, version)
             self._check_open()  # `close` may have been called meanwhile
             receipt = key if version is Version.V1 else f"{key}:{decoded.written}"
             self._batcher.add(decoded, receipt, self._clock())

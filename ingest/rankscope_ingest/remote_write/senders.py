@@ -8,6 +8,7 @@ without a valid token, and a request to another path has no handler.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -28,19 +29,13 @@ OUTCOME: Final = "remote_write_outcome"
 _VERSION: Final = "X-Prometheus-Remote-Write-Version"
 """Header of all requests of Prometheus and vmagent. It identifies remote write that is sent to a wrong path."""
 
-FORGIVEN_SECONDS: Final = 60.0
-"""A sender is listed if none of its requests was accepted in this time before a refused one.
-
-Some senders repeat a refused request in another format, and others send a single malformed request.
-"""
-
 MIXED_SECONDS: Final = 300.0
 """A sender with accepted requests is listed until none of its requests was refused in this time."""
 
-_MIXED_CHANGES: Final = 3
-"""A sender with accepted requests is listed if this number of accepted requests was followed by a refused one.
+_MIXED_REFUSALS: Final = 3
+"""A sender with accepted requests is listed from this number of refused requests on.
 
-A sender that changes its format, or is corrected, has one such change.
+Some senders repeat a refused request in another format, and others send a single malformed request.
 """
 
 SHOWN_SECONDS: Final = 3600.0  # after its last request, a sender without accepted requests is no longer listed
@@ -68,26 +63,16 @@ class RefusedSender:
 
 @dataclass(slots=True)
 class _Sender:
-    accepted_at: float | None = None
-    refused_at: float = 0.0
-    accepted: int = 0  # since the last reset, as `refused`
+    accepted: int = 0
     refused: int = 0
-    changes: int = 0  # accepted requests that were followed by a refused one, in the last minutes
-    is_accepted: bool = False  # the last request
+    refused_at: float = -math.inf
     reason: str = ""
-    is_refused: bool = False  # all requests
     is_logged: bool = False
 
-    @property
-    def is_mixed(self) -> bool:
-        return not self.is_refused and self.changes >= _MIXED_CHANGES
-
-    def is_over(self, now: float) -> bool:
-        """Return whether refusals of a sender with accepted requests are too long ago."""
-        return now - self.refused_at >= MIXED_SECONDS
-
     def is_listed(self, now: float) -> bool:
-        return (self.is_mixed and not self.is_over(now)) or (self.is_refused and now - self.refused_at < SHOWN_SECONDS)
+        if not self.accepted:
+            return now - self.refused_at < SHOWN_SECONDS
+        return self.refused >= _MIXED_REFUSALS and now - self.refused_at < MIXED_SECONDS
 
 
 class Senders:
@@ -105,23 +90,16 @@ class Senders:
     def accepted(self, address: str, user_agent: str) -> None:
         """Record an accepted request. A sender that was logged as refused gets one more line."""
         now, sender = self._clock(), self._latest(address, user_agent)
-        if sender.is_refused or sender.is_over(now):
+        if not sender.accepted or now - sender.refused_at >= MIXED_SECONDS:
             if sender.is_logged:
                 log.info("remote write: requests of %s are accepted now", _name(address, user_agent))
-            changes = 0 if sender.is_over(now) else sender.changes
-            sender = _Sender(refused_at=sender.refused_at, changes=changes)
-            self._senders[_key(address, user_agent)] = sender
-        sender.accepted_at, sender.is_accepted = now, True
+            sender = self._senders[_key(address, user_agent)] = _Sender()
         sender.accepted += 1
 
     def refused(self, address: str, user_agent: str, reason: str) -> None:
         """Record a refused request with its reason. Log it once if the sender is listed."""
         now, sender = self._clock(), self._latest(address, user_agent)
         sender.refused += 1
-        sender.changes += sender.is_accepted
-        sender.is_accepted = False
-        limit = MIXED_SECONDS if sender.is_mixed else FORGIVEN_SECONDS
-        sender.is_refused = sender.accepted_at is None or now - sender.accepted_at >= limit
         sender.refused_at, sender.reason = now, printable(reason)
         if sender.is_listed(now) and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
             sender.is_logged, self._logged_at = True, now
@@ -157,7 +135,7 @@ def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
         name=_name(*key),
         reason=sender.reason,
         requests=sender.refused,
-        accepted_requests=0 if sender.is_refused else sender.accepted,
+        accepted_requests=sender.accepted,
         last_request_ago_seconds=round(now - sender.refused_at, 3),
     )
 
