@@ -120,12 +120,12 @@ def scalars(names: int, ranks: int, steps: int, *, pace: int = 300_000, noise: f
 def split_integers() -> Iterator[None]:
     """Write files as the releases that split integers into bytes."""
     options = functools.partial(_split_options, encoding._options)  # noqa: SLF001 - there is no setting
-    with mock.patch.multiple(encoding, _options=options, _integer_encodings=_constant_plain, INTEGERS_KEY="unknown"):
+    with mock.patch.multiple(encoding, _options=options, _plain_integers=_constant_plain, INTEGERS_KEY="unknown"):
         yield
 
 
-def _constant_plain(columns: dict[str, Any], *_: object) -> tuple[set[str], dict[str, Any]]:
-    return {name for name, column in columns.items() if column.is_constant}, {}
+def _constant_plain(columns: dict[str, Any], *_: object) -> set[str]:
+    return {name for name, column in columns.items() if column.is_constant}
 
 
 def _split_options(

@@ -27,5 +27,5 @@ def split_integers() -> Iterator[None]:
 @contextlib.contextmanager
 def wide_differences() -> Iterator[None]:
     """Write integers as differences of any width."""
-    with mock.patch.multiple(encoding, _integer_encodings=lambda *_: (set(), {}), INTEGERS_KEY="unknown"):
+    with mock.patch.multiple(encoding, _plain_integers=lambda *_: set(), INTEGERS_KEY="unknown"):
         yield

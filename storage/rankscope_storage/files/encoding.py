@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
-import itertools
 import json
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,17 +32,13 @@ import pyarrow.parquet as pq
 
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_storage.base.fsync import Sync, make_folders
-from rankscope_storage.base.schema import dataset_schema, written
-from rankscope_storage.files.integer_pages import WIDE, page_starts
-from rankscope_storage.files.older_integers import INTEGERS_KEY
+from rankscope_storage.base.schema import DATASET_KEY, dataset_schema, written
 from rankscope_storage.files.sorting import (
     LAID_TOGETHER,
     SORT_KEYS,
-    Indices,
     data_file,
     file_mantissa_bits,
     is_constant,
-    is_sorted,
     one_chunk,
     sort_order,
 )
@@ -58,11 +53,19 @@ reader decodes the whole row group that contains the tensor's rows."""
 MANTISSA_BITS_KEY: Final = "rankscope_mantissa_bits"
 """Key in the metadata of a file with rounded statistics; the value is the number of mantissa bits that remain."""
 
+INTEGERS_KEY: Final = "rankscope_integers"
+"""Key in the metadata of each file of this release: all readers read its integers. Older files lack the key.
+
+They have integers that are split into bytes (tensor statistics), or differences of any width (all other datasets)."""
+
 _PAGE_BYTES: Final = 1 << 26
 """Limit of the page size in bytes, larger than all numbers of a row group.
 
-A page therefore ends only at its limit of rows, or in files with short pages of integers at the end of a chunk. The
-Parquet writer never changes from dictionary encoding to plain encoding in the middle of a page."""
+A page therefore ends only at its limit of rows. The Parquet writer never changes from dictionary encoding to plain
+encoding in the middle of a page."""
+
+_WIDE: Final = 1 << 28
+"""Range of differences from which integers are plain numbers: fastparquet would return wrong values."""
 
 _SMALL_DICTIONARY: Final = 4096
 """Number of texts up to which the dictionary of a text column is written completely into each row group.
@@ -81,7 +84,7 @@ _FREE_TEXT: Final = ("message", "details", "config", "reason", "stack")
 """Text columns that seldom repeat a value. They are written without a dictionary, which would only add bytes."""
 
 _PLAIN_INTEGERS: Final = {"tensor_stats": ("step", "ts")}
-"""Integer columns, by dataset, that are written as plain numbers; all others are written as their differences.
+"""Integer columns, by dataset, that are always plain numbers; all others are differences unless these are wide.
 
 Times of steps have irregular differences of 20 bits. They repeat for each tensor, and zstd finds the repetitions of
 plain numbers, but not those of packed differences, which rarely begin at the same bit. Nearly every query reads
@@ -112,23 +115,19 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
     """
     columns = {name: _Column.of(table.column(name)) for name in table.column_names}
     schema = pa.schema([pa.field(name, one.values.type, nullable=one.has_nulls) for name, one in columns.items()])
-    together = LAID_TOGETHER.get(dataset, ())
     order = None
-    if not is_sorted(table, SORT_KEYS[dataset], together=together):
-        rows = sort_order(table, SORT_KEYS[dataset], together=together)
+    rows = sort_order(table, SORT_KEYS[dataset], together=LAID_TOGETHER.get(dataset, ()))
+    if (rows[1:] < rows[:-1]).any():  # rows of ranks and scrapes are usually sorted
         # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
     zero = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
-    plain, pages = _integer_encodings(columns, order, dataset)
-    with pq.ParquetWriter(path, schema, **_options(dataset, zero, plain, has_short_pages=bool(pages))) as writer:
+    plain = _plain_integers(columns, order, dataset)
+    with pq.ParquetWriter(path, schema, **_options(dataset, zero, plain)) as writer:
         # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
         for start in range(0, table.num_rows, ROW_GROUP_ROWS):
             count = min(ROW_GROUP_ROWS, table.num_rows - start)
             places = None if order is None else order.slice(start, count)
             arrays = [column.rows(start, count, places) for column in columns.values()]
-            for place, name in enumerate(columns):
-                if name in pages:
-                    arrays[place] = _in_pages(arrays[place], start, pages[name])
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=ROW_GROUP_ROWS)
         writer.add_key_value_metadata(dataset_schema(dataset).metadata)
         writer.add_key_value_metadata({INTEGERS_KEY: "1"})
@@ -136,32 +135,23 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
             writer.add_key_value_metadata({MANTISSA_BITS_KEY: str(mantissa_bits)})
 
 
-def _integer_encodings(
-    columns: Mapping[str, _Column], order: pa.Array | None, dataset: str
-) -> tuple[set[str], dict[str, Indices]]:
-    """Return how to write the columns with a wide range. Their rows will be in the order `order`.
+def has_older_integers(metadata: pq.FileMetaData) -> bool:
+    """Return whether an earlier release wrote the file, so that some readers may not be able to read its integers."""
+    known = metadata.metadata or {}
+    return DATASET_KEY.encode() in known and INTEGERS_KEY.encode() not in known
 
-    The first result has the names of those to write as plain numbers. The second has, by name, the rows at which a page
-    of differences must begin.
+
+def _plain_integers(columns: Mapping[str, _Column], order: pa.Array | None, dataset: str) -> set[str]:
+    """Return the columns that are written as plain numbers because their differences are wide in the order `order`.
+
+    In tensor statistics, a wide range of the numbers is enough.
     """
     always_plain = _PLAIN_INTEGERS.get(dataset, ())
-    plain, pages = set(), {}
-    for name, column in columns.items():
-        if name in always_plain or not column.is_wide():
-            continue
-        starts = None if always_plain else column.page_starts(order, may_cut=_is_flat(dataset))
-        if starts is None:
-            plain.add(name)
-        elif len(starts):
-            pages[name] = starts
-    return plain, pages
-
-
-def _in_pages(values: pa.Array, start: int, pages: Indices) -> pa.ChunkedArray:
-    """Return `values`, which begin at row `start` of the file, in chunks that begin at the sorted rows `pages`."""
-    first, last = np.searchsorted(pages, [start + 1, start + len(values)])
-    ends = itertools.pairwise([0, *(pages[first:last] - start).tolist(), len(values)])
-    return pa.chunked_array([values.slice(begin, end - begin) for begin, end in ends])
+    return {
+        name
+        for name, column in columns.items()
+        if name not in always_plain and column.is_wide() and (always_plain or column.has_wide_differences(order))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,22 +180,16 @@ class _Column:
         if self.is_constant or (integers := _integers(self.values)) is None:
             return False
         low, high = (end.as_py() for end in pc.min_max(integers).values())
-        return low is not None and bool(high - low >= WIDE)
+        return low is not None and bool(high - low >= _WIDE // 2)
 
-    def page_starts(self, order: pa.Array | None, *, may_cut: bool) -> Indices | None:
-        """Return the rows at which a page of differences must begin, if the rows are in the order `order`.
-
-        Return None if plain numbers take less space, and for lists; see integer_pages.page_starts.
-        """
+    def has_wide_differences(self, order: pa.Array | None) -> bool:
+        """Return whether two differences of neighbours differ by _WIDE, if the rows are in the order `order`."""
         integers = _integers(self.values)
         if integers is None or pa.types.is_list(self.values.type):
-            return None
+            return True
         ordered = integers if order is None else pc.take(integers, order, boundscheck=False)
-        if not ordered.null_count:
-            return page_starts(ordered.to_numpy(), ROW_GROUP_ROWS, may_cut=may_cut)
-        valid = np.flatnonzero(ordered.is_valid().to_numpy(zero_copy_only=False))
-        starts = page_starts(ordered.drop_null().to_numpy(), ROW_GROUP_ROWS, may_cut=may_cut)
-        return None if starts is None else valid[starts]
+        differences = np.diff(ordered.drop_null().to_numpy())  # they overflow as those of the encoder
+        return int(differences.max()) - int(differences.min()) >= _WIDE
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.
@@ -251,11 +235,10 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(new_codes[codes], mask=nulls), used)
 
 
-def _options(dataset: str, zero: Collection[str], plain: Collection[str], *, has_short_pages: bool) -> dict[str, Any]:
+def _options(dataset: str, zero: Collection[str], plain: Collection[str]) -> dict[str, Any]:
     """Return the options of the Parquet writer for `dataset`.
 
-    Integer columns in `zero`, which are zero or null in all rows, and in `plain` are written as plain numbers. If
-    `has_short_pages`, a page ends at the end of each chunk of a column.
+    Integer columns in `zero`, which are zero or null in all rows, and in `plain` are written as plain numbers.
     """
     level_3 = {*plain, *_PLAIN_INTEGERS.get(dataset, ())} - set(zero)
     encodings, leaves, fast = _encodings(dataset), list(_leaves(dataset)), _FAST_CODEC.get(dataset, ())
@@ -277,10 +260,9 @@ def _options(dataset: str, zero: Collection[str], plain: Collection[str], *, has
         },
         "store_schema": False,  # otherwise the footer would depend on the in-memory form of the text columns
         "write_statistics": [name for name in counted_columns(dataset) if name not in unsearched],
-        # A range is computed per batch, 13 ns per row for short batches. A page ends only between two batches, each of
-        # rows of one chunk.
+        # A range is computed per batch, 13 ns per row for short batches.
         "write_batch_size": ROW_GROUP_ROWS if _is_flat(dataset) else _SHORT_BATCH,
-        "data_page_size": 1 if has_short_pages else _PAGE_BYTES,
+        "data_page_size": _PAGE_BYTES,
         "max_rows_per_page": ROW_GROUP_ROWS,
         "dictionary_pagesize_limit": _PAGE_BYTES,
     }

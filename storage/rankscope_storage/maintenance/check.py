@@ -25,8 +25,7 @@ from rankscope_storage.base.errors import StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import DATASET_KEY, schema_version
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.files.encoding import STAGING
-from rankscope_storage.files.older_integers import has_older_integers
+from rankscope_storage.files.encoding import STAGING, has_older_integers
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import LOG_FOLDER, empty_entries, entries, torn_entries
 from rankscope_storage.log.snapshot import Snapshot

@@ -34,8 +34,14 @@ from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.encoding import DataFile, coarsest, discard, read_file, write_file
-from rankscope_storage.files.older_integers import has_older_integers
+from rankscope_storage.files.encoding import (
+    DataFile,
+    coarsest,
+    discard,
+    has_older_integers,
+    read_file,
+    write_file,
+)
 from rankscope_storage.files.sorting import OWN_PART_ROWS, SHARED_PREFIX, Indices, own_part, shared_part, sort_order
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.snapshot import Snapshot, divided

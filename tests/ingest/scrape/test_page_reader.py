@@ -20,7 +20,7 @@ from rankscope_ingest.pipeline.flusher import halves
 from rankscope_ingest.scrape.page_reader import PageReader, parse_exactly
 from rankscope_ingest.scrape.sample_table import Grid, PageSeries, Scrape
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.sorting import SORT_KEYS, is_sorted
+from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 
 
 def reference(body):
@@ -320,7 +320,8 @@ def test_rows_of_a_flush_equal_those_of_its_scrapes_in_storage_order(pages, flus
         table = grid.table(scrapes)
 
         assert sorted(map(repr, expected_of(scrapes))) == sorted(map(repr, rows_in(table)))
-        assert is_sorted(conform(table, "samples"), SORT_KEYS["samples"], together=("labels",))
+        order = sort_order(conform(table, "samples"), SORT_KEYS["samples"], together=("labels",))
+        assert list(range(table.num_rows)) == order.tolist()
 
 
 def test_page_that_changes_within_a_flush_loses_no_sample():

@@ -184,25 +184,20 @@ def widths(path: Path, name: str) -> Iterator[int]:
 
 @pytest.mark.usual(4)
 @pytest.mark.parametrize(
-    ("shape", "shared", "encoding", "pages"),
+    ("shape", "shared", "encoding"),
     [
-        *(((12, 4, 600), True, "PLAIN", [28_800]), ((1, 1, 20_000), True, DELTA, [20_000])),
-        *(((1, 4, 10_000), True, DELTA, [10_000] * 4), ((2, 2, 10_000), False, DELTA, [10_000] * 4)),
-        *(((3, 1, 30_000), False, DELTA, [30_000, 30_000, 5_536]), ((1, 8, 1_000), True, DELTA, [1_000] * 8)),
-        *(((1, 64, 450), True, DELTA, [450] * 64), ((1, 64, 125), True, DELTA, [8_000])),
-        *(((1, 64, 100, 3_000_000), True, DELTA, [100] * 64), ((12, 4, 100), True, DELTA, [4_800])),
+        *(((12, 4, 1_200), True, "PLAIN"), ((1, 1, 20_000), True, DELTA), ((1, 4, 10_000), True, "PLAIN")),
+        *(((2, 2, 10_000), False, "PLAIN"), ((1, 64, 125), True, DELTA), ((12, 4, 100), True, DELTA)),
     ],
 )
-def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, encoding, pages):
+def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, encoding):
     """Fastparquet returns wrong values if differences in a page differ by 2^28."""
     table = scalars(*shape, shared=shared)
     file = stored(table, tmp_path / "f", "scalars")
 
     assert encoding in chunk(file, "ts").encodings
     assert all(width <= 28 for width in widths(tmp_path / "f", "ts"))
-    assert pages == page_rows(tmp_path / "f", 0, "ts")
-    assert -(-table.num_rows // ROW_GROUP_ROWS) == file.num_row_groups
-    assert [min(table.num_rows, ROW_GROUP_ROWS)] == page_rows(tmp_path / "f", 0, "step")
+    assert [table.num_rows] == page_rows(tmp_path / "f", 0, "ts")
     assert Counter(table["ts"].to_pylist()) == Counter(file.read()["ts"].to_pylist())
 
 
