@@ -207,12 +207,12 @@ def test_only_own_svg_and_the_files_of_a_report_are_marked_as_safe():
     }
 
     report = {f"templates/report.html: {{{{ {name}|safe }}}}" for name in ("sheet", "document", "script")}
-    own = {"templates/macros.html: {{ shapes.get(name, shapes.other)|safe }}", "pages/svg.py: Markup("}
+    own = {"templates/macros.html: {{ shapes.get(name, shapes.other)|safe }}", "pages/rendering.py: Markup("}
     assert own | report | {"templates/report.html: {{ scripts[0]|safe }}"} == marked
 
 
 def test_pages_request_nothing_from_elsewhere_and_have_no_inline_style(site):
-    from rankscope_view.routing import HEADERS
+    from rankscope_view.site import HEADERS
 
     policy = HEADERS["Content-Security-Policy"]
     pages = ("events", "tensors", "ranks", "incidents", "incidents/a1")

@@ -22,8 +22,7 @@ from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_view.assets import assets_of_file
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Smoothing, curve
-from rankscope_view.data.detail import CHARTS, RunDetail, nothing
-from rankscope_view.data.evaluation import evaluation_curve
+from rankscope_view.data.detail import CHARTS, RunDetail, evaluation_curve, nothing
 from rankscope_view.data.events import EVENT_GROUPS, EventLine, EventLog, Group, Marker, event_log, markers
 from rankscope_view.data.incidents import STATE_TEXTS, Incident, counted, incidents
 from rankscope_view.data.metrics import own_histories

@@ -81,7 +81,7 @@ def _first_difference(opened: Sequence[OpenRun]) -> Divergence | None:
 def _figure(opened: Sequence[OpenRun], scalar: str, axis: AxisName) -> Figure:
     from rankscope_view.data.curves import Axis
     from rankscope_view.data.metrics import named_histories
-    from rankscope_view.figures.overlay import overlay
+    from rankscope_view.figures.lines import overlay
 
     found = [(one.run, *line) for one in opened for line in named_histories(one.connection, one.run, scalar)]
     named = [(", ".join(filter(None, (run, words))), rows) for run, words, rows in found]

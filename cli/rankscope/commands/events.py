@@ -49,13 +49,12 @@ def events(
 
     rankscope events train.log --newest 1000
     """
-    from rankscope_view.data.detail import read_detail
-    from rankscope_view.data.event_query import TYPES, EventQuery, select_events
+    from rankscope_view.data.detail import EVENT_TYPES, EventQuery, read_detail, select_events
     from rankscope_view.data.events import EVENT_GROUPS
 
     for name in type_ or ():
-        if name not in TYPES:
-            hint = suggestion(name, TYPES) or f" Known: {', '.join(TYPES)}."
+        if name not in EVENT_TYPES:
+            hint = suggestion(name, EVENT_TYPES) or f" Known: {', '.join(EVENT_TYPES)}."
             raise CommandError(f"--type {name!r} is no type of events.{hint}", code=USAGE)
     selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     with open_run(selection) as chosen:

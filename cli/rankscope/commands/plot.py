@@ -121,7 +121,7 @@ def _figure(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
 def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
     from rankscope_view.data.curves import Axis
     from rankscope_view.data.metrics import SCALAR_TITLES, close_names, scalar_lines
-    from rankscope_view.figures.overlay import overlay
+    from rankscope_view.figures.lines import overlay
 
     lines = scalar_lines(chosen.connection, chosen.run, name)
     if not lines:
@@ -136,8 +136,7 @@ def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
     from rankscope_view.data.detail import read_detail
     from rankscope_view.data.speed import read_speed, read_utilization
     from rankscope_view.figures.boxes import gpu_boxes
-    from rankscope_view.figures.overview import overview
-    from rankscope_view.figures.speed import loss_and_throughput
+    from rankscope_view.figures.lines import loss_and_throughput, overview
 
     detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     axis, average = Axis(options.axis), Smoothing(options.smoothing)

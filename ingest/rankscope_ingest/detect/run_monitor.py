@@ -54,7 +54,7 @@ from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.spools.orphan_spools import register_orphan
 from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
 from rankscope_storage.base.rule_names import SLOW_RANK
-from rankscope_view.data.slow_ranks import find_slow_ranks
+from rankscope_view.data.ranks import find_slow_ranks
 
 LEAST_SHARE: Final = 0.3
 """Share of the time of a step that the others wait, from which on a slow rank is reported.

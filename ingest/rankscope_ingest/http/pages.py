@@ -30,8 +30,7 @@ from rankscope_ingest.network.connections import most_connections
 from rankscope_storage.base.errors import StoreError
 from rankscope_view.data.comparison import LETTERS
 from rankscope_view.pages.rendering import Place
-from rankscope_view.routing import BYTES, Response
-from rankscope_view.site import Site, is_slow
+from rankscope_view.site import BYTES, Response, Site, is_slow
 
 PING_SECONDS: Final = 15.0
 """Time in seconds without an event after which a comment is sent, so that a closed connection is noticed."""

@@ -27,7 +27,7 @@ from rankscope_ingest.status_page.collect import Parts, Status
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 from rankscope_view.pages.rendering import Place
-from rankscope_view.routing import HEADERS
+from rankscope_view.site import HEADERS
 
 _JOB: Final = "rankscope"
 

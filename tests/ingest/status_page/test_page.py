@@ -25,7 +25,7 @@ from rankscope_storage.runs.tags import edit_tags, set_note, set_tags
 from rankscope_view.assets import ASSETS
 from rankscope_view.pages.format import duration, number, percent
 from rankscope_view.pages.rendering import Place
-from rankscope_view.routing import HEADERS
+from rankscope_view.site import HEADERS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "status"
 

@@ -12,14 +12,12 @@ from tests.view.training import MAIN, event, events, rows, run_row, scalars, wri
 
 from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
-from rankscope_view.data.cell_value import cell_value
 from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
 from rankscope_view.data.comparison import compared_values, difference
-from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, notice
+from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, ema_at, moving_average, notice
 from rankscope_view.data.detail import read_chart
-from rankscope_view.data.grid import Grid, GridRequest, Order, natural, tensor_grid
+from rankscope_view.data.grid import Grid, GridRequest, Order, cell_value, natural, tensor_grid
 from rankscope_view.data.series import History
-from rankscope_view.data.smoothing import ema, ema_at, moving_average
 from rankscope_view.data.speed import Method, Utilization
 from rankscope_view.data.summary import read_summary
 from rankscope_view.data.tensor import Limit, allowed_range, firing_groups, first_to_leave, tensor_curve, tensor_detail

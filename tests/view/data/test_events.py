@@ -12,8 +12,7 @@ from rankscope.commands.runs import runs
 from rankscope_contract.model.events import Severity
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis
-from rankscope_view.data.detail import nothing, read_chart, read_detail
-from rankscope_view.data.event_query import EventQuery, select_events
+from rankscope_view.data.detail import EventQuery, nothing, read_chart, read_detail, select_events
 from rankscope_view.data.events import NEWEST, Group, event_lines, event_log, markers
 from rankscope_view.data.incidents import happening, incidents, sentence_of
 from rankscope_view.data.series import main_series, read_rows

@@ -12,12 +12,9 @@ from tests.view.training import HOSTILE, MAIN, event, events, run_row, scalars
 
 from rankscope.output.run_texts import summary_text
 from rankscope_storage.connection import connect
-from rankscope_view.data.advice import early_stopping, logging_interval, perplexity
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
-from rankscope_view.data.detail import read_chart
-from rankscope_view.data.evaluation import evaluation_curve
-from rankscope_view.data.newest import NO_CURVE
-from rankscope_view.data.runs import INCIDENTS, STOPPING, RunQuery, run_facts, run_list
+from rankscope_view.data.detail import early_stopping, evaluation_curve, logging_interval, perplexity, read_chart
+from rankscope_view.data.runs import INCIDENTS, NO_CURVE, STOPPING, RunQuery, run_facts, run_list
 from rankscope_view.data.runs import run_row as row_of_run
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
 from rankscope_view.pages.sections import _decimals, _six, sections

@@ -10,10 +10,8 @@ from tests.view.data.test_curves import history
 from tests.view.training import MAIN, Size, rank_scalars, run_row, scalars, trajectory, write
 
 from rankscope_storage.connection import connect
-from rankscope_view.data import slow_ranks
 from rankscope_view.data.hints import Area, tuning_hints
-from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable, rank_table
-from rankscope_view.data.slow_ranks import SlowRank
+from rankscope_view.data.ranks import RECENT_STEPS, RankRow, RankTable, SlowRank, find_slow_ranks, rank_table
 from rankscope_view.data.speed import (
     BatchCheck,
     Method,
@@ -322,7 +320,7 @@ def steps(ranks: int = 4, *, late=None, has_waits: bool = True, seed: int = 0) -
 
 
 def found_in(seconds: np.ndarray, first: int = 0):
-    return slow_ranks.find_slow_ranks(seconds, PHASES, range(first, first + seconds.shape[1]))
+    return find_slow_ranks(seconds, PHASES, range(first, first + seconds.shape[1]))
 
 
 def every(interval: int, seconds: float) -> np.ndarray:
@@ -363,7 +361,7 @@ def test_rank_is_slow_since_its_first_slow_step_despite_evaluations():
     seconds = np.full((2, 80, 1), 0.1)
     seconds[1, 20:] = 0.2
     seconds[:, [60, 79]] += 3.0
-    (found,) = slow_ranks.find_slow_ranks(seconds, ["data_wait"], range(80))
+    (found,) = find_slow_ranks(seconds, ["data_wait"], range(80))
 
     assert "since step 20" in found.words
 

@@ -1,17 +1,18 @@
-"""All numbers of the page of one run: its row, the histories of its charts, its events, and its restarts."""
+"""The numbers of the page of one run: its row, the histories of its charts, its events, its restarts, and advice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
+from rankscope_contract.model.events import EventType, Severity
 from rankscope_storage.connection import Connection
-from rankscope_view.data.advice import Advice, early_stopping, logging_interval, perplexity, perplexity_history
-from rankscope_view.data.events import EventLine, event_lines
+from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Role, Smoothing, curve
+from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLine, EventLog, Group, event_lines, event_log
 from rankscope_view.data.runs import RunFacts, RunRow, run_facts, run_row
 from rankscope_view.data.series import (
     EVAL_LOSS,
@@ -21,6 +22,7 @@ from rankscope_view.data.series import (
     SPEEDS,
     Floats,
     History,
+    Integers,
     ScalarRows,
     main_series,
     read_rows,
@@ -211,3 +213,192 @@ def speed_change(history: History) -> tuple[float, int] | None:
     usual = float(np.median(values[:begin])) if begin else 0.0
     change = float(np.median(values[begin:])) / usual - 1 if usual else 0.0
     return (change, int(history.step[known[begin]])) if 0.1 <= abs(change) < math.inf else None
+
+
+_TRAINING_DECAY: Final = 0.9
+TRAINING_LABEL: Final = f"training loss, EMA {_TRAINING_DECAY}"
+"""Word for the line. Single values of a training loss would hide the evaluations."""
+
+_TRAINING_POINTS: Final = 1000
+"""Limit of the number of points of the training loss, which is only a context here."""
+
+_SHARED_AXES: Final = (Axis.STEP, Axis.CUMULATIVE, Axis.TIME)
+"""Axes on which a step of the training and its evaluation have the same place."""
+
+_TRAINING_BULK: Final = (0.005, 0.995)
+"""Quantiles of the training loss since the first evaluation that the default range of the chart contains."""
+
+
+def evaluation_curve(evaluations: History, loss: History, request: CurveRequest) -> Curve:
+    """Return the curve of `evaluations`. Before its lines, it has the average of `loss`, if the axis is common to both.
+
+    The default range contains the training loss since the first evaluation: before that, it can be much higher.
+    """
+    own = curve(evaluations, request)
+    if request.axis not in _SHARED_AXES or request.newest is not None or not len(loss) or own.extent is None:
+        return own
+    training = curve(
+        loss,
+        replace(request, smoothing=Smoothing.EMA, decay=_TRAINING_DECAY, points=min(request.points, _TRAINING_POINTS)),
+    )
+    if not training.lines or training.extent is None:
+        return own
+    (line,) = training.lines
+    since = line.smoothed[(line.x >= own.extent[0]) & np.isfinite(line.smoothed)]
+    return replace(
+        own,
+        lines=(_behind(line), *own.lines),
+        restarts=training.restarts,  # the first evaluation of an attempt is later
+        extent=(min(own.extent[0], training.extent[0]), max(own.extent[1], training.extent[1])),
+        bulk=_wider_bulk(own.bulk, since),
+    )
+
+
+def _behind(line: Line) -> Line:
+    average = line.smoothed
+    nothing = np.full(len(average), np.nan)
+    return replace(
+        line, label=TRAINING_LABEL, role=Role.TRAINING, value=average, smoothed=nothing, low=average, high=average
+    )
+
+
+def _wider_bulk(bulk: tuple[float, float] | None, values: Floats) -> tuple[float, float] | None:
+    if bulk is None or not len(values):
+        return bulk
+    low, high = np.quantile(values, _TRAINING_BULK)
+    return min(bulk[0], float(low)), max(bulk[1], float(high))
+
+
+EVENT_TYPES: Final = tuple(dict.fromkeys(str(name) for name in (*Group, *EventType)))
+"""Names that select lines: groups of the event log, and types of events."""
+
+_SEVERITIES: Final[dict[str, int]] = {
+    severity: place for place, severity in enumerate((Severity.INFO, Severity.WARNING, Severity.CRITICAL))
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventQuery:
+    """Selection of lines: by any of `types`, at least `severity`, and of `rank`. Without a value, all are selected.
+
+    A line without a severity, such as that of a step, has the severity info. A line without ranks is of no rank.
+    """
+
+    types: Collection[str] = ()
+    severity: Severity = Severity.INFO
+    rank: int | None = None
+    newest: int = NEWEST
+
+    def selects(self, line: EventLine) -> bool:
+        """Return whether the query selects `line`."""
+        if self.types and line.group not in self.types and line.type not in self.types:
+            return False
+        if _SEVERITIES.get(line.severity or Severity.INFO, 0) < _SEVERITIES[self.severity]:
+            return False
+        return self.rank is None or self.rank in line.ranks
+
+
+def select_events(detail: RunDetail, query: EventQuery) -> EventLog:
+    """Return the newest lines of the event log of a run that `query` selects, with one line for each step.
+
+    The counts by group are those of all lines.
+    """
+    loss = detail.history(LOSS)
+    if query.severity is not Severity.INFO:  # the only steps with a severity are those without a finite loss
+        loss = loss.select(~np.isfinite(loss.value))
+    others = [detail.history(name) for name in (GRAD_NORM, LEARNING_RATE)]
+    whole = event_log(detail.lines, detail.history(LOSS), others, detail.history(EVAL_LOSS), newest=0)
+    has_steps = query.rank is None and (not query.types or Group.STEP in query.types)
+    groups = () if has_steps else EVENT_GROUPS
+    every = len(detail.lines) + len(detail.history(EVAL_LOSS)) + query.newest
+    found = event_log(detail.lines, loss, others, detail.history(EVAL_LOSS), groups=groups, newest=every)
+    lines = [line for line in found.lines if query.selects(line)]
+    return EventLog(lines=tuple(lines[: query.newest]), counts=whole.counts)
+
+
+LARGEST_EXPONENT: Final = math.log(np.finfo(np.float64).max)
+"""Loss above which its exponential is larger than any double: 709.78. The perplexity is infinite there."""
+
+PATIENCE: Final = 3
+"""Evaluations without an improvement after which the advice mentions the best checkpoint."""
+
+_MOST_ROWS: Final = 100_000
+_FEW_ROWS: Final = 50
+_RECENT: Final = 5
+
+
+def perplexity(loss: Floats) -> Floats:
+    """Return exp(loss): infinite where the loss exceeds 709.78, and NaN where the loss is NaN."""
+    with np.errstate(over="ignore"):
+        found: Floats = np.exp(np.asarray(loss, np.float64))
+    return found
+
+
+def perplexity_history(loss: History) -> History:
+    """Return the history of the perplexity, from that of the loss."""
+    value = perplexity(loss.value)
+    lowest, highest = (value if one is loss.value else perplexity(one) for one in (loss.lowest, loss.highest))
+    return replace(loss, name="perplexity", value=value, lowest=lowest, highest=highest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A sentence about an observation, and whether it recommends an action."""
+
+    text: str
+    is_action: bool
+
+
+def early_stopping(evaluation: History, training: History) -> Advice:
+    """Return advice on early stopping, from the evaluation loss and the training loss without superseded steps."""
+    evaluation = evaluation.select(evaluation.stands)
+    if len(evaluation) and not np.isfinite(evaluation.value[-1]):
+        text = "The newest evaluation loss is not finite: early stopping cannot be judged."
+        return Advice(text=text, is_action=False)
+    evaluation = evaluation.select(np.isfinite(evaluation.value))
+    if len(evaluation) < 2:
+        count = "no evaluation loss" if not len(evaluation) else "one evaluation loss"
+        return Advice(text=f"There is {count} so far: early stopping cannot be judged.", is_action=False)
+    best = int(np.argmin(evaluation.value))
+    since = len(evaluation) - 1 - best
+    words = f"best {evaluation.value[best]:.4g} at step {evaluation.step[best]:,}"
+    if since == 0:
+        improved = int((np.diff(np.minimum.accumulate(evaluation.value)) < 0).sum())
+        last = "the last evaluation" if best == 1 else f"{improved} of the last {best} evaluations"
+        text = f"Evaluation loss improved in {last}; {words}."
+        return Advice(text=f"{text} No reason to stop.", is_action=False)
+    text = f"No improvement in {since} evaluation{'' if since == 1 else 's'}; {words}."
+    if since < PATIENCE:
+        return Advice(text=f"{text} Wait: {PATIENCE} are needed for advice.", is_action=False)
+    overfits = _is_falling(training, int(evaluation.step[best]))
+    reason = "The training loss still falls, which is overfitting. " if overfits else ""
+    return Advice(text=f"{text} {reason}Consider stopping, and use the checkpoint of that step.", is_action=True)
+
+
+def _is_falling(training: History, since: int) -> bool:
+    """Return whether the mean training loss after step `since` is lower than that of as many rows before it."""
+    rows = training.select(training.stands & np.isfinite(training.value))
+    after = rows.value[rows.step > since]
+    before = rows.value[rows.step <= since][-len(after) :] if len(after) else after
+    return bool(len(after) and len(before) and after.mean() < before.mean())
+
+
+def _adjacent(steps: Integers) -> int:
+    """Return the number of steps that follow directly upon the one before; in blocks, without an array of all."""
+    blocks = (steps[at : at + _MOST_ROWS + 1] for at in range(0, len(steps), _MOST_ROWS))
+    return sum(int(np.count_nonzero(np.diff(block) <= 1)) for block in blocks)
+
+
+def logging_interval(loss: History) -> Advice | None:
+    """Return advice on the interval of logging if a run has very many or very few rows; otherwise None."""
+    steps = loss.step if loss.stands.all() else loss.step[loss.stands]
+    if len(loss) > _MOST_ROWS and 2 * _adjacent(steps) >= len(steps) - 1:
+        text = f"{len(loss):,} rows are logged, one per step: a higher logging interval keeps the curve and saves time."
+        return Advice(text=text, is_action=False)
+    if not _RECENT < len(loss) < _FEW_ROWS:
+        return None
+    interval = float(np.median(np.diff(steps))) if len(steps) > _RECENT else 0.0
+    if interval >= 10:
+        text = f"One row per {interval:,.0f} steps: a lower logging interval shows more detail."
+        return Advice(text=text, is_action=False)
+    return None

@@ -15,8 +15,7 @@ from rankscope_storage.api import summaries
 from rankscope_storage.api.summaries import RunSummary
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.scalar_history import IS_IMPORTED, is_main_source
-from rankscope_view.data.advice import perplexity
-from rankscope_view.data.detail import RunDetail, read_detail
+from rankscope_view.data.detail import RunDetail, perplexity, read_detail
 from rankscope_view.data.documents import json_object
 from rankscope_view.data.hints import Hint, tuning_hints
 from rankscope_view.data.incidents import incidents, sentence_of

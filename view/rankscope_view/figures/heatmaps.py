@@ -19,7 +19,7 @@ from rankscope_view.data.grid import ABSENT as ABSENT_CELL
 from rankscope_view.data.grid import INFINITE, LEVELS, NOT_A_NUMBER, Grid
 from rankscope_view.figures import style
 from rankscope_view.pages.format import count
-from rankscope_view.pages.svg import ticks
+from rankscope_view.pages.rendering import ticks
 
 _MOST_LABELS: Final = 36
 _STEP_LABELS: Final = 8

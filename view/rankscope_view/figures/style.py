@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import ScaledTranslation
 
 INK, SOFT, FAINT, GRID, LINE = "#14181d", "#454d57", "#626b76", "#eceef1", "#c9ced5"
@@ -174,13 +173,3 @@ def scientific(value: float, _: float | None = None) -> str:
         return "0"
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def plain(value: float, _: float | None = None) -> str:
-    """Return a tick label such as `0.01` or `1000`, without powers of ten."""
-    return f"{value:g}"
-
-
-def formatter(function: Callable[[float, float | None], str]) -> FuncFormatter:
-    """Return a formatter of tick labels that calls `function` with each value."""
-    return FuncFormatter(function)

@@ -1,1 +1,1 @@
-"""HTML of the pages, one module each: pure functions from data to text. The module `parts` has their common parts."""
+"""HTML of the pages, one module each: pure functions from data to text."""

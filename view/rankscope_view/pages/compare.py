@@ -12,7 +12,7 @@ from rankscope_view.data.comparison import DIFFERENCE, LETTERS, ComparedSide, Co
 from rankscope_view.data.curves import POINTS, Curve
 from rankscope_view.data.detail import STEP_SECONDS
 from rankscope_view.data.metrics import Metric
-from rankscope_view.data.newest import SPEED_STEPS
+from rankscope_view.data.runs import SPEED_STEPS
 from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.pages.format import count, kind_words, measure
 from rankscope_view.pages.rendering import Place, render, upper_first

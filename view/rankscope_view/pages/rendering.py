@@ -1,6 +1,7 @@
 """Render the templates of the pages: the environment of Jinja2, and the functions that templates call.
 
-Every value is escaped for HTML. `|safe` and `Markup` are only for SVG that this package draws.
+Every value is escaped for HTML. `|safe` and `Markup` are only for SVG that this module draws, for pages without
+scripts; the style sheet has its colours.
 """
 
 from __future__ import annotations
@@ -10,23 +11,26 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.ext import Extension
 from jinja2.lexer import Token, TokenStream
+from markupsafe import Markup, escape
 
 from rankscope_contract.model.events import WHOLE_MODEL, RunState
 from rankscope_storage.base.escaping import path_segment
-from rankscope_view.data.curves import notice
+from rankscope_view.data.curves import Axis, Curve, notice
 from rankscope_view.data.incidents import STATE_TEXTS, Incident, happening, sentence_of
-from rankscope_view.data.runs import STOPPING, RunRow, open_count
+from rankscope_view.data.runs import STOPPING, RunRow, Sparkline, open_count
+from rankscope_view.data.series import Floats
 from rankscope_view.pages import format as formats
-from rankscope_view.pages import svg
+from rankscope_view.pages.format import utc
 
 STATES: Final = (*RunState, STOPPING)
 _FOLDER: Final = Path(__file__).parents[1] / "templates"
@@ -90,7 +94,7 @@ def environment() -> Environment:
     functions = (
         *(happening, happening_of_line, sentence_of, last_state, rank_list, is_nonfinite, tensor_parts),
         *(page_title, state_word, state_words, close_command, open_count, notice),
-        *(svg.bar, svg.sparkline, svg.stacked, svg.line_chart),
+        *(bar, sparkline, stacked, line_chart),
     )
     found.globals |= {function.__name__: function for function in functions}
     found.globals |= {"NOTHING": formats.NOTHING, "NONFINITE": formats.NONFINITE, "WHOLE_MODEL": WHOLE_MODEL}
@@ -185,3 +189,162 @@ def close_command(place: Place, run: str, number: int | None = None) -> str:
     """Return the command that closes the open incidents of a run, or only one."""
     words = ["rankscope", "incidents", "close", run, *([] if number is None else [str(number)]), "--store", place.store]
     return shlex.join(words)
+
+
+_WIDTH: Final = 100
+_HEIGHT: Final = 26
+_LEFT: Final = 46
+_BOTTOM: Final = 20
+_TOP: Final = 6
+_CHARACTER: Final = 6.4
+"""Width of a character of a label, in units of a chart."""
+
+Point = tuple[float, float]
+
+
+def sparkline(line: Sparkline) -> Markup:
+    """Return the curve of the loss in a row of the list. Values that are not finite are a bar at the lower edge.
+
+    A value between two others that are not finite is a dot.
+    """
+    finite = [value for _, value in line.points if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    across, down = (_WIDTH - 4) / max(1, line.places - 1), (_HEIGHT - 6) / ((high - low) or 1.0)
+    parts: list[list[Point]] = [[]]
+    marks = ""
+    for place, value in line.points:
+        if math.isfinite(value):
+            parts[-1].append((2 + place * across, 3 + (high - value) * down))
+        else:
+            marks += f'<rect class="nan" x="{0.5 + place * across:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>'
+            parts.append([])
+    dots = _path(part for part in parts if len(part) == 1)
+    return Markup(
+        f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        'preserveAspectRatio="none" aria-hidden="true">'
+        f'<path d="{_path(parts)}"/><path class="dot" d="{dots}"/>{marks}</svg>'
+    )
+
+
+def _parts(x: Floats, y: Floats) -> list[list[Point]]:
+    """Return the points of a line, divided where a value is not finite."""
+    known = np.flatnonzero(np.isfinite(y))
+    divided = np.split(known, np.flatnonzero(np.diff(known) > 1) + 1) if len(known) else []
+    return [list(zip(x[part].tolist(), y[part].tolist(), strict=True)) for part in divided]
+
+
+def _path(parts: Iterable[Sequence[Point]]) -> str:
+    """Return the path of several lines. A line of one point is drawn as a dot."""
+    found = []
+    for part in parts:
+        if len(part) == 1:
+            x, y = part[0]
+            found.append(f"M{x - 0.5:.1f} {y:.1f}h1")
+        elif part:
+            found.append("M" + "L".join([f"{x:.1f} {y:.1f}" for x, y in part]))
+    return "".join(found)
+
+
+def bar(share: float, kind: str, marks: Iterable[float] = ()) -> Markup:
+    """Return a progress bar that is `share` full, from 0 to 1, with gaps at the shares `marks`."""
+    gaps = "".join(f'<rect class="gap" x="{1000 * mark:.1f}" y="0" width="3" height="6"/>' for mark in marks)
+    return Markup(
+        '<svg class="bar" viewBox="0 0 1000 6" preserveAspectRatio="none" aria-hidden="true">'
+        '<rect class="rail" width="1000" height="6"/>'
+        f'<rect class="{escape(kind)}" width="{1000 * share:.1f}" height="6"/>{gaps}</svg>'
+    )
+
+
+def stacked(parts: Sequence[tuple[str, float]], whole: float) -> Markup:
+    """Return a bar of one step: (class, seconds) for each phase, against `whole` seconds."""
+    x, found = 0.0, []
+    for kind, seconds in parts:
+        width = max(0.0, 1000 * seconds / whole) if whole > 0 else 0.0
+        found.append(f'<rect class="{kind}" x="{x:.1f}" y="0" width="{max(0.0, width - 2):.1f}" height="14"/>')
+        x += width
+    return Markup(
+        '<svg class="phases" viewBox="0 0 1000 14" preserveAspectRatio="none" aria-hidden="true">'
+        f"{''.join(found)}</svg>"
+    )
+
+
+def line_chart(
+    curve: Curve, *, label: str, width: int = 760, height: int = 220, is_cut: bool = False, is_styled: bool = False
+) -> Markup:
+    """Return the chart of `curve` for readers without scripts: axes, lines, NaN ranges and restarts.
+
+    With `is_styled`, attributes of the drawing have its colours, for documents without the style sheet.
+    """
+    if curve.extent is None:
+        return Markup('<p class="empty">No rows of {}.</p>').format(label)
+    x_low, x_high = _wider(_visible(curve))
+    low, high = _wider(curve.range(is_cut=is_cut))
+
+    words = {tick: f"{tick:g}" for tick in ticks(low, high, 5)}
+    edge = max(_LEFT, 10 + _CHARACTER * max(map(len, words.values()), default=0))
+
+    def across(x: Any) -> Any:
+        return edge + (x - x_low) / (x_high - x_low) * (width - edge - 8)
+
+    def down(y: Any) -> Any:
+        return _TOP + (high - y) / (high - low) * (height - _TOP - _BOTTOM)
+
+    line_style = ' fill="none" stroke="#3d8fc4" font-size="11"' if is_styled else ""
+    text_style = ' fill="#808080" stroke="none"' if is_styled else ""
+    about = f'role="img" aria-label="{escape(label)}"'
+    found = [f'<svg{line_style} class="chart" viewBox="0 0 {width} {height}" {about}>']
+    for tick, word in words.items():
+        y = down(tick)
+        found.append(f'<path class="grid" d="M{edge:g} {y:.1f}H{width - 8}"/>')
+        found.append(f'<text{text_style} x="{edge - 6:g}" y="{y + 4:.1f}" text-anchor="end">{word}</text>')
+    for tick in ticks(x_low, x_high, 7):
+        word = _axis_label(curve, tick)
+        x = min(across(tick), width - _CHARACTER * len(word) / 2)  # the last label is not cut
+        found.append(f'<text{text_style} x="{x:.1f}" y="{height - 5}" text-anchor="middle">{word}</text>')
+    several = any(line.label and not line.role for line in curve.lines)  # of which no other line may be covered
+    for one in curve.nonfinite:
+        left, right = across(one.first), across(one.last)
+        area = f'y="{_TOP}" width="{max(2.0, right - left):.1f}" height="{8 if several else height - _TOP - _BOTTOM}"'
+        found.append(f'<rect class="nan" x="{left:.1f}" {area}><title>{one.word}</title></rect>')
+    found += [f'<path class="restart" d="M{across(at):.1f} {_TOP}V{height - _BOTTOM}"/>' for at in curve.restarts]
+    # An inner element clips the lines at the range: values outside of it are not drawn at its edge.
+    wide, tall = width - edge - 8, height - _TOP - _BOTTOM
+    area = f'x="{edge:g}" y="{_TOP}" width="{wide:g}" height="{tall}" viewBox="{edge:g} {_TOP} {wide:g} {tall}"'
+    found.append(f"<svg {area}>")
+    for line in curve.lines:
+        for kind, values in ((line.role or "raw", line.value), ("smooth", line.smoothed)):
+            found.append(f'<path class="{kind}" d="{_path(_parts(across(line.x), down(values)))}"/>')
+    return Markup("".join(found) + "</svg></svg>")
+
+
+def _visible(curve: Curve) -> tuple[float, float]:
+    low, high = curve.extent or (0.0, 1.0)
+    first, last = curve.request.first, curve.request.last
+    return (low if first is None else first, high if last is None else last)
+
+
+def _wider(bounds: tuple[float, float]) -> tuple[float, float]:
+    low, high = bounds
+    margin = (high - low) * 0.04 or abs(high) * 0.5 or 1.0
+    return (low - margin, high + margin) if high - low < 1e300 else bounds
+
+
+def ticks(low: float, high: float, wanted: int) -> list[float]:
+    """Return round numbers between `low` and `high`, about `wanted` of them."""
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return []
+    power = 10.0 ** math.floor(math.log10(span / wanted))
+    step = next(power * factor for factor in (1, 2, 5, 10) if span / (power * factor) <= wanted)
+    first = math.ceil(low / step)
+    return [float(f"{number * step:.12g}") for number in range(first, math.floor(high / step) + 1)]
+
+
+def _axis_label(curve: Curve, tick: float) -> str:
+    if curve.request.axis is Axis.TIME:
+        return utc(tick, "%H:%M")
+    if curve.request.axis is Axis.ARRIVAL and curve.lines and len(curve.lines[0].x):
+        line = curve.lines[0]
+        row = min(int(np.searchsorted(line.x, tick)), len(line.x) - 1)
+        return f"{line.step[row]:,}"
+    return f"{tick:,.0f}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_view.data.advice import LARGEST_EXPONENT
+from rankscope_view.data.detail import LARGEST_EXPONENT
 from rankscope_view.data.summary import TREND_ROWS, Evaluation, Summary, Trend
 from rankscope_view.pages.format import NOTHING, count, duration, number, percent, short, utc
 
