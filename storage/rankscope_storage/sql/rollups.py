@@ -9,8 +9,7 @@ exact totals.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 
@@ -36,24 +35,6 @@ _NONFINITE: Final = ("nans", "infs")
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class RowFacts:
-    """Facts about all rows of an aggregation that permit cheaper SQL.
-
-    A missing fact costs time but changes no result.
-    """
-
-    absent: frozenset[str] = frozenset()
-    """Names of the columns that are null in every row."""
-    whole: frozenset[str] = frozenset()
-    """Names of the columns that have a value in every row."""
-    is_finite: bool = False
-    """True if no number is NaN or infinite, and the counts of NaN and infinite elements are 0 or null in every row."""
-
-
-NO_FACTS: Final = RowFacts()
-
-
 def bucket(row: str = "") -> str:
     """Return an SQL expression for the first step of the bucket that a row belongs to.
 
@@ -69,29 +50,9 @@ def time_bucket(row: str = "") -> str:
     return f"(CASE WHEN {row}step IS NULL THEN epoch_us({row}ts) // {BUCKET_SECONDS * 1_000_000} END)"
 
 
-def facts_query(dataset: str, source: str) -> str:
-    """Return a query that finds facts about the rows of `dataset` in `source`, such as columns without values.
-
-    The query returns one row, which `row_facts` converts to a RowFacts.
-    """
-    counted = (*SERIES[dataset], "step", *NUMBERS[dataset], *TOTALS[dataset])
-    counts = ", ".join(f"count({sql_identifier(name)}) AS {sql_identifier(name)}" for name in counted)
-    return f"SELECT count(*) AS every_row, bool_or({_is_nonfinite(dataset, '<>')}) AS is_odd, {counts} FROM {source}"
-
-
-def row_facts(found: Mapping[str, Any]) -> RowFacts:
-    """Return the facts from the row that `facts_query` returned."""
-    counts = {name: count for name, count in found.items() if name not in {"every_row", "is_odd"}}
-    return RowFacts(
-        absent=frozenset(name for name, count in counts.items() if not count),
-        whole=frozenset(name for name, count in counts.items() if count == found["every_row"]),
-        is_finite=not found["is_odd"],
-    )
-
-
-def rollup_query(dataset: str, source: str, facts: RowFacts = NO_FACTS) -> str:
+def rollup_query(dataset: str, source: str) -> str:
     """Return a query that aggregates raw rows of `dataset` to rollup rows; `source` is the text after FROM."""
-    series = [name for name in SERIES[dataset] if name not in facts.absent]
+    series = ", ".join(map(sql_identifier, SERIES[dataset]))
     named = {
         "step": "bucket",
         "first_step": "min(step)",
@@ -103,19 +64,13 @@ def rollup_query(dataset: str, source: str, facts: RowFacts = NO_FACTS) -> str:
         "nonfinite_rows": "count(CASE WHEN is_nonfinite THEN 1 END)",
         "first_nonfinite_step": "min(CASE WHEN is_nonfinite THEN step END)",
     }
-    if facts.is_finite:
-        named |= {"nonfinite_rows": "0::BIGINT", "first_nonfinite_step": "NULL::BIGINT"}
     for number in NUMBERS[dataset]:
-        named |= _summary(dataset, number, facts)
+        named |= _summary(dataset, number)
     for total in TOTALS[dataset]:
-        is_zero = facts.is_finite and total in _NONFINITE and total in facts.whole
-        named |= {total: "0::BIGINT" if is_zero else _sum(total), f"{total}_rows": _count(total, facts)}
-    columns = _in_order(dataset, {name: sql_identifier(name) for name in series} | named)
-    rows = ", ".join(_input_columns(dataset, facts))
-    # If every row has a step, no row is grouped by its time.
-    groups = ", ".join([*map(sql_identifier, series), "bucket", *([] if "step" in facts.whole else ["time_bucket"])])
-    shown = ", ".join(map(sql_identifier, series))
-    return f"SELECT {columns} FROM (SELECT {shown}, {rows} FROM {source}) GROUP BY {groups}"
+        named |= {total: _sum(total), f"{total}_rows": f"count({total})"}
+    columns = _in_order(dataset, {name: sql_identifier(name) for name in SERIES[dataset]} | named)
+    rows = ", ".join(_input_columns(dataset))
+    return f"SELECT {columns} FROM (SELECT {series}, {rows} FROM {source}) GROUP BY {series}, bucket, time_bucket"
 
 
 def combined_query(dataset: str, source: str) -> str:
@@ -140,47 +95,37 @@ def combined_query(dataset: str, source: str) -> str:
     return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {time_bucket()}"
 
 
-def _input_columns(dataset: str, facts: RowFacts) -> Iterator[str]:
+def _input_columns(dataset: str) -> Iterator[str]:
     yield from ("step", "ts", "ordinal", f"{bucket()} AS bucket", f"{time_bucket()} AS time_bucket")
     yield f"coalesce({_is_nonfinite(dataset)}, false) AS is_nonfinite"
     for number in NUMBERS[dataset]:
         column = sql_identifier(number)
         # One CASE for all aggregates of the column: a FILTER in each of them took two thirds more time.
-        finite = column if facts.is_finite else f"CASE WHEN isfinite({column}) THEN {column} END"
-        yield f"{column}, {finite} AS {number}_finite"
+        yield f"{column}, CASE WHEN isfinite({column}) THEN {column} END AS {number}_finite"
     yield from TOTALS[dataset]
 
 
-def _is_nonfinite(dataset: str, comparison: str = ">") -> str:
+def _is_nonfinite(dataset: str) -> str:
     """Return an SQL condition: a number of the row is not finite, or the row counts NaN or infinite elements.
 
-    The condition is false or null for a finite row. `comparison` is the SQL operator between a count and 0.
+    The condition is false or null for a finite row.
     """
     odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
-    odd += [f"{total} {comparison} 0" for total in TOTALS[dataset] if total in _NONFINITE]
+    odd += [f"{total} > 0" for total in TOTALS[dataset] if total in _NONFINITE]
     return " OR ".join(odd)
 
 
-def _summary(dataset: str, number: str, facts: RowFacts) -> dict[str, str]:
+def _summary(dataset: str, number: str) -> dict[str, str]:
     column, finite = sql_identifier(number), f"{number}_finite"
     nans = f"count(CASE WHEN isnan({column}) THEN 1 END)"
-    infs = f"count({column}) - count({finite}) - {nans}"
     return {
         f"{number}_min": f"min({finite})",
         f"{number}_max": f"max({finite})",
         f"{number}_avg": _mean(dataset, number, f"avg({finite})", f"avg({finite} / 1048576) * 1048576"),
-        f"{number}_count": _count(number, facts) if facts.is_finite else f"count({finite})",
-        f"{number}_nans": "0::BIGINT" if facts.is_finite else nans,
-        f"{number}_infs": "0::BIGINT" if facts.is_finite else infs,
+        f"{number}_count": f"count({finite})",
+        f"{number}_nans": nans,
+        f"{number}_infs": f"count({column}) - count({finite}) - {nans}",
     }
-
-
-def _count(name: str, facts: RowFacts) -> str:
-    """Return an SQL expression for the number of rows in which `name` is not null.
-
-    For a column without nulls it is `count(*)`, which DuckDB computes once for all such columns.
-    """
-    return "count(*)" if name in facts.whole else f"count({sql_identifier(name)})"
 
 
 def _combined_summary(dataset: str, number: str) -> dict[str, str]:

@@ -9,19 +9,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.properties import examples
-from tests.storage.rows import Killed, ask, dying, files, put, table
+from tests.storage.rows import Killed, ask, dying, files, put
 
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_storage.api.store import Store, Writer
 from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.schema import dataset_schema, table_schema
+from rankscope_storage.base.schema import table_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import retention_plan
@@ -29,7 +27,6 @@ from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
 from rankscope_storage.prometheus.read import read
-from rankscope_storage.sql.rollups import SERIES, facts_query, rollup_query, row_facts
 
 # An independent reference for rollups, computed row by row.
 
@@ -174,37 +171,6 @@ ROWS = st.one_of(
     st.tuples(st.just("tensor_stats"), st.lists(TENSOR_ROWS, min_size=1, max_size=25)),
     st.tuples(st.just("scalars"), st.lists(SCALAR_ROWS, min_size=1, max_size=25)),
 )
-
-
-NUMBERS = {"tensor_stats": ("norm", "min", "max", "mean"), "scalars": ("value",)}
-USUAL = {"rank": 0, "step": 7, "nans": 0, "infs": 0, "zeros": 5}
-
-
-@pytest.mark.usual(1)
-@pytest.mark.parametrize("dataset", ["tensor_stats", "scalars"])
-@settings(max_examples=examples(30), deadline=None)
-@given(st.data())
-def test_rollups_are_equal_with_and_without_facts(dataset, data):
-    """Some columns are finite, without nulls, or absent in all rows, as in usual data."""
-    names = {field.name for field in dataset_schema(dataset)}
-    tame = data.draw(st.sets(st.sampled_from(sorted({*USUAL, *NUMBERS[dataset]} & names))))
-    absent = data.draw(
-        st.sets(st.sampled_from(sorted({*SERIES[dataset], "step", *NUMBERS[dataset]} & names - {"run"})))
-    )
-    fixed = {name: USUAL.get(name, 1.5) for name in tame} | dict.fromkeys(absent)
-    drawn = data.draw(st.lists(TENSOR_ROWS if dataset == "tensor_stats" else SCALAR_ROWS, min_size=1, max_size=20))
-    rows = [{"run": "r", **row, **fixed, "ts": day(number / 10)} for number, row in enumerate(drawn)]
-    stored = table(dataset, rows)
-    with duckdb.connect() as engine:
-        engine.execute("SET TimeZone = 'UTC'")
-        [found] = engine.from_arrow(stored).query("rows", facts_query(dataset, "rows")).to_arrow_table().to_pylist()
-        facts = row_facts(found)
-        questions = (rollup_query(dataset, "rows"), rollup_query(dataset, "rows", facts))
-        plain, sooner = (engine.from_arrow(stored).query("rows", one).to_arrow_table() for one in questions)
-
-    assert absent <= facts.absent
-    assert plain.schema == sooner.schema
-    assert comparable(plain.to_pylist()) == comparable(sooner.to_pylist())
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
