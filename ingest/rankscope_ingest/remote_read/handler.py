@@ -1,4 +1,4 @@
-"""Respond to remote read requests from the store: one query at a time, in a thread with its own DuckDB connection.
+"""Respond to remote read requests from the store: one query at a time, in a thread.
 
 A response may have `max_samples` samples, so memory is bounded by running one query at a time. Up to three responses
 are sent at the same time. If a client accepts no data for 60 s, its response is aborted. A query is cancelled when it
@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,24 +61,14 @@ _SAMPLE_HEAD: Final = (2 << 3 | 2, 16, 1 << 3 | 1)  # field 2 of 16 bytes; its f
 _TIME_TAG: Final = 2 << 3
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
-    """The queries of a request, and the accepted response types, the preferred one first.
+def read_request(data: bytes) -> tuple[tuple[SeriesQuery, ...], tuple[int, ...]]:
+    """Return the queries of the request in `data`, and the accepted response types, the preferred one first.
 
-    If a request names no response type, the response has plain samples.
-    """
-
-    questions: tuple[SeriesQuery, ...]
-    accepted: tuple[int, ...]
-
-
-def read_request(data: bytes) -> ReadRequest:
-    """Return the request that is serialized in `data`.
-
-    Raises DecodeError if it is malformed, and QueryError if the regular expression of a matcher is invalid.
+    If a request names no response type, the response has plain samples. Raises DecodeError if the request is malformed,
+    and QueryError if the regular expression of a matcher is invalid.
     """
     request = parse("ReadRequest", data)
-    return ReadRequest(tuple(map(_query, request.queries)), tuple(request.accepted_response_types))
+    return tuple(map(_query, request.queries)), tuple(request.accepted_response_types)
 
 
 def _query(query: Any) -> SeriesQuery:
@@ -421,10 +410,8 @@ _PLAIN: Final = {"Content-Type": "application/x-protobuf", "Content-Encoding": "
 _STREAMED: Final = {"Content-Type": CONTENT_TYPE}
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    headers: dict[str, str]
-    pieces: Iterator[bytes]
+_Answer = tuple[dict[str, str], Iterator[bytes]]
+"""The headers and the pieces of the body of a response."""
 
 
 class RemoteRead:
@@ -434,10 +421,8 @@ class RemoteRead:
         self._path = path
         self._section = section
         self._read_seconds = read_seconds
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-remote-read")
         self._slots = asyncio.Semaphore(_MAX_RESPONSES)
-        self._turn = asyncio.Lock()  # the time limit of a query starts when the thread is free
-        self._connection: Connection | None = None
+        self._turn = asyncio.Lock()  # the time limit of a query starts when it has its turn
         self._latest: dict[tuple[int, tuple[SeriesQuery, ...]], list[list[Series]]] = {}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -446,11 +431,10 @@ class RemoteRead:
         Raises RegistrationError, whose HTTP status and reason Prometheus shows, if the query fails.
         """
         body = await request.read()
-        loop = asyncio.get_running_loop()
         async with self._slots:
-            found = await self._read(request, body)
-            response = web.StreamResponse(headers=found.headers)
-            while (piece := await loop.run_in_executor(self._thread, next, found.pieces, None)) is not None:
+            headers, pieces = await self._read(request, body)
+            response = web.StreamResponse(headers=headers)
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 if not response.prepared:
                     await response.prepare(request)
                 async with asyncio.timeout(SEND_SECONDS):
@@ -459,11 +443,6 @@ class RemoteRead:
                 await response.prepare(request)
             await response.write_eof()
             return response
-
-    def close(self) -> None:
-        """Close the DuckDB connection after the current query."""
-        self._thread.submit(self._close)
-        self._thread.shutdown(wait=False)
 
     async def _read(self, request: web.Request, body: bytes) -> _Answer:
         """Run a query after all previous ones and return its response.
@@ -474,7 +453,7 @@ class RemoteRead:
             loop = asyncio.get_running_loop()
             cancel = CancelToken()
             ends_at = loop.time() + self._read_seconds
-            answering = loop.run_in_executor(self._thread, self._answer, body, cancel)
+            answering = asyncio.ensure_future(asyncio.to_thread(self._answer, body, cancel))
             try:
                 while not answering.done():
                     if _is_disconnected(request):
@@ -483,7 +462,7 @@ class RemoteRead:
                         cancel.end(f"it took longer than {self._read_seconds:g} s")
                     await asyncio.wait([answering], timeout=_CHECK_SECONDS)
             except asyncio.CancelledError:
-                while not answering.done():  # return only when the thread is free for the next query
+                while not answering.done():  # return only when the next query can run
                     cancel.end("the service is stopping")
                     await asyncio.wait([answering], timeout=_CHECK_SECONDS)
                 answering.exception()
@@ -492,30 +471,27 @@ class RemoteRead:
 
     def _answer(self, body: bytes, cancel: CancelToken) -> _Answer:
         try:
-            request = read_request(unpacked(body, MAX_REQUEST_BYTES))
-            form = next((one for one in request.accepted or (SAMPLES,) if one in {SAMPLES, STREAMED_XOR_CHUNKS}), None)
+            questions, accepted = read_request(unpacked(body, MAX_REQUEST_BYTES))
+            form = next((one for one in accepted or (SAMPLES,) if one in {SAMPLES, STREAMED_XOR_CHUNKS}), None)
             if form is None:
                 raise RegistrationError(
                     400, "no accepted response type is supported: accept samples or streamed XOR chunks"
                 )
-            if self._connection is None:
-                self._connection = connect(self._path)
-            series = self._series(self._connection, request.questions, cancel)
+            with connect(self._path) as connection:
+                series = self._series(connection, questions, cancel)
         except (DecodeError, LimitError, QueryError) as error:
             raise RegistrationError(400, str(error)) from error
         except StoreError as error:
             raise RegistrationError(500, str(error)) from error
         if form == STREAMED_XOR_CHUNKS:
-            return _Answer(_STREAMED, frames(series))
-        return _Answer(_PLAIN, iter([packed(read_response(series))]))
+            return _STREAMED, frames(series)
+        return _PLAIN, iter([packed(read_response(series))])
 
     def _series(
         self, connection: Connection, questions: tuple[SeriesQuery, ...], cancel: CancelToken
     ) -> list[list[Series]]:
         """Return the series of the queries: a panel asks for the same series several times, as in `max(x) - min(x)`."""
-        with connection.pinned():
-            version = connection.version
-        if found := self._latest.get((version, questions)):
+        if found := self._latest.get((connection.version, questions)):
             return found
         limits = {"max_series": self._section.max_series, "max_samples": self._section.max_samples}
         outside = self._section.external_labels
@@ -524,10 +500,6 @@ class RemoteRead:
             kept = [one for one in self._latest.items() if one[0][0] == connection.version][1 - _KEPT_ANSWERS :]
             self._latest = {**dict(kept), (connection.version, questions): found}
         return found
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
 
 
 def _is_disconnected(request: web.Request) -> bool:

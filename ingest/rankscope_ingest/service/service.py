@@ -319,7 +319,7 @@ class Service:
             finally:
                 await cancel([stopping, *reversed(work), *self._polling.pollers.tasks, *self._background])
                 with contextlib.ExitStack() as stack:  # closes all parts, and then raises the first exception
-                    for part in (self._api.status, self._pipeline.remote_write, self._api.read, self._polling.spools):
+                    for part in (self._pipeline.remote_write, self._polling.spools):
                         stack.callback(part.close)
                 if on_progress is not None:
                     on_progress(self._api.progress())

@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Protocol
 
@@ -24,7 +23,6 @@ from rankscope_ingest.base.config import StoreSection
 from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.remote_write.senders import RefusedSender
 from rankscope_ingest.runs.models import Health, Target
-from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import (
     CATALOG,
     COMMITS,
@@ -33,7 +31,7 @@ from rankscope_storage.base.service_catalogue import (
     LOST_RECORDS,
     ROWS_COMMITTED,
 )
-from rankscope_storage.connection import Connection, connect
+from rankscope_storage.connection import connect
 from rankscope_storage.runs.tags import parse_tags
 
 
@@ -169,35 +167,22 @@ FROM runs_history WHERE tags IS NOT NULL OR note IS NOT NULL GROUP BY run"""
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """Tags and note of one run."""
-
-    tags: Mapping[str, str]
-    note: str | None
-
-
-NONE: Final = Labels({}, None)
-
-
 class LabelReader:
-    """Tags and notes of all runs of the store at `path`. The queries run in a separate thread."""
+    """Tags and notes of all runs of the store at `path`, as fields of `RunStatus` by run."""
 
     def __init__(self, path: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-labels")
-        self._connection: Connection | None = None
         self._budget = ReadBudget(REFRESH_SECONDS, clock=clock)
         self._query: asyncio.Future[None] | None = None
-        self.labels: Mapping[str, Labels] = {}
+        self.labels: Mapping[str, dict[str, Any]] = {}
 
-    async def fresh(self) -> Mapping[str, Labels]:
+    async def fresh(self) -> Mapping[str, dict[str, Any]]:
         """Return the current tags and notes by run.
 
         If the store does not respond in time, return the tags and notes of the previous read.
         """
         if self._query is None and self._budget.is_due:
-            self._query = asyncio.get_running_loop().run_in_executor(self._thread, self._read)
+            self._query = asyncio.ensure_future(asyncio.to_thread(self._read))
         if self._query is not None:
             await asyncio.wait([self._query], timeout=TIMEOUT_SECONDS)
             if self._query.done():
@@ -206,25 +191,10 @@ class LabelReader:
                 self._query = None
         return self.labels
 
-    def close(self) -> None:
-        """Close the connection after the current query."""
-        self._thread.submit(self._close)
-        self._thread.shutdown(wait=False)
-
     def _read(self) -> None:
-        try:
-            with self._budget.reading():
-                self._connection = self._connection or connect(self._path, single_threaded=True)
-                rows = self._connection.query(_LABELS).to_pylist()
-        except (StoreError, OSError):
-            self._close()
-            raise
-        self.labels = {row["run"]: Labels(parse_tags(row["tags"]), row["note"] or None) for row in rows}
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        with self._budget.reading(), connect(self._path, single_threaded=True) as connection:
+            rows = connection.query(_LABELS).to_pylist()
+        self.labels = {row["run"]: {"tags": parse_tags(row["tags"]), "note": row["note"] or None} for row in rows}
 
 
 MAX_OBSERVATIONS: Final = 256
@@ -326,10 +296,6 @@ class StatusCollector:
         """
         self._lag.look(self._parts.targets(), self._clock())
 
-    def close(self) -> None:
-        """Close the connection to the store."""
-        self._labels.close()
-
     async def current(self) -> Status:
         """Return the current status of the service, its runs, targets and exporters."""
         labels = await self._labels.fresh()
@@ -343,7 +309,7 @@ class StatusCollector:
         return Status(
             service=self._service(targets, now),
             runs=[self._run(progress, labels, seen, now) for progress in self._parts.runs()],
-            targets=[self._target(target, now) for target in targets],
+            targets=[target_status(target, now, self._lag.seconds(target, now)) for target in targets],
             exporters=list(self._parts.exporters()),
         )
 
@@ -376,16 +342,12 @@ class StatusCollector:
         )
 
     def _run(
-        self, progress: RunProgress, labels: Mapping[str, Labels], seen: Mapping[str, float], now: float
+        self, progress: RunProgress, labels: Mapping[str, dict[str, Any]], seen: Mapping[str, float], now: float
     ) -> RunStatus:
-        tagged, at = labels.get(progress.run, NONE), seen.get(progress.run)
+        at = seen.get(progress.run)
         return RunStatus(
             progress=progress,
             goodput_ratio=self._goodput().get(progress.run),
-            last_seen_ago_seconds=None if at is None else round(max(0.0, now - at), 3),
-            tags=tagged.tags,
-            note=tagged.note,
+            last_seen_ago_seconds=None if at is None else _ago(now, at),
+            **labels.get(progress.run, {}),
         )
-
-    def _target(self, target: Target, now: float) -> TargetStatus:
-        return target_status(target, now, self._lag.seconds(target, now))

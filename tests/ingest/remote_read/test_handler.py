@@ -13,7 +13,7 @@ from rankscope_ingest.base.config import RemoteReadSection
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.base.protobuf import packed
 from rankscope_ingest.remote_read import handler
-from rankscope_ingest.remote_read.handler import ReadRequest, RemoteRead
+from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.prometheus.query import SeriesQuery
@@ -45,7 +45,7 @@ async def asked(tmp_path, monkeypatch, questions, **more):
     with Store.open(tmp_path / "store", create=True).claim(owner="test") as writer:
         append(writer, 1_000, 1.0)
     coming = iter(questions)
-    monkeypatch.setattr(handler, "read_request", lambda _: ReadRequest((next(coming),), ()))
+    monkeypatch.setattr(handler, "read_request", lambda _: ((next(coming),), ()))
     Endless.begun.clear()
     remote_read = RemoteRead(str(tmp_path / "store"), RemoteReadSection(), **more)
 
@@ -64,8 +64,7 @@ async def asked(tmp_path, monkeypatch, questions, **more):
         yield runner, "http://{}:{}/read".format(*runner.addresses[0][:2])
     finally:
         await runner.cleanup()
-        remote_read.close()
-        await asyncio.to_thread(remote_read._thread.shutdown)  # blocks forever if a query still runs
+        await asyncio.get_running_loop().shutdown_default_executor()  # blocks forever if a query still runs
 
 
 async def post(url):

@@ -341,15 +341,12 @@ async def two_readers(store, monkeypatch, sent):
 
     monkeypatch.setattr(handler, "read", counted)
     monkeypatch.setattr(handler, "_KEPT_SAMPLES", -1)  # each case reads the store
-    readers, routes = [], []
+    routes = []
     for via, kind in READERS.items():
         section = RemoteReadSection(external_labels={**OUTSIDE, "via": via}, max_samples=100_000)
-        readers.append(kind(str(store), section))
-        routes.append(web.post(f"/{via}", readers[-1].answer))
+        routes.append(web.post(f"/{via}", kind(str(store), section).answer))
     async with serving(*routes) as address:
         yield [{"url": f"http://{address}/{via}", "name": via, "required_matchers": {"via": via}} for via in READERS]
-    for reader in readers:
-        reader.close()
 
 
 async def result_of(url, path, text, via, **when):
