@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from _rows import Row, print_rows
 
-from rankscope_ingest.scrape.http import TEXT, PageFetcher
+from rankscope_ingest.network.http_client import TEXT, PageFetcher
 
 BYTES = (20_000, 200_000, 1_800_000)
 """The last is the size of a page with 15,000 series."""

@@ -21,8 +21,7 @@ from rankscope.shell.options import Notify, OptionalStore
 from rankscope.shell.streams import live_console
 
 if TYPE_CHECKING:
-    from rankscope_ingest.base.config import ServiceConfig
-    from rankscope_ingest.base.watch_config import WatchSection
+    from rankscope_ingest.base.config import ServiceConfig, WatchSection
     from rankscope_ingest.watch.watcher import LogStatus
 
 NOT_NORMAL: Final = 4
@@ -132,7 +131,7 @@ def _sections(
     """Return the logs of the configuration file and of the command line, with the thresholds of the command line."""
     from pydantic import ValidationError
 
-    from rankscope_ingest.base.watch_config import WatchSection
+    from rankscope_ingest.base.config import WatchSection
 
     if len(runs) > 1 and len(runs) != len(logs):
         raise CommandError(f"{len(runs)} runs for {len(logs)} logs: give --run once, or once for each log", code=USAGE)

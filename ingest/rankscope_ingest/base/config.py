@@ -13,18 +13,22 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from rankscope_contract.model.identity import check_run_name
 from rankscope_contract.wire.channel import DEFAULT_MAX_BYTES
 from rankscope_contract.wire.tls import TlsServer, WebConfigError
 from rankscope_ingest.base.addresses import address_of
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
-from rankscope_ingest.base.watch_config import RunName, WatchSection
 from rankscope_storage.base.errors import is_url
+from rankscope_storage.base.rule_names import SLOW_FACTOR
 from rankscope_storage.maintenance.retention_policy import Retention
 
 _BASE_PATH: Final = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+Rows = Annotated[int, Field(ge=1, le=1000)]
+RunName = Annotated[str, AfterValidator(check_run_name)]
 Days = Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)]
 LabelName = Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]*$")]
 
@@ -373,6 +377,34 @@ class ExporterListSection(_Scraping):
         if (self.file is None) == (self.url is None):
             raise ValueError('set either file = "targets/*.json" or url = "http://…", not both')
         return self
+
+
+class WatchSection(_Section):
+    """Configuration section [[watch]]: a log that is followed, and the thresholds for the state of its training.
+
+    `rankscope watch` uses the same section for the logs on its command line.
+    """
+
+    log: Annotated[str, Field(min_length=1)]
+    run: RunName | None = None
+    format: str = "auto"
+    loss: str | None = None
+    pattern: tuple[str, ...] = ()
+    known_hosts: str | None = None
+    poll_seconds: Seconds = 10.0
+    timeout_seconds: Seconds = 20.0
+    max_backoff_seconds: Seconds = 60.0
+    settle_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    stalled_factor: Factor = 3.0
+    stalled_after_seconds: Seconds = 60.0
+    stalled_in_phase_after_seconds: Seconds = 1800.0
+    slow_factor: Factor = SLOW_FACTOR
+    warm_up_rows: Rows = 10
+    recovered_rows: Rows = 5
+    failed_after_seconds: Seconds = 30.0
+    unreadable_after_seconds: Seconds = 120.0
+    message_rows: Rows = 10
+    store_seconds: Seconds = 300.0
 
 
 class ServiceConfig(_Section):

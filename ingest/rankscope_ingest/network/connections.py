@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import resource
 import socket
 import ssl
 import time
@@ -30,12 +31,14 @@ from rankscope_contract.wire.tls import MakeContext
 from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import ServiceError
-from rankscope_ingest.base.file_limit import file_limit
 
 log = logging.getLogger(__name__)
 
 _MOST_CONNECTIONS: Final = 4096
 """Maximum number of connections, however many files the process can open: each takes about 20 KB of memory."""
+
+_MOST_FILES: Final = 65_536
+"""Highest soft limit that the service sets. A container may have a hard limit of 1,000 million files."""
 
 _LOG_SECONDS: Final = 60.0
 _RETRY_SECONDS: Final = 0.2
@@ -55,6 +58,24 @@ _RESERVED_PATHS: Final = frozenset(
     | {channel.METRICS_PATH, channel.SERVICE_DISCOVERY_PATH}
 )
 """Paths of requests by ranks, by Prometheus, and of the health page. Their answers are short."""
+
+
+def file_limit() -> int:
+    """Return the number of files that this process can have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit, at most to 65,536. A higher soft limit remains."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:  # some sandboxes forbid it
+        log.warning("the limit of open files remains %d, because it cannot be raised: %s", soft, error)
 
 
 def most_connections() -> int:

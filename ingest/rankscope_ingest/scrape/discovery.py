@@ -23,7 +23,7 @@ import yaml
 from rankscope_contract.model.redaction import redacted_name
 from rankscope_ingest.base.config import ExporterListSection, ExporterSection
 from rankscope_ingest.base.errors import ConfigError, FetchError
-from rankscope_ingest.scrape.http import JSON, PageFetcher
+from rankscope_ingest.network.http_client import JSON, PageFetcher
 
 INSTANCE: Final = "instance"
 _LABEL: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")

@@ -34,8 +34,8 @@ from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError
 from rankscope_ingest.base.tables import FROM_INGEST, NO_RUN, TIME, constant, samples_schema
+from rankscope_ingest.network.http_client import TEXT, PageFetcher
 from rankscope_ingest.scrape.discovery import ScrapeTarget
-from rankscope_ingest.scrape.http import TEXT, PageFetcher
 from rankscope_ingest.scrape.page_reader import OPENMETRICS, PageReader, PageRows
 from rankscope_ingest.scrape.sample_table import PageSeries, Scrape
 from rankscope_storage.base.service_catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from rankscope_ingest.base.config import ServiceConfig
-from rankscope_ingest.base.file_limit import raise_file_limit
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
 from rankscope_ingest.base.stop_signals import stop_on_signals
 from rankscope_ingest.base.tls import client_tls, server_tls
 from rankscope_ingest.detect.history import History, read_history
 from rankscope_ingest.live.progress import Progress
+from rankscope_ingest.network.connections import raise_file_limit
 from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.service.service import Service

@@ -26,14 +26,13 @@ from rankscope_ingest.base.tls import client_tls
 from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.live.service_metrics import ServiceMetrics
-from rankscope_ingest.network.dialing import parse_target_url
+from rankscope_ingest.network.http_client import PageFetcher, parse_target_url
 from rankscope_ingest.pipeline.batcher import Batcher
 from rankscope_ingest.record_channel.client import Fetcher, OtherProcess
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
 from rankscope_ingest.record_channel.validate import PlanCache
 from rankscope_ingest.runs.models import Health, Target
 from rankscope_ingest.scrape.discovery import ExporterList, configured
-from rankscope_ingest.scrape.http import PageFetcher
 from rankscope_ingest.scrape.sample_table import Scrape
 from rankscope_ingest.scrape.scraper import Followed, Scraper
 from rankscope_ingest.spools.orphan_spools import Spools, SpoolScanner

@@ -10,12 +10,11 @@ from aiohttp import web
 
 from rankscope_ingest.base.config import is_loopback, split_address
 from rankscope_ingest.base.config_file import load_config
-from rankscope_ingest.base.file_limit import raise_file_limit
 from rankscope_ingest.base.stop_signals import stop_on_signals
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import errors_as_text
 from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
-from rankscope_ingest.network.connections import serving
+from rankscope_ingest.network.connections import raise_file_limit, serving
 from rankscope_view.site import Site
 
 

@@ -19,7 +19,7 @@ from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.config import Network
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.network.dialing import check_allowed, parse_target_url
+from rankscope_ingest.network.http_client import check_allowed, parse_target_url
 from rankscope_ingest.runs.models import Health, Liveness, Target
 
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
-from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.detect.history import stored_incidents
 from rankscope_ingest.importers import (
     NO_END,

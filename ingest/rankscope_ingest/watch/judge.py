@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rankscope_contract.model.events import RunState, Severity
-from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.watch.rows import LogRows
 from rankscope_view.pages.format import duration
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from rankscope_ingest.base.background import cancel
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers import importers, run_name
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.runs.text import Place

@@ -13,8 +13,8 @@ from typing import Any, Final
 import tenacity
 
 from rankscope_contract.model.events import RunState, Severity
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.importers.common.importer import unkept_notes
 from rankscope_ingest.importers.common.log_identity import has_equal_beginning, stored_path
 from rankscope_ingest.notify.deliveries import Deliveries

@@ -14,14 +14,13 @@ from aiohttp import web
 
 from rankscope_contract.wire import channel
 from rankscope_contract.wire.tls import TlsServer, server_context
-from rankscope_ingest.base import file_limit
 from rankscope_ingest.base.addresses import address_of
 from rankscope_ingest.base.config import ServiceSection, split_address
 from rankscope_ingest.base.errors import RegistrationError
 from rankscope_ingest.network import connections
 from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.connections import Limits, accepting, advertised, open_socket
-from rankscope_ingest.network.dialing import check_allowed, is_allowed
+from rankscope_ingest.network.http_client import check_allowed, is_allowed
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 HALF_OPEN = {
@@ -289,7 +288,7 @@ def test_soft_limit_of_files_is_raised_to_the_hard_limit(monkeypatch, before, af
     found = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: before)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
-    file_limit.raise_file_limit()
+    connections.raise_file_limit()
 
     assert ([] if after is None else [after]) == found
 

@@ -8,7 +8,7 @@ import pytest
 
 from rankscope_contract.wire.tls import TlsServer, client_context, server_context
 from rankscope_ingest.base.errors import FetchError
-from rankscope_ingest.scrape.http import TEXT, PageFetcher
+from rankscope_ingest.network.http_client import TEXT, PageFetcher
 
 LOOPBACK = [ipaddress.ip_network("127.0.0.0/8")]
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4\r\n"

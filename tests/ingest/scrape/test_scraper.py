@@ -15,8 +15,8 @@ from tests.ingest.servers import FakeExporter
 from rankscope_ingest.base.config import ExporterListSection, ExporterSection
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError, FetchError
+from rankscope_ingest.network.http_client import Document
 from rankscope_ingest.scrape.discovery import configured, listed
-from rankscope_ingest.scrape.http import Document
 from rankscope_ingest.scrape.page_reader import PageReader
 from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, OwnTimes, Scraper
 

@@ -8,7 +8,7 @@ import pytest
 from tests.ingest import builders
 
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.network.dialing import AllowedResolver, parse_target_url
+from rankscope_ingest.network.http_client import AllowedResolver, parse_target_url
 from rankscope_ingest.runs.models import Health
 from rankscope_ingest.targets.registry import AttemptNumbers, Registry, parse_registration
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.importers import find_importer, import_records
 from rankscope_ingest.notify.messages import Message, NotifyError
 from rankscope_ingest.watch.session import WatchSession, watching

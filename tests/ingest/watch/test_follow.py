@@ -9,8 +9,8 @@ import time
 import pytest
 from tests.ingest.watch.conftest import Replay, Sshd, imported_rows, keygen, later, steps_in, trust
 
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.base.watch_config import WatchSection
 from rankscope_ingest.watch.files import LogUnreadableError
 from rankscope_ingest.watch.session import run_names
 from rankscope_storage.api.store import Writer

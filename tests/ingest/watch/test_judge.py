@@ -21,7 +21,7 @@ from tests.end_to_end.alerting import Postbox
 from tests.ingest.conftest import running_service
 from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows
 
-from rankscope_ingest.base.watch_config import WatchSection
+from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.notify.notifiers import make_notifiers
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.files import MachineClock, RemoteClock
