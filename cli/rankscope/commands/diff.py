@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from rankscope.access.stores import open_store, resolve_run
+from rankscope.output.diff_text import diff_document, diff_lines
 from rankscope.output.rows import as_json as json_text
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import Store, step_range
 from rankscope_contract.model.collective_format import spans
-
-if TYPE_CHECKING:
-    from rankscope_storage.connection import Connection
-    from rankscope_storage.diff.diff import DiffSide, Divergence
+from rankscope_storage.connection import Connection
+from rankscope_storage.diff.diff import SCALAR, TIMING, DiffSelection, DiffSide, Divergence, Tolerance, divergence
 
 _OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
@@ -66,9 +65,6 @@ def diff(
 
     rankscope diff my-run --attempts 0 1 --kind param_after
     """
-    from rankscope.output.diff_text import diff_document, diff_lines
-    from rankscope_storage.diff.diff import DiffSelection, Tolerance, divergence
-
     try:
         bounds = step_range(steps)
         _check_finite(tolerance=tolerance, absolute=absolute)
@@ -93,8 +89,6 @@ def diff(
 def _sides(
     connection: Connection, runs: list[str], ranks: tuple[int, int] | None, attempts: tuple[int, int] | None
 ) -> tuple[DiffSide, DiffSide]:
-    from rankscope_storage.diff.diff import DiffSide
-
     names = [resolve_run(connection, run) for run in runs]
     if len(names) == 1 and (ranks is not None or attempts is not None):
         names *= 2
@@ -133,8 +127,6 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
 
 def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Connection) -> None:
     """Raise CommandError if a run has none of the requested kinds; the message lists the available kinds."""
-    from rankscope_storage.diff.diff import SCALAR, TIMING
-
     for side in sides:
         queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - constants
         has = {kind for query in queries for kind in connection.query(query, {"run": side.run})["kind"].to_pylist()}

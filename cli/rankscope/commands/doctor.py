@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from rankscope.access.service import load_settings
+from rankscope.doctor import checks, endpoints, prometheus, ranks, service
+from rankscope.doctor.checks import CheckResult, Environment
+from rankscope.doctor.endpoints import Endpoints, explicit_addresses, find_endpoints
 from rankscope.shell.errors import CommandError
 from rankscope.shell.options import OptionalStore
-
-if TYPE_CHECKING:
-    from rankscope.doctor.checks import CheckResult, Environment
-    from rankscope.doctor.endpoints import Endpoints
 
 CONFIGURATION: Final = "Configuration"
 
@@ -43,10 +42,6 @@ def doctor(
 
     rankscope doctor --url http://127.0.0.1:9470 --json
     """
-    from rankscope.doctor import checks
-    from rankscope.doctor.checks import Environment
-    from rankscope.doctor.endpoints import explicit_addresses, find_endpoints
-
     try:
         settings = load_settings(config, store, None, None)
         read = [checks.ok(CONFIGURATION, f"{config} is valid")] if config else []
@@ -65,8 +60,6 @@ def doctor(
 
 def run_checks(environment: Environment, where: Endpoints) -> Iterator[CheckResult]:
     """Yield the results of all checks, in the order of the report."""
-    from rankscope.doctor import endpoints, prometheus, ranks, service
-
     yield from endpoints.machine(environment)
     yield from service.service(environment, where.service, where.token)
     yield from service.store(environment, where.store)

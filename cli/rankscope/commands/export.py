@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,11 +14,10 @@ from rankscope.shell.errors import USAGE, CommandError, command_errors, suggesti
 from rankscope.shell.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.shell.streams import progress_bar
 from rankscope_contract.wire.escaping import file_name
-
-if TYPE_CHECKING:
-    from rankscope_storage.connection import Connection
-    from rankscope_storage.formats import ExportFormat, ExportReport
-
+from rankscope_storage.base.errors import ExportError
+from rankscope_storage.connection import Connection
+from rankscope_storage.formats import ExportFormat, ExportOptions, ExportReport, export_formats
+from rankscope_storage.formats.common.base import parse_time
 
 Target = Annotated[
     Path | None,
@@ -84,9 +83,6 @@ def export(
 
     rankscope export my-run --format parquet --steps 1000:2000 --ranks 0-7
     """
-    from rankscope_storage.base.errors import ExportError
-    from rankscope_storage.formats import ExportOptions
-
     exporter = _exporter(form, output)
     with open_store(store) as connection:
         name = resolve_run(connection, run)
@@ -113,8 +109,6 @@ def export(
 
 
 def _exporter(name: str, output: Path | None) -> ExportFormat:
-    from rankscope_storage.formats import export_formats
-
     known = export_formats()
     if name not in known:
         formats = "".join(f"\n  {exporter.name:12} {exporter.help}" for exporter in known.values())
@@ -125,8 +119,6 @@ def _exporter(name: str, output: Path | None) -> ExportFormat:
 
 
 def _time(connection: Connection, run: str, text: str | None) -> dt.datetime | None:
-    from rankscope_storage.formats.common.base import parse_time
-
     return None if text is None else parse_time(text, _began(connection, run))
 
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import pyarrow as pa
 import typer
 
 from rankscope.access.stores import RunSelection, open_run, store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, printable, write_rows
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import pyarrow as pa
-
-    from rankscope_view.data.incidents import Incident
+from rankscope_contract.wire.spool import spool_folders
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.runs.incidents import close_incidents
+from rankscope_view.data.incidents import Incident, closing_columns, sentence_of, utc
+from rankscope_view.data.incidents import incidents as read
 
 CLOSE = "close"
 _SHOWN = ("n", "state", "severity", "attempt", "step", "opened", "incident", "closed")
@@ -65,8 +65,6 @@ def incidents(
 
 
 def _found(selection: RunSelection) -> tuple[str, Sequence[Incident]]:
-    from rankscope_view.data.incidents import incidents as read
-
     with open_run(selection) as chosen:
         return chosen.run, read(chosen.connection, [chosen.run]).get(chosen.run, [])
 
@@ -84,10 +82,6 @@ def _list(store: Path, source: str | None, form: Format, output: Path) -> None:
 
 
 def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
-    import pyarrow as pa
-
-    from rankscope_view.data.incidents import sentence_of, utc
-
     rows: list[dict[str, Any]] = [
         {
             **{name: getattr(one, name) for name in (*_FURTHER, "severity", "attempt", "step")},
@@ -103,11 +97,6 @@ def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
 
 
 def _close(store: Path, run: str, number: int | None, note: str) -> None:
-    from rankscope_contract.wire.spool import spool_folders
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.runs.incidents import close_incidents
-    from rankscope_view.data.incidents import closing_columns, sentence_of
-
     if spool_folders(store):
         raise CommandError(f"{store} has records of ranks: store them with `rankscope import {store}`, then close")
     name, found = _found(RunSelection(run=run, store=store))

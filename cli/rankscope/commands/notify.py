@@ -6,16 +6,15 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from rankscope.access.service import load_settings, service_errors
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import Notify
-
-if TYPE_CHECKING:
-    from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.notify.messages import Message, NotifyError
+from rankscope_ingest.notify.notifiers import Notifier, make_notifiers, receiver_names
 
 
 def notify(
@@ -36,8 +35,6 @@ def notify(
 
     rankscope notify test --notify json://127.0.0.1:8080/alerts
     """
-    from rankscope_ingest.notify.notifiers import receiver_names
-
     notifiers = _notifiers(config, to)
     failures = asyncio.run(_send(notifiers))
     for name, failure in zip(receiver_names(notifiers), failures, strict=True):
@@ -48,8 +45,6 @@ def notify(
 
 
 def _notifiers(config: Path | None, to: Sequence[str] | None) -> Sequence[Notifier]:
-    from rankscope_ingest.notify.notifiers import make_notifiers
-
     section = load_settings(config, None, None, list(to) if to else None).notify
     if not section.urls:
         raise CommandError("no address: give --notify URL, or a file with [notify] urls", code=USAGE)
@@ -60,8 +55,6 @@ def _notifiers(config: Path | None, to: Sequence[str] | None) -> Sequence[Notifi
 
 async def _send(notifiers: Sequence[Notifier]) -> list[str | None]:
     """Send the notification to each address; return the error for each address, or None if it was delivered."""
-    from rankscope_ingest.notify.messages import Message, NotifyError
-
     host = socket.gethostname()
     text = Message(
         key=f"rankscope-test-{host}",

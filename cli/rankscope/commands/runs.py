@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
+import pyarrow as pa
 import typer
 
 from rankscope.access.stores import open_store, resolve_run, store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
-from rankscope.output.runs_text import run_lines, terminal_width
+from rankscope.output.runs_text import run_detail_lines, run_details, run_lines, terminal_width
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from rankscope_storage.runs.edit import RewriteReport
-    from rankscope_storage.runs.tags import TagsAndNote, TagsEdit
-
+from rankscope_storage.api import summaries
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.runs import edit as care
+from rankscope_storage.runs import tags
+from rankscope_storage.runs.edit import RewriteReport
+from rankscope_storage.runs.tags import TagsAndNote, TagsEdit, edit_tags, parse_tags
+from rankscope_view.data.incidents import incidents
+from rankscope_view.data.runs import end_sentence, open_sentence
 
 Action = Literal["list", "show", "tag", "untag", "note", "rm", "rename", "merge"]
 _NAMES: Final[Mapping[Action, str]] = {
@@ -122,12 +124,6 @@ def _fits(action: Action, count: int) -> bool:
 
 
 def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
-    import pyarrow as pa
-
-    from rankscope_storage.api import summaries
-    from rankscope_view.data.incidents import incidents
-    from rankscope_view.data.runs import end_sentence, open_sentence
-
     with open_store(store) as connection:
         rows, damaged = connection.undamaged(lambda: summaries.runs(connection))
         listed, more = connection.undamaged(lambda: incidents(connection, rows["run"].to_pylist()))
@@ -152,8 +148,6 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
 
     A tag is written as KEY=VALUE, or as KEY if any value is accepted.
     """
-    from rankscope_storage.runs.tags import parse_tags
-
     pairs = [text.partition("=") for text in wanted]
 
     def fits(tags: dict[str, str]) -> bool:
@@ -163,8 +157,6 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
 
 
 def _show(store: Path, run: str, form: Format, output: Path) -> None:
-    from rankscope.output.runs_text import run_detail_lines, run_details
-
     if form not in ("table", "json"):
         raise CommandError("runs show prints text, or JSON with --format json", code=USAGE)
     with open_store(store) as connection:
@@ -173,8 +165,6 @@ def _show(store: Path, run: str, form: Format, output: Path) -> None:
 
 
 def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
-    from rankscope_storage.runs import tags
-
     if action == "note":
         return tags.set_note(given[0])
     if action == "untag":
@@ -187,9 +177,6 @@ def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
 
 
 def _relabelled(root: Path, run: str, change: TagsEdit) -> TagsAndNote:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.runs.tags import edit_tags
-
     with store_errors():
         return edit_tags(root, run, change, sync_to_disk)
 
@@ -200,9 +187,6 @@ def _print_labels(labels: TagsAndNote) -> None:
 
 
 def _change(action: Action, root: Path, run: str, other: str) -> RewriteReport:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.runs import edit as care
-
     with store_errors():
         if action == "rm":
             return care.remove(root, run, sync_to_disk)

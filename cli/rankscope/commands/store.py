@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -14,14 +14,15 @@ from rankscope.shell.errors import USAGE, CommandError, command_errors
 from rankscope.shell.options import STANDARD_OUTPUT
 from rankscope.shell.options import WrittenStore as Folder
 from rankscope.shell.streams import progress_bar
-
-if TYPE_CHECKING:
-    from rankscope_storage.maintenance.check import CheckReport
-    from rankscope_storage.maintenance.compaction import CompactionReport
-    from rankscope_storage.maintenance.repair import RepairReport
-    from rankscope_storage.maintenance.retention import RetentionReport
-    from rankscope_storage.maintenance.retention_policy import Retention
-
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.log.delta import Log
+from rankscope_storage.maintenance.check import CheckReport, check
+from rankscope_storage.maintenance.compaction import CompactionReport, compact
+from rankscope_storage.maintenance.repair import RepairReport, repair
+from rankscope_storage.maintenance.retention import RetentionReport, retain
+from rankscope_storage.maintenance.retention_policy import Retention
+from rankscope_storage.maintenance.stats import store_stats
+from rankscope_storage.maintenance.upgrade import upgrade
 
 _SHOWN_ERRORS: Final = 3
 """Largest number of errors of merges in one message. On a full disk, all merges fail."""
@@ -98,8 +99,6 @@ def store(
 
 
 def _check(root: Path, *, deep: bool) -> None:
-    from rankscope_storage.maintenance.check import check
-
     with progress_bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
     _print_check(report)
@@ -122,10 +121,6 @@ def _print_check(report: CheckReport) -> None:
 
 
 def _stats(root: Path, by: By, form: Format, output: Path) -> None:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.log.delta import Log
-    from rankscope_storage.maintenance.stats import store_stats
-
     found = store_stats(Log.open(root, sync_to_disk), by=by)
     if form == "table" and output == STANDARD_OUTPUT:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
@@ -138,9 +133,6 @@ def _stats(root: Path, by: By, form: Format, output: Path) -> None:
 
 
 def _compact(root: Path, *, rewrite: bool) -> None:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.maintenance.compaction import compact
-
     with progress_bar("compactions") as progress:
         report = compact(root, sync_to_disk, progress, rewrite=rewrite)
     print(
@@ -169,8 +161,6 @@ def _require_rewritten(report: CompactionReport) -> None:
 
 
 def _policy(days: float | None, scalars: float | None, samples: float | None, rollups: float | None) -> Retention:
-    from rankscope_storage.maintenance.retention_policy import Retention
-
     if {days, scalars, samples, rollups} == {None}:
         raise CommandError(
             "no retention time: give --days, --scalars-days, --samples-days or --rollup-days", code=USAGE
@@ -180,9 +170,6 @@ def _policy(days: float | None, scalars: float | None, samples: float | None, ro
 
 
 def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_run: bool) -> None:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.maintenance.retention import retain
-
     now = dt.datetime.now(dt.UTC)
     try:
         policy.limits(now)
@@ -210,18 +197,12 @@ def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
 
 
 def _upgrade(root: Path) -> None:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.maintenance.upgrade import upgrade
-
     report = upgrade(root, sync_to_disk)
     done = f"{report.files} files with {report.rows:,} rows were converted"
     print(done if report.is_converted else "the store has the current schema version")
 
 
 def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:
-    from rankscope_storage.base.fsync import sync_to_disk
-    from rankscope_storage.maintenance.repair import repair
-
     _print_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force), dry_run=dry_run)
 
 
