@@ -20,10 +20,9 @@ from typing import Any
 from aiosmtpd.controller import Controller
 
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender
-from rankscope.up.machine import free_port
+from rankscope.up.machine import StateDir, free_port
 from rankscope.up.plan import receivers
 from rankscope.up.programs import ServiceOptions, UpOptions, files, programs
-from rankscope.up.state_dir import StateDir
 from rankscope.up.supervisor import StopSignals, Supervisor
 
 SCRAPE_SECONDS = 1.0

@@ -177,6 +177,8 @@ def service_tls(settings: ServiceConfig) -> ClientTls | None:
     Without `ca_file`, the client trusts the certificate file of the service. This is safe, because a process that can
     write this file could also replace the certificate of the service.
     """
+    from rankscope_ingest.base.config import split_address
+
     section, web = settings.service, settings.service.web
     if web is None:
         return None
@@ -184,7 +186,7 @@ def service_tls(settings: ServiceConfig) -> ClientTls | None:
         ca_file=section.ca_file or str(web.cert_file),
         cert_file=section.cert_file,
         key_file=section.key_file,
-        server_name=_name(settings),
+        server_name=split_address(section.advertise)[0] if section.advertise else None,
     )
 
 
@@ -212,14 +214,10 @@ def service_address(settings: ServiceConfig) -> str | None:
     host, port = split_address(settings.service.listen)
     if not port:
         return None
+    return f"{'http' if service_tls(settings) is None else 'https'}://{client_address(host, port)}"
+
+
+def client_address(host: str, port: int) -> str:
+    """Return host:port of a listen address for clients on this machine."""
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - the wildcard is replaced
-    scheme = "http" if service_tls(settings) is None else "https"
-    return f"{scheme}://[{here}]:{port}" if ":" in here else f"{scheme}://{here}:{port}"
-
-
-def _name(settings: ServiceConfig) -> str | None:
-    """Return the host name in the certificate of the service if the setting `advertise` contains one, else None."""
-    from rankscope_ingest.base.config import split_address
-
-    advertise = settings.service.advertise
-    return split_address(advertise)[0] if advertise else None
+    return f"[{here}]:{port}" if ":" in here else f"{here}:{port}"

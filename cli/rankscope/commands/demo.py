@@ -21,11 +21,10 @@ from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.output.progress import View, fetch_runs, view_for
 from rankscope.shell.errors import USAGE, CommandError
-from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS, free_port
-from rankscope.up.programs import LOOPBACK, SERVICE, ServiceOptions, UpOptions, files, programs
-from rankscope.up.state_dir import StateDir
+from rankscope.up.machine import ALERTMANAGER, PROMETHEUS
+from rankscope.up.plan import StartPlan, make_plan
+from rankscope.up.programs import SERVICE
 from rankscope.up.supervisor import StopSignals, Supervisor, start, tail
-from rankscope_dashboards.deploy.alertmanager import Receiver, Webhook
 from rankscope_ingest.base.stop_signals import handling
 
 RUN: Final = "demo"
@@ -41,7 +40,6 @@ QUIET_SECONDS: Final = 3.0
 LATEST_SECONDS: Final = 15.0
 STOP_SECONDS: Final = 15.0
 SCRAPE_SECONDS: Final = 1.0
-GROUP_WAIT_SECONDS: Final = 2.0  # ranks are scraped at different times; one message should name all of them
 
 CONFIG: Final = """\
 [service]
@@ -96,48 +94,42 @@ def _collect(
     Returns the number of tensors of the model, and the programs that are expected to send alerts.
     """
     (folder / "service.toml").write_text(CONFIG.format(notify_url=receiver.notify_url), encoding="utf-8")
-    state = StateDir(folder / "live")
-    state.create()
-    options = _options(console, folder, receiver.webhook_url)
-    state.write(files(options, state))
+    plan = _plan(console, folder, receiver.webhook_url)
+    plan.folder.create()
+    plan.folder.write(plan.files)
     exits: list[str] = []
-    supervisor = Supervisor(programs(options, state), state, print_line=exits.append, stop_signals=StopSignals())
+    supervisor = Supervisor(plan.programs, plan.folder, print_line=exits.append, stop_signals=StopSignals())
     try:
         supervisor.start()
-        for program in programs(options, state):
-            console.print(
-                f"{program.name:<14}{program.url}  (log: {state.log(program.name)})", markup=False, soft_wrap=True
-            )
-        url = options.service.url(options.ports[SERVICE])
+        for program in plan.programs:
+            log = plan.folder.log(program.name)
+            console.print(f"{program.name:<14}{program.url}  (log: {log})", markup=False, soft_wrap=True)
+        url = plan.programs[0].url
         console.print(f"{'page':<14}{url}/runs/{RUN}  (live until the demo ends)")
         _train(command, folder, url, receiver, console)
-        _wait_for_alerts(receiver, console, faults if options.alertmanager else ())
+        _wait_for_alerts(receiver, console, faults if plan.options.alertmanager else ())
         supervisor.look()
     finally:
         supervisor.stop()
     if exits:
         raise CommandError(exits[0])
     if (end := supervisor.ends[SERVICE]) != "(exit status 0)":
-        raise CommandError(f"the service exited {end}. {tail(state.log(SERVICE))}")
-    return _tensors_in(folder / "training.log"), tuple(Sender) if options.alertmanager else (Sender.EMBEDDED,)
+        raise CommandError(f"the service exited {end}. {tail(plan.folder.log(SERVICE))}")
+    return _tensors_in(folder / "training.log"), tuple(Sender) if plan.options.alertmanager else (Sender.EMBEDDED,)
 
 
-def _options(console: Console, folder: Path, webhook_url: str) -> UpOptions:
-    """Return the options of the programs: the service, and Prometheus with Alertmanager if both are installed."""
-    executables = [executable.find() for executable in (PROMETHEUS, ALERTMANAGER)]
-    if not all(executables):
-        missing = [one.remedy for one, path in zip((PROMETHEUS, ALERTMANAGER), executables, strict=True) if not path]
+def _plan(console: Console, folder: Path, webhook_url: str) -> StartPlan:
+    """Return the plan of the programs: the service, and Prometheus with Alertmanager if both are installed."""
+    missing = [one.remedy for one in (PROMETHEUS, ALERTMANAGER) if one.find() is None]
+    if missing:
         console.print(f"{'alerts':<14}from the service only: {'; '.join(missing)}", markup=False, soft_wrap=True)
-        executables = [None, None]
-    return UpOptions(
-        service=ServiceOptions(config=folder / "service.toml", store=str(folder / "history"), host=LOOPBACK),
-        ports={name: free_port() for name in DEFAULT_PORTS},
-        prometheus=executables[0],
-        alertmanager=executables[1],
-        receivers=[Receiver(name="demo", integrations=(Webhook(url=webhook_url),))],
+    return make_plan(
+        config=folder / "service.toml",
+        notify=() if missing else (webhook_url,),
+        state=folder / "live",
         scrape_seconds=SCRAPE_SECONDS,
-        group_wait_seconds=GROUP_WAIT_SECONDS,
-        group_interval_seconds=5.0,
+        with_prometheus=not missing,
+        with_alertmanager=not missing,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -19,9 +19,9 @@ from rankscope.up.machine import PortChoice
 
 if TYPE_CHECKING:
     from rankscope.output.progress import View
+    from rankscope.up.machine import StateDir
     from rankscope.up.plan import StartPlan
     from rankscope.up.programs import Program
-    from rankscope.up.state_dir import StateDir
     from rankscope.up.supervisor import StopSignals, Supervisor
 
 CHECK_SECONDS: Final = 0.2
@@ -152,10 +152,10 @@ def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, v
         time.sleep(CHECK_SECONDS)
 
 
-def overview(programs: Iterable[Program], left_out: Mapping[str, str], folder: StateDir) -> list[str]:
-    """Return one line per program; for a program that does not run, the line contains the reason."""
+def overview(programs: Iterable[Program], left_out: Iterable[str], folder: StateDir) -> list[str]:
+    """Return one line per program. The programs `left_out` do not run."""
     rows = [(program.name, program.url, "ready", short_path(folder.log(program.name))) for program in programs]
-    return columns(HEAD, [*rows, *((name, "-", why, "-") for name, why in left_out.items())])
+    return columns(HEAD, [*rows, *((name, "-", "left out", "-") for name in left_out)])
 
 
 def exports(service_url: str, token_file: Path | None) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rankscope.access.service import ClientTls, Response, request
-from rankscope.up.machine import Executable, Listener, executable_version, listeners
+from rankscope.up.machine import Executable, executable_version, listeners
 from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
 
 
@@ -138,8 +138,8 @@ class Environment:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
 
-    def listener(self, port: int) -> Listener | None:
-        """Return the process that listens on the port, according to /proc; None if the port is free."""
+    def listener(self, port: int) -> str | None:
+        """Return the process that listens on the port; None if the port is free."""
         return listeners().get(port)
 
     def now(self) -> float:

@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 
 from rankscope.access.service import ClientTls, environment_tls, service_address, service_tls
 from rankscope.doctor.checks import CheckResult, Environment, fail, ok, warn
-from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS
+from rankscope.up.machine import ALERTMANAGER, DEFAULT_PORTS, PROMETHEUS, StateDir
 from rankscope.up.programs import TOKEN_FILE
-from rankscope.up.state_dir import StateDir
 
 AREA: Final = "This machine"
 PORTS: Final = "Ports"
@@ -116,8 +115,7 @@ def find_endpoints(
     The token that `rankscope up` saved is used only for the service address that `rankscope up` saved.
     """
     folder = StateDir(state) if state else StateDir.next_to(settings.store.path)
-    notes = folder.load_notes().get("urls", {})
-    saved = {name: url for name, url in notes.items() if isinstance(url, str)} if isinstance(notes, dict) else {}
+    saved = folder.load_notes().get("urls", {})
     default = {name: f"http://127.0.0.1:{port}" for name, port in DEFAULT_PORTS.items()}
     configured = service_address(settings)
     if is_explicit and configured:

@@ -1,33 +1,120 @@
-"""Select the port of each program, and find the processes that listen on ports and the executables of programs."""
+"""What `rankscope up` uses on this machine: its state folder, ports, and the executables of programs."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
+import os
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
+
+import psutil
 
 from rankscope.shell.errors import CommandError
+from rankscope_contract.wire.spool import write_whole
+
+DEFAULT_FOLDER: Final = "rankscope-live"
+_NOTES: Final = "live.json"
+_LOCK: Final = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class StateDir:
+    """A state folder of `rankscope up`: generated configuration, data of Prometheus and Alertmanager, logs and ports.
+
+    Only the owner can read its subfolders, because they contain tokens and notification addresses. A lock file ensures
+    that only one `rankscope up` process uses the folder at a time.
+    """
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        # Prometheus resolves relative paths against the folder of its configuration file.
+        object.__setattr__(self, "path", self.path.absolute())
+
+    @classmethod
+    def next_to(cls, store: str | Path) -> StateDir:
+        """Return the default state folder, which is next to the store."""
+        return cls(Path(store).parent / DEFAULT_FOLDER)
+
+    def log(self, name: str) -> Path:
+        """Return the path of the log file of a program."""
+        return self.path / "logs" / f"{name}.log"
+
+    def data(self, name: str) -> Path:
+        """Return the path of the data folder of a program."""
+        return self.path / "data" / name
+
+    def config(self, name: str) -> Path:
+        """Return the path of a generated configuration file."""
+        return self.path / "config" / name
+
+    def create(self) -> None:
+        """Create the folder, with subfolders that only the owner can read.
+
+        Raises CommandError if the folder cannot be created, or if it contains files but no lock file of `rankscope up`.
+        """
+        try:
+            if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / _LOCK).exists():
+                raise CommandError(f"{self.path} was not created by rankscope up: name an empty folder with --state")
+            self.path.mkdir(parents=True, exist_ok=True)
+            for part in ("logs", "data", "config"):
+                (self.path / part).mkdir(mode=0o700, exist_ok=True)
+            (self.path / _LOCK).touch(0o600)
+        except OSError as error:
+            raise CommandError(
+                f"cannot write to {self.path}: {error.strerror}; name another folder with --state"
+            ) from error
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write generated configuration files atomically; only the owner can read them."""
+        for name, text in files.items():
+            write_whole(self.config(name), text)
+
+    def save_notes(self, notes: Mapping[str, Any]) -> None:
+        """Save ports and URLs for the next start and for `rankscope doctor`."""
+        write_whole(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
+
+    def load_notes(self) -> dict[str, Any]:
+        """Return the saved ports and URLs; an empty dict if the file that contains them is missing or invalid."""
+        try:
+            notes = json.loads((self.path / _NOTES).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return notes if isinstance(notes, dict) else {}
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of this folder in the context.
+
+        Raises CommandError if another process holds the lock; the message names that process.
+        """
+        with (self.path / _LOCK).open("a+", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                lock.seek(0)
+                holder = lock.read().strip() or "another process"
+                raise CommandError(
+                    f"{self.path} is in use by {holder}: stop it, or name another folder with --state"
+                ) from error
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()}")
+            lock.flush()
+            yield
+
 
 DEFAULT_PORTS: Final = {"service": 9470, "prometheus": 9090, "alertmanager": 9093}
-PROC: Final = Path("/proc")
-_LISTENING: Final = "0A"
-
-
 PortChoice = Literal["fixed", "free"]
 """Ways in which `rankscope up` selects ports: default ports or free ports."""
-
-
-def valid_ports(notes: object) -> dict[str, int]:
-    """Return the port of each program in `notes`, the ports that an earlier start saved. Ignore invalid entries."""
-    if not isinstance(notes, dict):
-        return {}
-    return {str(name): port for name, port in notes.items() if type(port) is int and 0 < port < 65536}
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -51,7 +138,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 def choose(
     names: Iterable[str],
     ports: PortChoice,
-    previous: dict[str, int],
+    previous: Mapping[str, int],
     *,
     avoid: int | None = None,
     is_free: Callable[[int], bool] = is_free,
@@ -65,59 +152,35 @@ def choose(
     """
     chosen: dict[str, int] = {}
     notes = []
-
-    def is_usable(port: int) -> bool:
-        return port != avoid and port not in chosen.values() and is_free(port)
-
     for name in names:
-        usual = DEFAULT_PORTS[name] if ports == "fixed" else None
-        wanted = usual or previous.get(name)
-        if wanted is not None and is_usable(wanted):
-            chosen[name] = wanted
-            continue
-        fallback = previous.get(name, 0)
-        others = (port for port in iter(free_port, None) if port != avoid and port not in chosen.values())
-        chosen[name] = fallback if fallback and fallback != wanted and is_usable(fallback) else next(others)
-        if wanted is not None:
-            notes.append(f"port {wanted} is in use: {name} listens on {chosen[name]} instead")
+        preferred = [DEFAULT_PORTS[name]] if ports == "fixed" else []
+        preferred += [previous[name]] if name in previous else []
+        taken = {avoid, *chosen.values()}
+        candidates = chain(preferred, iter(free_port, None))
+        chosen[name] = next(port for port in candidates if port not in taken and is_free(port))
+        if preferred and chosen[name] != preferred[0]:
+            notes.append(f"port {preferred[0]} is in use: {name} listens on {chosen[name]} instead")
     return chosen, notes
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A process that listens on a port. `pid` is None if /proc does not show it, as for a process of another user."""
+def listeners() -> dict[int, str]:
+    """Return the process that listens on each TCP port, such as "python3 (process 12)".
 
-    pid: int | None = None
-    name: str = ""
-
-    def __str__(self) -> str:
-        return "a process of another user" if self.pid is None else f"{self.name} (process {self.pid})"
-
-
-def listeners(proc: Path = PROC) -> dict[int, Listener]:
-    """Return the listening process of each TCP port, according to /proc; empty on systems without /proc."""
-    ports = dict(_listening_sockets(proc))
-    owners = dict(_socket_owners(proc, set(ports)))
-    return {port: owners.get(inode, Listener()) for inode, port in ports.items()}
+    The result is empty if the system does not list the connections of other processes.
+    """
+    try:
+        sockets = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    except psutil.AccessDenied:
+        return {}
+    return {one.laddr.port: _process_text(one.pid) for one in sockets}
 
 
-def _listening_sockets(proc: Path) -> Iterator[tuple[str, int]]:
-    """Yield the inode and the port of every listening TCP socket."""
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in (proc / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if len(fields) > 9 and fields[3] == _LISTENING:
-                    yield fields[9], int(fields[1].rpartition(":")[2], 16)
-
-
-def _socket_owners(proc: Path, inodes: set[str]) -> Iterator[tuple[str, Listener]]:
-    for folder in proc.glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # process of another user, or it has exited
-            for descriptor in folder.iterdir():
-                inode = str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]")
-                if inode in inodes:
-                    yield inode, Listener(int(folder.parent.name), (folder.parent / "comm").read_text().strip())
+def _process_text(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    with contextlib.suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} (process {pid})"
+    return f"process {pid}"
 
 
 @dataclass(frozen=True, slots=True)

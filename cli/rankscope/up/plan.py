@@ -16,18 +16,8 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from rankscope.access.service import ClientTls, load_settings, service_tls
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up import machine
-from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, PortChoice, find_required
-from rankscope.up.programs import (
-    SERVICE,
-    TOKEN_FILE,
-    Program,
-    ServiceOptions,
-    UpOptions,
-    files,
-    programs,
-    timing_text,
-)
-from rankscope.up.state_dir import StateDir
+from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, PortChoice, StateDir, find_required
+from rankscope.up.programs import SERVICE, TOKEN_FILE, Program, ServiceOptions, UpOptions, files, programs
 from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Slack, Webhook
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
 
@@ -102,7 +92,6 @@ if TYPE_CHECKING:
 
 EVENT_SECONDS: Final = 120.0
 KEEP_SECONDS: Final = 60.0
-_LEFT_OUT: Final = "left out"
 _HIDDEN: Final = "<secret>"
 
 
@@ -120,7 +109,7 @@ class StartPlan:
     warnings: tuple[str, ...]  # ports that differ from the expected ones
     notify: tuple[str, ...]  # addresses that the service notifies, if they differ from those in the configuration
     notification_lines: tuple[str, ...]  # receivers of notifications, and the delay
-    left_out: dict[str, str]
+    left_out: tuple[str, ...]  # names of the programs that do not run
     advertised: str  # URL of the service for ranks
     client_tls: ClientTls | None  # TLS settings for requests to the service
 
@@ -175,7 +164,8 @@ def make_plan(
 
     Raises CommandError if an option cannot be satisfied; the message names the remedy.
     """
-    _check_retention(retention)
+    if not re.fullmatch(r"([1-9][0-9]*(ms|[smhdwy]))+", retention):
+        raise CommandError(f"--retention {retention}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
     settings = load_settings(config, store, listen, None)
     folder = StateDir(state) if state else StateDir.next_to(settings.store.path)
     mode, urls = settings.notify.mode, [url.get_secret_value() for url in settings.notify.urls]
@@ -215,7 +205,7 @@ def make_plan(
         notification_lines=tuple(_notification_lines(options, len(notified))),
         advertised=_advertised_url(settings, chosen[SERVICE]),
         client_tls=service_tls(settings),
-        left_out={name: _LEFT_OUT for name in ("prometheus", "alertmanager") if getattr(options, name) is None},
+        left_out=tuple(name for name in ("prometheus", "alertmanager") if name not in chosen),
     )
 
 
@@ -226,26 +216,16 @@ def _ports(
     from rankscope_ingest.base.config import split_address
 
     host, port = split_address(settings.service.listen)
-    known = machine.valid_ports(folder.load_notes().get("ports"))
+    known = folder.load_notes().get("ports", {})
     if is_explicit and port:
         if not machine.is_free(port, host):
-            raise CommandError(
-                f"{settings.service.listen} is in use{_listener_text(port)}: name another --listen address"
-            )
+            listener = machine.listeners().get(port)
+            by = f" by {listener}" if listener else ""
+            raise CommandError(f"{settings.service.listen} is in use{by}: name another --listen address")
         # The port of the service is fixed; the other programs must not use it.
         chosen, notes = machine.choose(names, ports, known, avoid=port)
         return {SERVICE: port, **chosen}, notes
     return machine.choose([SERVICE, *names], "free" if is_explicit else ports, known)
-
-
-def _listener_text(port: int) -> str:
-    listener = machine.listeners().get(port)
-    return f" by {listener}" if listener else ""
-
-
-def _check_retention(text: str) -> None:
-    if not re.fullmatch(r"([1-9][0-9]*(ms|[smhdwy]))+", text):
-        raise CommandError(f"--retention {text}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
 
 
 def _service_options(config: Path | None, settings: ServiceConfig) -> ServiceOptions:
@@ -272,11 +252,9 @@ def _advertised_url(settings: ServiceConfig, port: int) -> str:
 
 def _ranks_tls(settings: ServiceConfig) -> ClientTls | None:
     """Return the TLS settings with which Prometheus scrapes ranks; the service polls ranks with the same settings."""
-    section = settings.service
-    files = (section.ca_file, section.cert_file, section.key_file, section.server_name)
-    ca_file, cert_file, key_file, server_name = files
-    client_tls = ClientTls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=server_name)
-    return client_tls if any(files) else None
+    names = ("ca_file", "cert_file", "key_file", "server_name")
+    given = {name: getattr(settings.service, name) for name in names}
+    return ClientTls(**given) if any(given.values()) else None
 
 
 def _tls(client_tls: ClientTls | None) -> Tls | None:
@@ -303,9 +281,12 @@ def _notification_lines(options: UpOptions, count: int) -> list[str]:
     """
     lines = [f"service notifies       {count} address{'' if count == 1 else 'es'}"] if count else []
     if options.alertmanager is not None:
-        receivers = ", ".join(_receiver_text(receiver.integrations[0]) for receiver in options.receivers)
+        kinds = (type(receiver.integrations[0]).__name__.lower() for receiver in options.receivers)
+        receivers = ", ".join(f"1 {kind}" for kind in kinds)
         receivers = receivers or ("no other address" if count else "no address: name one with --notify")
-        lines.append(f"Alertmanager notifies  {receivers} ({timing_text(options)})")
+        interval, delay = duration(options.scrape_seconds), duration(options.delay_seconds)
+        times = f"scrape interval {interval}, notification within {delay}"
+        lines.append(f"Alertmanager notifies  {receivers} ({times})")
     if options.prometheus is not None:
         lines.append(
             f'Prometheus serves      the whole store, selected by the job label: rankscope_loss{{job="{RANKS_JOB}"}}'
@@ -324,7 +305,3 @@ def _redacted(receiver: Webhook | Slack | Mail) -> Webhook | Slack | Mail:
     has_more = parts.path.strip("/") or parts.query or parts.username
     host = parts.netloc.rpartition("@")[2]
     return replace(receiver, url=f"{parts.scheme}://{host}/{_HIDDEN}") if has_more else receiver
-
-
-def _receiver_text(receiver: object) -> str:
-    return f"1 {type(receiver).__name__.lower()}"

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rankscope.up.state_dir import StateDir
+from rankscope.access.service import client_address
+from rankscope.up.machine import StateDir
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_contract.wire.channel import HEALTH_PATH
 from rankscope_dashboards.alerts.groups import rule_file
@@ -22,7 +23,6 @@ from rankscope_dashboards.deploy.prometheus import (
     PrometheusSettings,
     Tls,
     as_yaml,
-    duration,
     prometheus_config,
 )
 
@@ -42,14 +42,9 @@ class Program:
     name: str
     command: tuple[str, ...]
     url: str
-    ready_path: str
+    ready_path: str  # responds with status 200 as soon as the program is ready
     grace_seconds: float = 15.0  # time between SIGTERM and SIGKILL
     is_essential: bool = False  # `up` exits when this program is given up
-
-    @property
-    def ready_url(self) -> str:
-        """Return the URL that responds with status 200 as soon as the program is ready."""
-        return self.url + self.ready_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +61,7 @@ class ServiceOptions:
 
     def address(self, port: int) -> str:
         """Return the host and the port of the service for clients on this machine."""
-        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)  # noqa: S104 - the wildcard is replaced
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return client_address(self.host, port)
 
     def url(self, port: int) -> str:
         """Return the URL of the service for clients on this machine."""
@@ -89,6 +83,15 @@ class UpOptions:
     event_window: str = "2m"
     keep_firing_for: str = "1m"
     retention: str = "15d"
+
+    @property
+    def delay_seconds(self) -> float:
+        """Return the largest delay in seconds from an anomaly to its notification by Alertmanager.
+
+        The delay is the sum of scrape interval, rule evaluation, and the wait for other parts of the incident: in the
+        service, or for anomalies that it does not report, the group wait of Alertmanager.
+        """
+        return 2 * self.scrape_seconds + self.group_wait_seconds
 
 
 def files(options: UpOptions, folder: StateDir) -> dict[str, str]:
@@ -186,18 +189,3 @@ def _prometheus_settings(options: UpOptions, folder: StateDir) -> PrometheusSett
         evaluation_seconds=options.scrape_seconds,
         discovery_seconds=options.scrape_seconds,
     )
-
-
-def max_notification_seconds(options: UpOptions) -> float:
-    """Return the largest delay in seconds from an anomaly to its notification by Alertmanager.
-
-    The delay is the sum of scrape interval, rule evaluation, and the wait for other parts of the incident: in the
-    service, or for anomalies that it does not report, the group wait of Alertmanager.
-    """
-    return 2 * options.scrape_seconds + options.group_wait_seconds
-
-
-def timing_text(options: UpOptions) -> str:
-    """Return a text with the scrape interval and the largest notification delay."""
-    delay = duration(max_notification_seconds(options))
-    return f"scrape interval {duration(options.scrape_seconds)}, notification within {delay}"

@@ -21,8 +21,8 @@ from typing import IO, Final
 
 from rankscope.access.service import ClientTls, UnreachableError, request
 from rankscope.shell.errors import CommandError
+from rankscope.up.machine import StateDir
 from rankscope.up.programs import Program
-from rankscope.up.state_dir import StateDir
 from rankscope_ingest.base.stop_signals import handling
 
 MAX_RESTARTS: Final = 5
@@ -183,7 +183,7 @@ class Supervisor:
 
     def _is_ready(self, program: Program) -> bool:
         try:
-            response = request(program.ready_url, timeout_seconds=1.0, client_tls=self._client_tls)
+            response = request(program.url + program.ready_path, timeout_seconds=1.0, client_tls=self._client_tls)
         except UnreachableError:
             return False
         return response.status == 200 or program.is_essential  # a degraded service still serves requests

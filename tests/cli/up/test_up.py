@@ -13,10 +13,9 @@ from tests.end_to_end.lives import until
 
 from rankscope.commands.up import exports, overview
 from rankscope.shell.errors import CommandError
-from rankscope.up.machine import Executable, choose, find_required, free_port, is_free, valid_ports
+from rankscope.up.machine import Executable, StateDir, choose, find_required, free_port, is_free
 from rankscope.up.plan import make_plan, receivers
-from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, max_notification_seconds, programs
-from rankscope.up.state_dir import StateDir
+from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, programs
 from rankscope.up.supervisor import StopSignals, Supervisor
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Slack, Webhook
@@ -94,13 +93,11 @@ def test_ports_are_the_defaults_the_previous_ones_or_free_ones():
     ) == chosen("fixed", {}, taken=(9090,))
 
 
-def test_invalid_saved_ports_are_ignored_and_ports_in_use_are_not_free():
-    saved = {"service": 41, "prometheus": 99999, "alertmanager": "9093", "x": True, "y": -1}
+def test_ports_in_use_are_not_free():
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert not is_free(server.getsockname()[1])
 
     assert is_free(free_port())
-    assert ({"service": 41}, {}) == (valid_ports(saved), valid_ports([41]))
 
 
 @pytest.fixture
@@ -179,7 +176,7 @@ def test_all_programs_listen_on_localhost_and_notify_within_12_seconds():
         assert program.url.startswith("http://127.0.0.1:")
         assert any("127.0.0.1:" in part for part in program.command)
     assert "--cluster.listen-address=" in programs(OPTIONS, FOLDER)[1].command
-    assert 12.0 == max_notification_seconds(OPTIONS)
+    assert 12.0 == OPTIONS.delay_seconds
 
 
 def test_omitted_programs_are_not_configured_or_started():
@@ -210,7 +207,7 @@ def test_service_on_all_addresses_is_reached_on_loopback():
 
 def test_overview_lists_programs_and_exports_name_the_token_file():
     program = Program(name="service", command=(), url="http://127.0.0.1:9470", ready_path="/")
-    lines = overview([program], {"prometheus": "left out"}, FOLDER)
+    lines = overview([program], ["prometheus"], FOLDER)
 
     assert [
         "program     address                state     log",
@@ -228,7 +225,7 @@ def test_state_folder_is_locked_and_readable_by_the_owner_only(tmp_path):
     folder.create()
     folder.write({"token": "secret"})
 
-    imports = "import sys; from pathlib import Path; from rankscope.up.state_dir import StateDir"
+    imports = "import sys; from pathlib import Path; from rankscope.up.machine import StateDir"
     other = f"{imports}\nwith StateDir(Path(sys.argv[1])).locked(): pass"
     with folder.locked():
         done = subprocess.run([sys.executable, "-c", other, folder.path], capture_output=True, text=True, check=False)
