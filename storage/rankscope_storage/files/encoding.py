@@ -447,31 +447,18 @@ def write_file(
     )
 
 
-def open_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pq.ParquetFile:
-    """Return the Parquet file at `path`; text columns, except those in `plain`, are read as dictionaries.
+def read_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pa.Table:
+    """Return the columns of `dataset` that the Parquet file at `path` has.
 
-    The result has only the columns of the file. A file with an older schema lacks newer columns; `conform` adds them.
+    Text columns, except those in `plain`, are read as dictionaries. A file with an older schema lacks newer columns;
+    `conform` adds them. A file that another tool rewrote has the columns of all datasets; they are left out.
     """
     metadata = pq.read_metadata(path)
-    texts = {field.name for field in dataset_schema(dataset) if field.type == pa.string()}
-    return pq.ParquetFile(
-        path, metadata=metadata, read_dictionary=sorted(texts & set(metadata.schema.names) - set(plain))
-    )
-
-
-def own_columns(content: pq.ParquetFile, dataset: str) -> list[str]:
-    """Return the columns of `dataset` that the Parquet file `content` has.
-
-    A file that another tool rewrote has the columns of all datasets. Those of other datasets are null in all rows.
-    """
-    present = set(content.schema_arrow.names)
-    return [name for name in dataset_schema(dataset).names if name in present]
-
-
-def read_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pa.Table:
-    """Return the columns of `dataset` that the Parquet file at `path` has; `plain` is as in `open_file`."""
-    content = open_file(path, dataset, plain=plain)
-    return content.read(columns=own_columns(content, dataset))
+    present = set(metadata.schema.to_arrow_schema().names)
+    fields = [field for field in dataset_schema(dataset) if field.name in present]
+    texts = [field.name for field in fields if field.type == pa.string() and field.name not in plain]
+    content = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts)
+    return content.read(columns=[field.name for field in fields])
 
 
 def discard(root: Path, files: Iterable[DataFile]) -> None:

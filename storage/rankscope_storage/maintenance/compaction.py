@@ -233,10 +233,6 @@ MOVED_ROWS: Final = 10_000
 The limit applies to runs that have a separate part already. Fewer rows are not worth a file."""
 
 
-REWRITE_ROUNDS: Final = 10
-"""Largest number of times that a compaction with `rewrite` is planned, because other processes change the store."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionReport:
     """The result of a compaction.
@@ -268,97 +264,47 @@ def compact(
     """Execute the merges that are worthwhile at the newest version of the store at `root`, one commit per merge.
 
     `progress` is called with the number of attempted merges and the number of all merges. `now` replaces the current
-    time. With `rewrite`, all other files with an older encoding are also rewritten, one commit per file. If another
-    process prevents this for some files, they are planned again, at most REWRITE_ROUNDS times in all. A failed merge
-    does not prevent the others. Raises StoreError for a merge that fails without `rewrite`.
+    time. With `rewrite`, all other files with an older encoding are also rewritten, one commit per file. A merge that
+    fails, or that another process prevents, does not prevent the others. Without `rewrite`, the merges after one that
+    another process prevents are left to it, and a merge that fails raises StoreError.
     """
     started = time.monotonic()
     now = dt.datetime.now(dt.UTC) if now is None else now
-    work = _Compaction(Log.open(root, sync), sync, now, progress)
-    left = 0
-    if rewrite:
-        left = work.rewrite_all()
-    else:
-        work.merge_once()
-    merged = [(merge, files) for merge, files in work.done if not _is_rewrite(merge)]
+    log = Log.open(root, sync)
+    snapshot = log.snapshot()
+    merges = plan(snapshot, now)
+    merges += plan_rewrites(snapshot, merges) if rewrite else []
+    done: list[tuple[Merge, list[DataFile]]] = []
+    failed: list[str] = []
+    refused = 0
+    for attempted, merge in enumerate(merges, 1):
+        try:
+            done.append((merge, _apply_merge(log, merge, sync, now)))
+        except ConflictError:
+            refused += 1
+            if not rewrite:
+                break  # the other process will do the rest
+        except StoreError as error:  # an unreadable file must not prevent that other files are rewritten
+            if not rewrite:
+                raise
+            failed.append(str(error))
+        else:
+            log.checkpoint_if_due()
+        finally:
+            if progress is not None:
+                progress(attempted, len(merges))
+    log.refresh()
+    merged = [(merge, files) for merge, files in done if len(merge.files) > 1]
     return CompactionReport(
         files_removed=sum(len(merge.files) for merge, _ in merged),
         files_added=sum(len(files) for _, files in merged),
         rows=sum(file.rows for _, files in merged for file in files),
-        refused=work.refused,
-        rewritten=len(work.done) - len(merged),
-        left=left,
-        failed=tuple(work.failed.values()),
+        refused=refused,
+        rewritten=len(done) - len(merged),
+        left=len(plan_rewrites(log.snapshot(), ())) if rewrite else 0,
+        failed=tuple(failed),
         seconds=time.monotonic() - started,
     )
-
-
-def _is_rewrite(merge: Merge) -> bool:
-    return len(merge.files) == 1
-
-
-class _Compaction:
-    """The merges of one compaction: `done` with their new files, `failed` with their error by files, and `refused`."""
-
-    def __init__(self, log: Log, sync: Sync, now: dt.datetime, progress: Progress | None) -> None:
-        self.done: list[tuple[Merge, list[DataFile]]] = []
-        self.failed: dict[tuple[DataFile, ...], str] = {}
-        self.refused = 0
-        self._log, self._sync, self._now, self._progress = log, sync, now, progress
-
-    def merge_once(self) -> None:
-        """Execute the merges that are worthwhile, until another process prevents one: it will do the rest."""
-        merges = plan(self._log.snapshot(), self._now)
-        for merge in merges:
-            try:
-                self._apply(merge, len(merges))
-            except ConflictError:
-                break
-            self._log.checkpoint_if_due()
-
-    def rewrite_all(self) -> int:
-        """Execute all merges and rewrite all other files with an older encoding; return the number of files left."""
-        for _ in range(REWRITE_ROUNDS):
-            snapshot = self._log.snapshot()
-            merges = self._not_failed(plan(snapshot, self._now))
-            merges += self._not_failed(plan_rewrites(snapshot, merges))
-            self._try_each(merges)
-            self._log.refresh()
-            older = plan_rewrites(self._log.snapshot(), ())
-            if not self._not_failed(older):
-                break
-        return len(older)
-
-    def _not_failed(self, merges: Iterable[Merge]) -> list[Merge]:
-        return [merge for merge in merges if merge.files not in self.failed]
-
-    def _try_each(self, merges: Sequence[Merge]) -> None:
-        total = self._attempted + len(merges)
-        for merge in merges:
-            try:
-                self._apply(merge, total)
-            except ConflictError:
-                pass  # planned again in the next round
-            except StoreError as error:  # an unreadable file must not prevent that other files are rewritten
-                self.failed[merge.files] = str(error)
-            else:
-                self._log.checkpoint_if_due()
-
-    @property
-    def _attempted(self) -> int:
-        return len(self.done) + len(self.failed) + self.refused
-
-    def _apply(self, merge: Merge, total: int) -> None:
-        """Execute `merge`, which is one of `total` merges. Raises ConflictError, or StoreError if it fails."""
-        attempted = self._attempted + 1
-        try:
-            self.done.append((merge, _apply_merge(self._log, merge, self._sync, self._now)))
-        except ConflictError:
-            self.refused += 1
-            raise
-        finally:
-            if self._progress is not None:
-                self._progress(attempted, total)
 
 
 def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Final
 
 import duckdb
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -32,7 +30,7 @@ from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.encoding import STAGING, DataFile, coarsest, discard, open_file, own_columns, write_file
+from rankscope_storage.files.encoding import STAGING, DataFile, coarsest, discard, read_file, write_file
 from rankscope_storage.files.sorting import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.maintenance.retention_plan import File, RetentionAction, RetentionJob, plan
@@ -97,7 +95,8 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
                 too_old = f"(SELECT row.* FROM ({files_select(dataset, [path])}) AS row ANTI {_OF_BUCKET})"
                 written.extend(_rollups(database, [rollup_query(dataset, too_old)], root, [file], sync))
             if len(places):
-                remaining_rows, bits = conform(_read(path, dataset, places), dataset), file_mantissa_bits(file["path"])
+                bits = file_mantissa_bits(file["path"])
+                remaining_rows = conform(read_file(Path(path), dataset).take(pa.array(places)), dataset)
                 written.append(write_file(root, dataset, file["part"], remaining_rows, sync, mantissa_bits=bits))
     return written
 
@@ -173,23 +172,6 @@ def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
     """
     columns = [column.dictionary_encode() if pa.types.is_string(column.type) else column for column in batch.columns]
     return pa.RecordBatch.from_arrays(columns, batch.schema.names)
-
-
-def _read(path: str, dataset: str, places: npt.NDArray[np.int64]) -> pa.Table:
-    """Return the rows of a file at the ascending positions `places`.
-
-    The memory of a row group is released before the next row group is read.
-    """
-    content = open_file(Path(path), dataset)
-    columns = own_columns(content, dataset)
-    batches, first = [], 0
-    for number in range(content.metadata.num_row_groups):
-        end = first + content.metadata.row_group(number).num_rows
-        here = places[np.searchsorted(places, first) : np.searchsorted(places, end)] - first
-        if len(here):
-            batches.append(content.read_row_group(number, columns=columns).take(pa.array(here)))
-        first = end
-    return pa.concat_tables(batches)
 
 
 @contextlib.contextmanager
