@@ -192,7 +192,7 @@ async def _follow(
 ) -> list[LogStatus]:
     from rankscope_ingest.base.stop_signals import stop_on_signals
     from rankscope_ingest.notify.notifiers import make_notifiers
-    from rankscope_ingest.watch.session import check_logs, run_names, watching
+    from rankscope_ingest.watch.session import check_logs, watching
     from rankscope_ingest.watch.watcher import Hooks
     from rankscope_storage.api.store import Store as StoreFolder
 
@@ -201,7 +201,7 @@ async def _follow(
     urls = urls if ask is None else [with_password(url, ask) for url in urls]
     proxy = section.proxy.get_secret_value()
     notifiers = make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=proxy)
-    check_logs(sections)  # a wrong address must not create a store
+    logs = check_logs(sections)  # a wrong address must not create a store
     hooks = Hooks(on_change=view.change, ask=ask)
     owner = f"watch, process {os.getpid()} on {socket.gethostname()}"
     path = Path(settings.store.path)
@@ -209,7 +209,7 @@ async def _follow(
     stop = asyncio.Event()
     with store.claim(settings.store.shard, owner=owner) as writer, stop_on_signals(stop):
         view.print_line(f"store: {path}")
-        for log, name in zip(sections, run_names(sections), strict=True):
+        for log, (_, name) in zip(sections, logs, strict=True):
             view.print_line(f"following {log.log} as the run {name}, every {log.poll_seconds:g} s")
             wait = f"; a log that has just begun is stored after {log.settle_seconds:g} s, when its format is certain"
             view.print_line(f"{name}: reading the log{'' if once else wait}")

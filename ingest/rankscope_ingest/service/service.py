@@ -50,7 +50,7 @@ from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.pipeline import Pipeline, make_batcher
 from rankscope_ingest.service.polling import ExternalExporters, Polling
 from rankscope_ingest.status_page.collect import Status, StatusCollector
-from rankscope_ingest.watch.session import run_names, watching
+from rankscope_ingest.watch.session import check_logs, watching
 from rankscope_ingest.watch.watcher import Hooks, LogStatus
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base import service_catalogue
@@ -83,7 +83,7 @@ async def following(
             log.log(level, "%s  %s  %s", status.run, status.state, status.unreadable or status.reason)
 
     async def follow() -> None:
-        for section, name in zip(config.watch, run_names(config.watch), strict=True):
+        for section, (_, name) in zip(config.watch, check_logs(config.watch), strict=True):
             log.info("following %s as the run %s, every %g s", section.log, name, section.poll_seconds)
         async with watching(
             config.watch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -19,6 +20,7 @@ Readers of Delta tables, vacuum and retention ignore names that start with an un
 """
 
 _EXAMPLE: Final = "ssh://user@host/data/train.log"
+_MACHINE: Final = re.compile(r"(?:\[(?P<ip>[^\[\]]+)\]|(?P<host>(?!-)[^:\[\]]+))(?::(?P<port>\d{1,5}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +49,15 @@ class LogAddress:
                 f"{SCHEME}…@{machine}: a password in the address is not accepted, because other users can read it: "
                 "use a key, or enter the password when the command asks for it"
             )
-        host, port = _host_and_port(machine, text)
+        found = _MACHINE.fullmatch(machine)
+        if found is None or not 0 < int(found["port"] or 1) < 65536:
+            raise ConfigError(f"{text}: {machine!r} is not a host or host:port: write an address such as {_EXAMPLE}")
         path = unquote(path)
         path = path[2:] if path.startswith("~/") else f"/{path}"
         if path.endswith("/") or not path.strip("/"):
             raise ConfigError(f"{text} has no path of a file: write an address such as {_EXAMPLE}")
-        return LogAddress(path=path, host=host, user=unquote(user) or None, port=port)
+        port = int(found["port"]) if found["port"] else None
+        return LogAddress(path=path, host=found["ip"] or found["host"], user=unquote(user) or None, port=port)
 
     def __str__(self) -> str:
         """Return the text of the address, as `parse` accepts it."""
@@ -77,13 +82,3 @@ class LogAddress:
         """Return the path of the copy of a log of another machine. The name of the file does not change."""
         folder = own_part(str(PurePosixPath(self.path).parent))
         return store.absolute() / FOLDER / path_segment(self.machine) / folder / self.name
-
-
-def _host_and_port(machine: str, text: str) -> tuple[str, int | None]:
-    host, colon, port = machine.rpartition(":") if not machine.endswith("]") else (machine, "", "")
-    if not colon:
-        host, port = machine, ""
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or (colon and not (port.isdecimal() and 0 < int(port) < 65536)) or host.startswith("-"):
-        raise ConfigError(f"{text}: {machine!r} is not a host or host:port: write an address such as {_EXAMPLE}")
-    return host, int(port) if port else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import zlib
 from collections.abc import Iterable
@@ -17,68 +18,41 @@ from rankscope_ingest.watch.address import LogAddress
 CHUNK_BYTES: Final = 1 << 20
 MAX_ROTATED: Final = 8
 """Maximum number of files next to the log that are compared with the log after a rotation."""
-QUARTER_HOUR: Final = 900
 TOLERANCE_SECONDS: Final = 60.0
+_ESTIMATED: Final = "time of the last change of the growing log"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineClock:
-    """The clock of the machine of a log."""
+    """The clock of the machine of a log, as far as it is known."""
 
-    offset_seconds: float
+    offset_seconds: float = 0.0
     """Time of that machine minus time of this machine."""
-    source: str
+    source: str = "clock of this machine"
     """Source of the offset, for messages to the user."""
     zone_seconds: int | None = None
-    """Offset of the time zone of that machine from UTC; None if it is unknown."""
+    """Offset of the time zone of that machine from UTC; None if the clock could not be read."""
 
+    def after_change(self, modified: float, now: float) -> MachineClock:
+        """Return the clock after a change of the log at `modified`, which was found at `now`, the time of this machine.
 
-class RemoteClock:
-    """The clock of the machine of a log, as far as it is known.
+        A clock that was read does not change. Otherwise, the offset is estimated: a change is never later than the poll
+        that finds it, so that the largest difference is the best.
+        """
+        if self.zone_seconds is not None:
+            return self
+        offset = max(modified - now, self.offset_seconds if self.source == _ESTIMATED else -math.inf)
+        return MachineClock(offset_seconds=offset, source=_ESTIMATED)
 
-    A clock that was read over SSH is used first. Otherwise, the offset is estimated from the times at which the growing
-    log was changed. A change is never later than the poll that finds it, so the largest difference is the best.
-    """
-
-    def __init__(self) -> None:
-        self._read: MachineClock | None = None
-        self._estimated: float | None = None
-        self._zone: int | None = None
-
-    def set(self, clock: MachineClock | None) -> None:
-        """Use `clock` from now on. With None, the clock could not be read, and the last known one remains in use."""
-        self._read = clock or self._read
-
-    def observe_change(self, modified: float, now: float) -> None:
-        """Use the time of a change of the log that was found at `now`, the time of this machine."""
-        offset = modified - now
-        self._estimated = offset if self._estimated is None else max(self._estimated, offset)
-
-    def observe_row(self, written: float, modified: float) -> None:
-        """Derive the time zone of the log from the time `written` of a new row and the time of the last change."""
-        self._zone = round((written - modified) / QUARTER_HOUR) * QUARTER_HOUR
-
-    @property
-    def source(self) -> str:
-        """Return the source of the clock, for messages to the user."""
-        if self._read is not None:
-            return self._read.source
-        return "clock of this machine" if self._estimated is None else "time of the last change of the growing log"
-
-    def now(self, now: float) -> float:
-        """Return the time of the machine of the log at `now`, the time of this machine."""
-        if self._read is not None:
-            return now + self._read.offset_seconds
-        return now + (self._estimated or 0.0)
-
-    def moment(self, written: float, modified: float) -> float:
-        """Return the time at which a row was written, in seconds since 1970 by the clock of the machine of the log.
+    def moment(self, written: float | None, modified: float) -> float:
+        """Return the time at which a row was written, in seconds since 1970 by this clock.
 
         `written` is the time in the row, which has no time zone, as if it were UTC. `modified` is the time of the last
         change of the log, which is not earlier. If the time zone is unknown, the result is `modified`.
         """
-        zones = {self._zone} if self._read is None or self._read.zone_seconds is None else {0, self._read.zone_seconds}
-        moments = [written - zone for zone in zones if zone is not None]
+        if written is None or self.zone_seconds is None:
+            return modified
+        moments = (written - zone for zone in {0, self.zone_seconds})
         return max((moment for moment in moments if moment <= modified + TOLERANCE_SECONDS), default=modified)
 
 
@@ -149,7 +123,7 @@ class LocalFile:
 
     async def clock(self) -> MachineClock | None:
         """Return the clock of this machine."""
-        return MachineClock(offset_seconds=0.0, source="clock of this machine", zone_seconds=time.localtime().tm_gmtoff)
+        return MachineClock(zone_seconds=time.localtime().tm_gmtoff)
 
 
 async def unpack(file: LogFile, name: str, target: Path) -> bool:

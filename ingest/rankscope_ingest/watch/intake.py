@@ -8,7 +8,9 @@ minutes, because a followed log is imported many thousand times.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,9 +35,11 @@ from rankscope_ingest.importers import (
     known_imports,
     stored_scalars,
 )
+from rankscope_ingest.importers.common.log_identity import stored_path
 from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
+from rankscope_ingest.pipeline.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.watch.rows import EVENTS, KEPT_ROWS, SCALARS
+from rankscope_ingest.watch.judge import ENDS, KEPT_ROWS
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.connection import Connection, connect
 
@@ -46,16 +50,17 @@ _OPEN: Final = frozenset({NO_END, FOLLOWED, UNFOLLOWED})
 
 MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
 
-_ENDED: Final = frozenset({RunState.COMPLETED, RunState.FAILED, RunState.STOPPED})
 _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
 _BEHIND: Final = "SELECT {} FROM {} WHERE run = $run AND incarnation = $stream AND seq > $seq"
+_SCALARS: Final = "seq, attempt, rank, step, ts, name, value"
+_EVENTS: Final = "seq, attempt, rank, step, type, op, message, details"
 
 Row = dict[str, Any]
 OnCommit = Callable[[Commit, Collection[str]], object]
 
 
 class WatchStore:
-    """The store as the followed logs use it. All methods except `run` and `close` run in its one thread.
+    """The store as the followed logs use it. Most methods run in its one thread, in which `run` calls a function.
 
     `known` has the imported logs of each run, which all logs of the run share.
     """
@@ -66,6 +71,7 @@ class WatchStore:
         `on_commit` is called in the thread of the store with each commit and its runs.
         """
         self.folder = folder
+        self.watermark = writer.watermark
         self._writer = writer
         self._compacts = compacts
         self._on_commit = on_commit
@@ -74,6 +80,8 @@ class WatchStore:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-watch")
         self._connection: Connection | None = None
         self._last_ordinal = 0
+        self._incidents: deque[Row] = deque()  # that no commit contains
+        self._failed: Batch | None = None
 
     async def run(self, function: Callable[[], Any]) -> Any:
         """Call `function` in the thread of the store, and return its result."""
@@ -90,9 +98,19 @@ class WatchStore:
                 self._writer.maintain()
         return commit
 
-    def watermark(self, incarnation: str) -> int:
-        """Return the last stored sequence number of `incarnation`."""
-        return self._writer.watermark(incarnation)
+    def record(self, incident: Incident, state: str) -> None:
+        """Add an event which reports that `incident` reached `state` to those of the next `flush`, in any thread."""
+        stamp = self.stamp()
+        self._incidents.append(incident_row(incident, state, Stamp(stamp["ts"], stamp["ordinal"])))
+
+    def flush(self) -> None:
+        """Store the events of incidents. Raises StoreError if this fails; the next call then stores them."""
+        while self._incidents or self._failed is not None:
+            if self._failed is None:
+                rows = [self._incidents.popleft() for _ in range(len(self._incidents))]
+                self._failed = Batch(tables={"events": rows_table("events", rows)}, watermarks={})
+            self.append(self._failed)  # the store recognizes a batch that is appended again by its identity
+            self._failed = None
 
     @property
     def connection(self) -> Connection:
@@ -109,25 +127,25 @@ class WatchStore:
 
     def incidents_of(self, run: str) -> list[tuple[Incident, str]]:
         """Return the incidents of `run` that were found in logs, each with its latest state."""
-        found = stored_incidents(self.connection, time.monotonic())
-        return [(incident, state) for incident, state in found if incident.first.run == run and incident.log]
+        stored = stored_incidents(self.connection, time.monotonic())
+        return [(incident, state) for incident, state in stored if incident.first.run == run and incident.log]
 
     def recent(self, run: str, stream: str, seq: int) -> tuple[pa.Table, pa.Table]:
         """Return the scalars and events behind the record `seq` of a log, of at most the last KEPT_ROWS records."""
         values = {"run": run, "stream": stream, "seq": max(seq, self.watermark(stream) - KEPT_ROWS)}
-        scalars = self.connection.query(_BEHIND.format(", ".join(SCALARS), "scalars"), values)
-        return scalars, self.connection.query(_BEHIND.format(", ".join(EVENTS), "events"), values)
+        scalars = self.connection.query(_BEHIND.format(_SCALARS, "scalars"), values)
+        return scalars, self.connection.query(_BEHIND.format(_EVENTS, "events"), values)
 
     def anomalies(self, run: str, stream: str, seq: int) -> pa.Table:
         """Return the anomalies in the records of a log behind the number `seq`, in the order of the log."""
         values = {"run": run, "stream": stream, "seq": seq}
         return self.connection.query(f"{_BEHIND.format('*', 'events')} AND type = 'anomaly' ORDER BY seq", values)
 
-    def latest(self, dataset: str, run: str) -> Row | None:
-        """Return the latest row of `runs` or `attempts` that an import has stored for `run`."""
-        rows = self.connection.query(_LATEST.format(dataset), {"run": run}).to_pylist()
+    def latest(self, dataset: str, run: str) -> list[Row]:
+        """Return the latest row of `runs` or `attempts` that an import has stored for `run`, if any."""
         names = table_schema(dataset).names
-        return {name: value for name, value in rows[0].items() if name in names} if rows else None
+        rows: list[Row] = self.connection.query(_LATEST.format(dataset), {"run": run}).select(names).to_pylist()
+        return rows
 
     def stamp(self) -> Row:
         """Return the columns of a new row that have its time and arrival number."""
@@ -151,11 +169,10 @@ class LogIntake:
         self._options = Options(loss=section.loss, pattern=section.pattern)
         self._store_seconds = section.store_seconds
         self._importer: Importer | None = None
-        self._events: list[Row] = []  # the last import event, if it is not stored yet
-        self._rows: dict[str, list[Row]] = {}  # the latest rows of `attempts` and `runs`
-        self._written_at: float | None = None
-        self._is_live: tuple[float, bool] | None = None  # the time at which the store was read, and the result
-        self._state: tuple[str, str] = (RunState.RUNNING, FOLLOWED)
+        self._rows: dict[str, list[Row]] = {}  # of `attempts` and `runs`, and the import event if it is not stored yet
+        self._written_at = self._ranks_read_at = -math.inf
+        self._has_ranks = False
+        self._state = ("", "")  # that is stored, and its reason
         self.ending: tuple[str, str] | None = None
         """State and reason of the end of the run, according to the log; None if the log contains no end."""
         self.failed_before: Row | None = None
@@ -164,42 +181,36 @@ class LogIntake:
         self.incarnation: str | None = None
         self.stream: str | None = None
         """Incarnation of the rows of the log, which differs from that of the log in files with several streams."""
+        self.watermark = store.watermark
 
     def restore(self) -> None:
         """Read the state of the run that an earlier process has stored."""
         self._store.known_of(self.run)
-        for dataset in ("attempts", "runs"):
-            if row := self._store.latest(dataset, self.run):
-                self._rows[dataset] = [row]
-        self._learn()
+        self._learn({dataset: self._store.latest(dataset, self.run) for dataset in ("attempts", "runs")})
 
     def import_file(self, path: Path) -> ImportReport:
         """Import the log at `path`. Raises IngestError if it has an unknown format or cannot be read."""
         if self._importer is None:
             self._importer = find_importer(path) if self._kind == "auto" else importers()[self._kind]
+        known, now = self._store.known_of(self.run), time.monotonic()
+        if now - self._ranks_read_at >= self._store_seconds:
+            self._has_ranks, self._ranks_read_at = is_live(self._store.connection, self.run), now
         report = import_records(
             path,
             self,
             self._importer,
             run=self.run,
-            known=self._store.known_of(self.run),
-            is_live=self._has_ranks(),
+            known=known,
+            is_live=self._has_ranks,
             stored=stored_scalars(self._store.connection, self.run),
             options=self._options,
         )
         if self.incarnation is None:  # nothing is new: the log is the one that was imported from this path
-            known = [log for log in self._store.known_of(self.run) if log.path == str(path.absolute())]
-            self.incarnation = self.stream = known[-1].incarnation if known else None
-        if report.state in _ENDED and self.ending is None and report.imported_from is not None:
+            before = [log.incarnation for log in known if log.path == stored_path(path)]
+            self.incarnation = self.stream = before[-1] if before else None
+        if report.state in ENDS and self.ending is None and report.imported_from is not None:
             self.ending = (report.state, "according to the log")
         return report
-
-    def _has_ranks(self) -> bool:
-        """Return whether ranks of the run have reported data. The store is read at most every `store_seconds`."""
-        now = time.monotonic()
-        if self._is_live is None or now - self._is_live[0] >= self._store_seconds:
-            self._is_live = now, is_live(self._store.connection, self.run)
-        return self._is_live[1]
 
     def append(self, batch: Batch) -> Commit:
         """Store the rows of an import. Rows about the run and the import are held until `write_state`."""
@@ -207,59 +218,48 @@ class LogIntake:
             scalars = batch.tables.get("scalars")
             self.stream = next(iter(batch.watermarks)) if scalars is None else scalars["incarnation"][0].as_py()
             return self._store.append(batch)
-        for dataset in ("attempts", "runs"):
-            if dataset in batch.tables:
-                self._rows[dataset] = batch.tables[dataset].to_pylist()
-        self._learn()
-        self._events = batch.tables["events"].to_pylist() if "events" in batch.tables else []
-        for event in self._events:
-            self._note(KnownImport.from_json(event["details"]))
+        self._learn({dataset: table.to_pylist() for dataset, table in batch.tables.items()})
         return Commit(version=0, rows={}, files=0, seconds=0.0)
 
-    def watermark(self, incarnation: str) -> int:
-        """Return the last stored sequence number of `incarnation`."""
-        return self._store.watermark(incarnation)
-
-    def _note(self, log: KnownImport) -> None:
-        known = self._store.known_of(self.run)
-        is_new = log.incarnation != self.incarnation
-        self.incarnation = log.incarnation
-        self.stream = self.stream or log.incarnation
-        known[:] = [other for other in known if other.incarnation != log.incarnation] + [log]
-        if is_new:
-            self._written_at = None
-
-    def _learn(self) -> None:
-        if not self._rows.get("attempts"):
-            return
-        *earlier, row = self._rows["attempts"]
-        self.failed_before = next((one for one in earlier[-1:] if one["state"] == RunState.FAILED), None)
-        self.planned_steps = row["planned_steps"]
-        is_end = row["state"] in _ENDED and row["reason"] not in _OPEN
-        self.ending = (row["state"], row["reason"] or "") if is_end else None
+    def _learn(self, rows: dict[str, list[Row]]) -> None:
+        """Hold rows about the run and the import, and read the facts in them."""
+        self._rows |= rows
+        for event in rows.get("events", ()):
+            log, known = KnownImport.from_json(event["details"]), self._store.known_of(self.run)
+            known[:] = [other for other in known if other.incarnation != log.incarnation] + [log]
+            if log.incarnation != self.incarnation:
+                self.incarnation, self.stream = log.incarnation, self.stream or log.incarnation
+                self._state = ("", "")
+        if rows.get("attempts"):
+            *earlier, row = rows["attempts"]
+            self.failed_before = next((one for one in earlier[-1:] if one["state"] == RunState.FAILED), None)
+            self.planned_steps = row["planned_steps"]
+            is_end = row["state"] in ENDS and row["reason"] not in _OPEN
+            self.ending = (row["state"], row["reason"] or "") if is_end else None
 
     def write_state(self, state: str, reason: str, *, at_once: bool = False) -> None:
         """Store the state of the run if it has changed or if the last stored state is old, and the import event.
 
         If the log contains the end of the run, that end is stored instead. With `at_once`, pending rows are stored now.
         """
-        wanted = self.ending or (state, reason)
-        now = time.monotonic()
-        is_due = self._written_at is None or now - self._written_at >= self._store_seconds
-        if wanted[0] == self._state[0] and not (is_due or at_once):
+        wanted, now = self.ending or (state, reason), time.monotonic()
+        is_old = at_once or now - self._written_at >= self._store_seconds
+        if wanted[0] == self._state[0] and not is_old:
             return
-        run_rows = {} if self._is_live is not None and self._is_live[1] else self._rows
-        if not (run_rows or self._events) or (wanted == self._state and self._written_at and not self._events):
+        held = {name: rows for name, rows in self._rows.items() if rows and (name == "events" or not self._has_ranks)}
+        if not held or (wanted == self._state and "events" not in held):
             return
-        tables = {name: rows_table(name, self._stamped(rows, *wanted)) for name, rows in run_rows.items() if rows}
-        if self._events:
-            tables["events"] = rows_table("events", self._events)
+        tables = {
+            name: rows_table(name, rows if name == "events" else self._stamped(rows, *wanted))
+            for name, rows in held.items()
+        }
         self._store.append(Batch(tables=tables, watermarks={}))
-        self._events, self._written_at, self._state = [], now, wanted
+        self._rows.pop("events", None)
+        self._written_at, self._state = now, wanted
 
     def _stamped(self, rows: Sequence[Row], state: str, reason: str) -> list[Row]:
         stamp = self._store.stamp()
         *earlier, last = rows
-        ended_at = last["ended_at"] if state in _ENDED else None
+        ended_at = last["ended_at"] if state in ENDS else None
         changed = last | {"state": state, "reason": reason, "ended_at": ended_at}
         return [row | stamp for row in (*earlier, changed)]

@@ -7,27 +7,35 @@ each incident before its message is sent, so that a restarted process neither re
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime as dt
 import logging
 import math
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
-from rankscope_contract.model.events import Severity
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.background import start_task
-from rankscope_ingest.base.tables import rows_table
-from rankscope_ingest.notify.announcer import RETRY_SECONDS, Announcer
+from rankscope_ingest.base.config import NotifySection, RunsSection, WatchSection
+from rankscope_ingest.detect.incidents import IncidentTracker
+from rankscope_ingest.detect.symptoms import symptoms
+from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import resolved_message
 from rankscope_ingest.notify.notifiers import Notifier
-from rankscope_ingest.pipeline.rows import Stamp, incident_row
-from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
+from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident, LogReport, Symptom
+from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values
-from rankscope_ingest.watch.intake import Row, WatchStore
-from rankscope_ingest.watch.judge import Condition, Verdict
-from rankscope_ingest.watch.rows import LogRow, LogRows
-from rankscope_storage.api.store import Batch
+from rankscope_ingest.runs.tracker import RunTracker
+from rankscope_ingest.watch.address import LogAddress
+from rankscope_ingest.watch.files import LogUnreadableError
+from rankscope_ingest.watch.intake import LogIntake, WatchStore
+from rankscope_ingest.watch.judge import ENDS, Condition, LogRow, LogRows, Verdict
+from rankscope_ingest.watch.ssh import UntrustedHostError
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.rule_names import (
     LOG_UNREADABLE,
@@ -36,6 +44,7 @@ from rankscope_storage.base.rule_names import (
     RUN_SLOW,
     RUN_STALLED,
     RUN_STOPPED,
+    SLOW_STEPS,
 )
 
 log = logging.getLogger(__name__)
@@ -100,47 +109,6 @@ def guide_of(rows: Sequence[LogRow], planned_steps: int | None) -> tuple[str, ..
     return tuple(lines)
 
 
-def condition_incident(
-    verdict: Verdict, rows: LogRows, *, run: str, address: str, attempt: int | None = None
-) -> Incident | None:
-    """Return the incident of a condition of an attempt, by default the latest; None if it is not reported."""
-    if verdict.condition not in RULES:
-        return None
-    rule, severity = RULES[verdict.condition]
-    attempt = rows.attempt if attempt is None else attempt
-    step = rows.last_steps.get(attempt)
-    position = step if step is not None else (-1 if rows.last is None else rows.last.seq)
-    key = f"{rule}:{attempt}:{position}:{run}"
-    values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
-    severe = verdict.severity or severity
-    found = _incident(rule, severe, verdict.reason, key, step, run=run, attempt=attempt, ranks=address, **values)
-    if verdict.condition in {Condition.FAILED, Condition.STOPPED} and attempt == rows.attempt:
-        errors = [f"{name}: {text}" for name, texts in rows.errors.items() for text in texts]
-        left = len(errors) - MAX_ERRORS
-        found.reports = (*errors[:MAX_ERRORS], *([f"and {left} more errors"] if left > 0 else []))
-    return found
-
-
-def log_report(rows: LogRows, first: Symptom, most: int, planned_steps: int | None) -> LogReport:
-    """Return the last rows up to the step of `first`, at most `most`, and hints for reading them."""
-    end = math.inf if first.step is None else first.step
-    own = [row for row in rows.rows if row.attempt == first.attempt and (row.step or 0) <= end]
-    return LogReport(address=first.ranks_named, rows=row_texts(own[-most:]), guide=guide_of(own[-most:], planned_steps))
-
-
-def unreadable_incident(reason: str, *, run: str, attempt: int, address: str, since: float, severity: str) -> Incident:
-    """Return the incident of a log that cannot be read since the time `since` (seconds since 1970)."""
-    key = f"{LOG_UNREADABLE}:{since:.0f}:{address}"
-    return _incident(LOG_UNREADABLE, severity, reason, key, run=run, attempt=attempt, ranks=address)
-
-
-def _incident(rule: str, severity: str, cause: str, key: str, step: int | None = None, **columns: Any) -> Incident:
-    first = Symptom(rule=rule, rank=None, step=step, severity=severity, causal=(), **columns)
-    incident = Incident(first=first, severity=severity, opened_at=time.monotonic(), last_step=step, events=1)
-    incident.is_settled, incident.cause, incident.fixed_key = True, cause, key
-    return incident
-
-
 class Reporter:
     """Stores incidents of followed logs and sends messages about them.
 
@@ -153,50 +121,28 @@ class Reporter:
         notifiers: Sequence[Notifier],
         *,
         deliveries: Deliveries | None = None,
-        retry_seconds: Sequence[float] = RETRY_SECONDS,
         place: Place = NO_PLACE,
     ) -> None:
         """`deliveries` counts the notifications, together with those of the service."""
         self._store = store
-        self._rows: list[Row] = []
-        self._batch: Batch | None = None  # a commit that failed
         self._keys: set[str] = set()
-        self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._announcing: dict[str, asyncio.Task[None]] = {}  # by the key of the incident
         self._grouped: dict[tuple[str, str], tuple[float, list[Incident]]] = {}
         self._announcer = Announcer(
             notifiers,
-            record=self.record,
+            record=store.record,
             commit=self.commit,
             deliveries=deliveries or Deliveries(),
-            retry_seconds=retry_seconds,
             place=lambda: place,
         )
 
-    def record(self, incident: Incident, state: str) -> None:
-        """Add an event which reports that `incident` reached `state` to the rows of the next commit."""
-        stamp = self._store.stamp()
-        self._rows.append(incident_row(incident, state, Stamp(stamp["ts"], stamp["ordinal"])))
-
     async def commit(self) -> None:
-        """Store the pending rows. A caller that is cancelled does not cancel the commit."""
-        await asyncio.shield(self._spawn(self._commit()))
-
-    async def _commit(self) -> None:
-        async with self._turn:
-            if self._batch is None and self._rows:
-                self._batch = Batch(tables={"events": rows_table("events", self._rows)}, watermarks={})
-                self._rows = []
-            batch = self._batch
-            if batch is None:
-                return
-            try:
-                # The store recognizes a batch that is appended again only if it is the same object.
-                await self._store.run(lambda: self._store.append(batch))
-                self._batch = None
-            except StoreError as error:
-                log.warning("incidents of followed logs cannot be stored, retrying with the next one: %s", error)
+        """Store the pending events of incidents. A caller that is cancelled does not cancel the commit."""
+        try:
+            await asyncio.shield(self._store.run(self._store.flush))
+        except StoreError as error:
+            log.warning("incidents of followed logs cannot be stored, retrying with the next one: %s", error)
 
     def remember(self, incident: Incident) -> None:
         """Do not announce `incident`, which an earlier process has stored."""
@@ -242,11 +188,11 @@ class Reporter:
         first, *others = sorted(incidents, key=lambda incident: incident.first.run)  # whichever log was read first
         for other in others:
             other.is_muted = True
-            self.record(other, MUTED)
+            self._store.record(other, MUTED)
             first.reports += (f"{other.first.run}, {other.first.ranks_named}: {other.cause}", *other.reports)
         await self._announcer.announce(first)
         if first.first.rule == RUN_FINISHED:
-            self.record(first, RESOLVED)
+            self._store.record(first, RESOLVED)
         await self.commit()
 
     def send_again(self, incident: Incident) -> None:
@@ -265,7 +211,7 @@ class Reporter:
         if has_continued and not incident.is_muted:
             await self._announcer.resolve(incident, resolved_message(incident, has_continued=True))
         else:
-            self.record(incident, RESOLVED)
+            self._store.record(incident, RESOLVED)
         await self.commit()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -290,4 +236,187 @@ class Reporter:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await self._commit()
+        await self.commit()
+
+
+class LogIncidents:
+    """The incidents of one followed log: open conditions of its training and of the log, and groups of anomalies.
+
+    The anomalies are grouped as those of ranks.
+    """
+
+    def __init__(
+        self, intake: LogIntake, address: LogAddress, rows: LogRows, reporter: Reporter, section: WatchSection
+    ) -> None:
+        self._intake = intake
+        self._run = intake.run
+        self._address = str(address)
+        self._machine = address.machine
+        self._rows = rows
+        self._reporter = reporter
+        self._section = section
+        self._runs = RunTracker(RunsSection())
+        self._tracker = IncidentTracker(group_wait_seconds=0.0, quiet_steps=NotifySection().quiet_steps)
+        self._unreported: list[Incident] = []  # of anomalies
+        self._open: dict[str, Incident] = {}  # conditions by rule
+        self.last_seqs: dict[str, int] = {}  # of observed anomalies, by incarnation
+
+    @property
+    def slow_since(self) -> float | None:
+        """Return the median step time with which the present slow steps are compared; None if no step is slow."""
+        incident = self._open.get(RUN_SLOW)
+        return None if incident is None or incident.first.attempt != self._rows.attempt else incident.first.baseline
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether the log can be read, as far as it is reported."""
+        return LOG_UNREADABLE not in self._open
+
+    def restore(self, stored: Iterable[tuple[Incident, str]], *, sends_again: bool) -> None:
+        """Add the incidents that an earlier process has stored, each with its latest state.
+
+        With `sends_again`, messages that the earlier process may not have sent are sent now.
+        """
+        for incident, state in stored:
+            self._reporter.remember(incident)
+            if incident.log is None or incident.log.address != self._address:
+                continue
+            incident.is_muted = state == MUTED
+            if sends_again and state == OPENED:
+                self._reporter.send_again(incident)
+            if incident.first.op is not None:  # of anomalies, not of a condition
+                (self._tracker.remember if state == RESOLVED else self._tracker.restore)(incident)
+            elif state != RESOLVED:
+                self._close({incident.first.rule or ""}, has_continued=False)
+                self._open[incident.first.rule or ""] = incident
+
+    def observe(self, anomalies: pa.Table, now: float) -> None:
+        """Add anomalies, which are those of one incarnation in the order of the log. `now` is in monotonic seconds."""
+        self._tracker.quiet_steps = NotifySection().quiet_steps * self._rows.stride
+        for number in sorted(pc.unique(anomalies["attempt"]).to_pylist()):
+            for one in symptoms(anomalies.filter(pc.field("attempt") == number)):
+                self._tracker.observe(dataclasses.replace(one, ranks=self._address), now)
+                self._unreported += self._tracker.settle(now, {})
+        self.last_seqs |= zip(anomalies["incarnation"].to_pylist(), anomalies["seq"].to_pylist(), strict=True)
+
+    def report(self, verdict: Verdict, now: float) -> Verdict:
+        """Report a new condition and new anomalies, and resolve the incidents that are over.
+
+        Return `verdict` with the number and the worst of the open incidents, and the severity of the worst.
+        """
+        if verdict.condition is not Condition.FINISHED:
+            self._report(verdict, now)
+        unreported, self._unreported = self._unreported, []
+        for incident in unreported:  # slow steps that are reported as RunSlow are only stored
+            incident.is_muted |= incident.first.rule == SLOW_STEPS and RUN_SLOW in self._open
+            self._announce(incident, now)
+        self.resolve(next((state for state, end in ENDS.items() if end is verdict.condition), RunState.RUNNING))
+        shown = self._with_open(verdict)
+        if verdict.condition is Condition.FINISHED:
+            self._report(shown, now)
+        return shown
+
+    def _report(self, verdict: Verdict, now: float) -> None:
+        """Announce the incident of a new condition, and resolve those of conditions that are over."""
+        rule, severity = RULES.get(verdict.condition, ("", ""))
+        # A stall does not end slow steps: no further step shows that they are over.
+        kept = {rule, RUN_SLOW} if rule == RUN_STALLED else {rule}
+        self._close(
+            {
+                known
+                for known, incident in self._open.items()
+                if known != LOG_UNREADABLE and (known not in kept or incident.first.attempt != self._rows.attempt)
+            },
+            has_continued=verdict.condition not in ENDS.values(),
+        )
+        if rule and rule not in self._open:
+            self._begin(rule, verdict.severity or severity, verdict, self._rows.attempt, now)
+
+    def report_restart(self, reason: str, attempt: int, now: float) -> None:
+        """Report the failure of an attempt before the present one, unless the log showed it before the restart."""
+        if RUN_FAILED in self._open:
+            return
+        verdict = Verdict(condition=Condition.FAILED, reason=reason)
+        self._begin(RUN_FAILED, Severity.CRITICAL, verdict, attempt, now, wait_seconds=0.0)
+        log.critical("%s: failed at step %s: %s", self._run, self._open[RUN_FAILED].first.step, reason)
+
+    def _begin(self, rule: str, severity: str, verdict: Verdict, attempt: int, now: float, **wait: float) -> None:
+        step, last = self._rows.last_steps.get(attempt), self._rows.last
+        position = step if step is not None else (-1 if last is None else last.seq)
+        values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
+        key = f"{rule}:{attempt}:{position}:{self._run}"
+        incident = self._incident(rule, severity, verdict.reason, key, attempt=attempt, step=step, **values)
+        if rule in {RUN_FAILED, RUN_STOPPED} and attempt == self._rows.attempt:
+            left = len(self._rows.errors) - MAX_ERRORS
+            more = [f"and {left} more errors"] if left > 0 else []
+            incident.reports = (*self._rows.errors[:MAX_ERRORS], *more)
+        self._open[rule] = incident
+        self._announce(incident, now, **wait)
+
+    def _incident(
+        self, rule: str, severity: str, cause: str, key: str, *, step: int | None = None, **values: Any
+    ) -> Incident:
+        named = {"run": self._run, "rank": None, "step": step, "ranks": self._address, **values}
+        first = Symptom(rule=rule, severity=severity, causal=(), **named)
+        incident = Incident(first=first, severity=severity, opened_at=time.monotonic(), last_step=step, events=1)
+        incident.is_settled, incident.cause, incident.fixed_key = True, cause, key
+        return incident
+
+    def report_unreadable(self, error: LogUnreadableError, since: float, now: float) -> None:
+        """Report that the log could not be read since the time `since`, once it is due."""
+        is_untrusted = isinstance(error, UntrustedHostError)
+        if self.is_readable and (is_untrusted or now - since >= self._section.unreadable_after_seconds):
+            severity = Severity.CRITICAL if is_untrusted else Severity.WARNING
+            key = f"{LOG_UNREADABLE}:{since:.0f}:{self._address}"
+            incident = self._incident(LOG_UNREADABLE, severity, str(error), key, attempt=self._rows.attempt)
+            self._open[LOG_UNREADABLE] = incident
+            self._announce(incident, now)
+
+    def report_readable(self) -> None:
+        """Report that the log can be read again, if it was reported as unreadable."""
+        self._close({LOG_UNREADABLE}, has_continued=True)
+
+    def _close(self, rules: Collection[str], *, has_continued: bool) -> None:
+        for rule in rules & self._open.keys():
+            incident = self._open.pop(rule)
+            if rule != RUN_FINISHED:  # resolved with its message
+                self._reporter.resolve(incident, has_continued=has_continued)
+
+    def resolve(self, state: RunState) -> None:
+        """Resolve, without a message, the anomalies whose cause is gone. `state` is that of the last attempt.
+
+        While it runs, some steps without a firing must follow, as for a rank.
+        """
+        last_steps = self._rows.last_steps
+        for number, step in last_steps.items():
+            attempt = Attempt(run=self._run, number=number, launch_id="", world_size=1, started_at=0, last_step=step)
+            attempt.state = state if number == max(last_steps) else attempt.state
+            if attempt.state is RunState.RUNNING:
+                life = Liveness(last_sign=0.0)
+                attempt.ranks[0] = Rank(
+                    number=0, incarnation="", host="", liveness=life, known_since=0.0, last_step=step
+                )
+            self._runs.restore(attempt)
+        for incident in self._tracker.resolve(self._runs):
+            self._reporter.resolve(incident, has_continued=False)
+
+    def _with_open(self, verdict: Verdict) -> Verdict:
+        listed = [one for one in self._tracker.open() if one.first.rule != SLOW_STEPS]  # the condition has them
+        if not listed:
+            return verdict
+        worst = max(listed, key=lambda incident: incident.first.urgency)
+        cause = f"{wrong_values(worst) or worst.first.rule} at step {worst.first.step}"
+        if worst.first.value is not None and worst.largest > worst.first.value:
+            cause = f"{wrong_values(worst, is_largest=True)}, since step {worst.first.step}"
+        state = "finished" if verdict.condition is Condition.FINISHED else f"{verdict.reason},"
+        reason = f"{state} with {len(listed)} open incident{'s' if len(listed) > 1 else ''}: {cause}"
+        return dataclasses.replace(verdict, reason=reason, severity=worst.severity)
+
+    def _announce(self, incident: Incident, now: float, *, wait_seconds: float | None = None) -> None:
+        first, most = incident.first, self._section.message_rows
+        end = math.inf if first.step is None else first.step
+        rows = [row for row in self._rows.rows if row.attempt == first.attempt and (row.step or 0) <= end][-most:]
+        guide = guide_of(rows, self._intake.planned_steps)
+        incident.log = LogReport(address=self._address, rows=row_texts(rows), guide=guide)
+        wait = self._section.poll_seconds if wait_seconds is None else wait_seconds
+        self._reporter.announce(incident, self._machine, now, wait_seconds=wait)

@@ -25,34 +25,28 @@ from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 
 
-def run_names(sections: Sequence[WatchSection]) -> list[str]:
-    """Return the name of the run of each log.
+def check_logs(sections: Sequence[WatchSection]) -> list[tuple[LogAddress, str]]:
+    """Return the address and the name of the run of each log.
 
-    Raises ConfigError if two logs have no name and would get the same one from the names of their files.
+    Raises ConfigError if an address or a format is wrong, if two logs without a name would get the same one from the
+    names of their files, or if asyncssh is needed and not installed.
     """
     addresses = [LogAddress.parse(section.log) for section in sections]
     names = [section.run or run_name(Path(address.path)) for section, address in zip(sections, addresses, strict=True)]
-    derived = [name for name, section in zip(names, sections, strict=True) if section.run is None]
-    for name in derived:
-        if names.count(name) > 1:
+    known = importers()
+    for section, name in zip(sections, names, strict=True):
+        if section.run is None and names.count(name) > 1:
             raise ConfigError(
                 f"several logs would be stored as the run {name!r}: give each log the name of its run, or all logs of "
                 "one training the same name"
             )
-    if len(set(map(str, addresses))) < len(addresses):
-        raise ConfigError("a log is listed twice: remove one of the entries")
-    return names
-
-
-def check_logs(sections: Sequence[WatchSection]) -> None:
-    """Raise ConfigError if the addresses or names of the logs are wrong, or if asyncssh is needed and not installed."""
-    run_names(sections)
-    known = importers()
-    for section in sections:
         if section.format != "auto" and section.format not in known:
             raise ConfigError(f"unknown format {section.format!r}; known formats: {', '.join(sorted(known))}")
-    if any(LogAddress.parse(section.log).host is not None for section in sections):
+    if len(set(map(str, addresses))) < len(addresses):
+        raise ConfigError("a log is listed twice: remove one of the entries")
+    if any(address.host is not None for address in addresses):
         load_asyncssh()
+    return list(zip(addresses, names, strict=True))
 
 
 class WatchSession:
@@ -119,8 +113,7 @@ async def watching(
     files of the store are merged. Raises ConfigError for a wrong address.
     """
     hooks = hooks or Hooks()
-    check_logs(sections)
-    names = run_names(sections)
+    logs = check_logs(sections)
     hosts = SshHosts(ask=hooks.ask, now=hooks.now)
     loop, on_commit = asyncio.get_running_loop(), hooks.on_commit
     store = WatchStore(
@@ -130,9 +123,11 @@ async def watching(
     try:
         session = WatchSession(reporter, hooks.on_change)
         own = dataclasses.replace(hooks, on_change=session.changed)
-        for section, name in zip(sections, names, strict=True):
-            file = _file(section, hosts)
-            follower = Follower(file, file.address.copy_in(folder))
+        for section, (address, name) in zip(sections, logs, strict=True):
+            file: LogFile = LocalFile(address)
+            if address.host is not None:
+                file = hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)
+            follower = Follower(file, address.copy_in(folder))
             session.watchers.append(
                 LogWatcher(section, run=name, file=file, follower=follower, store=store, reporter=reporter, hooks=own)
             )
@@ -145,10 +140,3 @@ async def watching(
     finally:
         await hosts.close()
         await store.close()
-
-
-def _file(section: WatchSection, hosts: SshHosts) -> LogFile:
-    address = LogAddress.parse(section.log)
-    if address.host is None:
-        return LocalFile(address)
-    return hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)

@@ -5,30 +5,28 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import tenacity
 
-from rankscope_contract.model.events import RunState, Severity
+from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import unkept_notes
-from rankscope_ingest.importers.common.log_identity import has_equal_beginning, stored_path
+from rankscope_ingest.importers.common.log_identity import stored_path
 from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
-from rankscope_ingest.watch.anomalies import LogAnomalies
-from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError, RemoteClock
+from rankscope_ingest.watch.files import FileState, LogFile, LogUnreadableError, MachineClock
 from rankscope_ingest.watch.follower import Follower, Part
 from rankscope_ingest.watch.intake import FOLLOWED, UNFOLLOWED, LogIntake, OnCommit, WatchStore
-from rankscope_ingest.watch.judge import ENDS, Condition, Facts, Verdict, judge
-from rankscope_ingest.watch.reports import RULES, Reporter, condition_incident, log_report, unreadable_incident
-from rankscope_ingest.watch.rows import LogRows
-from rankscope_ingest.watch.ssh import Ask, UntrustedHostError
+from rankscope_ingest.watch.judge import ENDS, Condition, LogRows, judge
+from rankscope_ingest.watch.reports import LogIncidents, Reporter
+from rankscope_ingest.watch.ssh import Ask
 from rankscope_storage.base.errors import ShardLostError, StoreError
-from rankscope_storage.base.rule_names import LOG_UNREADABLE, RUN_FAILED, RUN_FINISHED, RUN_STOPPED, SLOW_STEPS
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +106,12 @@ class LogWatcher:
         self._address = str(file.address)
         self._follower = follower
         self._store = store
-        self._reporter = reporter
         self._intake = LogIntake(store, run, section)
         self.hooks = hooks
         self._rows = LogRows()
-        self._clock = RemoteClock()
-        self._open: dict[str, Incident] = {}
-        self._incidents = LogAnomalies(run, self._address)
-        self._unreported: list[Incident] = []  # of anomalies
+        self._clock = MachineClock()
+        self._incidents = LogIncidents(self._intake, file.address, self._rows, reporter, section)
+        self._announce_due = reporter.announce_due
         self._unreadable_since: float | None = None
         self._began_at = hooks.now()
         self._seen_at: float | None = None  # time at which the log was first seen with content
@@ -133,19 +129,8 @@ class LogWatcher:
         With `sends_again`, messages that the earlier process may not have sent are sent now.
         """
         await self._store.run(self._intake.restore)
-        for incident, state in await self._store.run(lambda: self._store.incidents_of(self.run_name)):
-            self._reporter.remember(incident)
-            if incident.log is None or incident.log.address != self._address:
-                continue
-            incident.is_muted = state == MUTED
-            if sends_again and state == OPENED:
-                self._reporter.send_again(incident)
-            if incident.first.op is not None:  # of anomalies, not of a condition
-                self._incidents.restore(incident, is_open=state != RESOLVED)
-            elif state != RESOLVED:
-                if (earlier := self._open.get(incident.first.rule)) is not None:
-                    self._incidents.restore(earlier, is_open=True)
-                self._open[incident.first.rule] = incident
+        stored = await self._store.run(lambda: self._store.incidents_of(self.run_name))
+        self._incidents.restore(stored, sends_again=sends_again)
 
     async def run(self) -> None:
         """Poll the log until this coroutine is cancelled. After an error, the pauses become longer."""
@@ -166,200 +151,120 @@ class LogWatcher:
         try:
             async for part in self._follower.parts(self._store.known.get(self.run_name, [])):
                 await self._take(part, now)
-            self._clock.set(await self._file.clock())
+            self._clock = await self._file.clock() or self._clock
             self._can_read()
             if part is not None and (self._imported == part.state or not part.state.size):
                 await self._judge(part.state, now)
         except LogUnreadableError as error:
-            self._cannot_read(error, now)
+            self._unreadable_since = now if self._unreadable_since is None else self._unreadable_since
+            self._incidents.report_unreadable(error, self._unreadable_since, now)
+            self._set(unreadable=str(error))
             raise
         except ShardLostError:
             raise
         except Exception as error:
             self._cannot_import(error)
             raise
-        self._reporter.announce_due(now)
+        finally:
+            self._announce_due(now)
 
     async def end(self) -> None:
         """Store that the log is no longer followed, unless the log contains the end of the run."""
-        self._resolve(RunState.STOPPED)
+        self._incidents.resolve(RunState.STOPPED)
         await self._store.run(lambda: self._intake.write_state(RunState.STOPPED, UNFOLLOWED, at_once=True))
 
     async def _take(self, part: Part, now: float) -> None:
         """Import a part of the log if it has new bytes, and add its rows."""
         if part.note is not None:
             log.warning("%s: %s", self._address, part.note)
-        if part.has_grown and self._imported is not None:
-            self._clock.observe_change(part.state.modified, now)
+        is_live, is_first = self._imported is not None, self._intake.incarnation is None
+        if part.has_grown and is_live:
+            self._clock = self._clock.after_change(part.state.modified, now)
         if not part.is_old and (self._imported == part.state or not self._is_due(part, now)):
             return
+        report = None
         try:
-            is_first = self._intake.incarnation is None
             report = await self._store.run(lambda: self._intake.import_file(part.path))
+            self._refusal = None
         except IngestError as error:
             self._refusal = str(error)
-            self._imported = self._imported if part.is_old else part.state
+        if not part.is_old:
+            self._imported = part.state
+        if report is None:
             return
-        self._refusal = None
         self._values_stored += report.rows_stored
         for text in unkept_notes([name for name in report.unkept if name not in self._unkept]):
             log.warning("%s: %s", self.run_name, text)
         self._unkept.update(report.unkept)
-        is_live, attempt = self._imported is not None, self._rows.attempt
-        added = await self._add_rows(
-            None if is_first else part.state.modified, has_anomalies=is_first or report.anomalies > 0
-        )
-        last = self._rows.last
-        if is_live and added and last is not None and last.written is not None and not part.is_old:
-            self._clock.observe_row(last.written, part.state.modified)
-        if not part.is_old:
-            self._imported = part.state
+        attempt = self._rows.attempt
+        await self._add_rows(None if is_first else part.state.modified, has_anomalies=is_first or report.anomalies > 0)
         # A log that has just begun is first imported when it is settled.
         if self._rows.attempt > attempt and (is_live or now > (self._seen_at or now)):
-            self._report_restart(now)
+            if (before := self._intake.failed_before) is not None:
+                self._incidents.report_restart(before["reason"], before["attempt"], now)
             step = next((row.step for row in self._rows.rows), None)
             log.warning(
                 "%s: training was started again as attempt %d, step %s", self.run_name, self._rows.attempt, step
             )
 
-    async def _add_rows(self, modified: float | None, *, has_anomalies: bool) -> int:
-        """Add the new rows and anomalies in the store, and return the number of the rows."""
+    async def _add_rows(self, modified: float | None, *, has_anomalies: bool) -> None:
+        """Add the new rows and anomalies in the store."""
         if (stream := self._intake.stream) is None:
-            return 0
-        rows, seq = self._rows, self._rows.last_seq(stream)
-        scalars, events = await self._store.run(lambda: self._store.recent(self.run_name, stream, seq))
-        added = rows.add(scalars, events, modified)
-        if has_anomalies:
-            reported = self._incidents.last_seqs.get(stream, -1)
-            anomalies = await self._store.run(lambda: self._store.anomalies(self.run_name, stream, reported))
-            steps = [row.step for row in rows.rows if row.step is not None]
-            stride = max(1, (steps[-1] - steps[0]) // (len(steps) - 1)) if len(steps) > 1 else 1
-            self._unreported += self._incidents.observe(anomalies, time.monotonic(), stride=stride)
-        return added
-
-    def _report_restart(self, now: float) -> None:
-        """Report the failure of the attempt before the present one, unless the log showed it before the restart."""
-        if (before := self._intake.failed_before) is None or RUN_FAILED in self._open:
             return
-        verdict, number = Verdict(condition=Condition.FAILED, reason=before["reason"]), before["attempt"]
-        found = condition_incident(verdict, self._rows, run=self.run_name, address=self._address, attempt=number)
-        if found is not None:
-            log.critical("%s: failed at step %s: %s", self.run_name, found.first.step, verdict.reason)
-            self._open[RUN_FAILED] = found  # the next verdict resolves it
-            self._announce(found, now, wait_seconds=0.0)
+        store, run, incidents = self._store, self.run_name, self._incidents
+        seq = self._rows.last_seqs.get(stream, -1)
+        scalars, events = await store.run(lambda: store.recent(run, stream, seq))
+        self._rows.add(stream, scalars, events, modified)
+        if has_anomalies:
+            reported = incidents.last_seqs.get(stream, -1)
+            anomalies = await store.run(lambda: store.anomalies(run, stream, reported))
+            incidents.observe(anomalies, time.monotonic())
 
     def _is_due(self, part: Part, now: float) -> bool:
         """Return whether the log must be imported now.
 
         A log that has just begun waits: the format and the step are decided with its first import.
         """
-        state = part.state
-        if not state.size:
+        if not part.state.size:
             return False
-        known = (log for log in self._store.known.get(self.run_name, ()) if log.path == stored_path(part.path))
         self._seen_at = now if self._seen_at is None else self._seen_at
+        age = max(now - self._seen_at, now + self._clock.offset_seconds - part.state.modified)
+        path = Path(stored_path(part.path))
+        parts = [Path(log.path) for log in self._store.known.get(self.run_name, ())]  # of the log, also rotated ones
         return (
-            self._imported is not None
-            or self._intake.incarnation is not None
-            or state.size >= SETTLED_BYTES
-            or now - self._seen_at >= self._section.settle_seconds
-            or any(has_equal_beginning(part.path, log.marks) for log in known)  # by an earlier process
-            or self._clock.now(now) - state.modified >= self._section.settle_seconds
+            age >= self._section.settle_seconds
+            or part.state.size >= SETTLED_BYTES
+            or any(path.parent in one.parents and one.name.startswith(path.name) for one in parts)
         )
 
     async def _judge(self, state: FileState, now: float) -> None:
-        last, remote = self._rows.last, self._clock.now(now)
-        modified = self._rows.arrived_at or state.modified
-        if last is None:
-            silence = now - self._began_at
-        else:
-            moment = modified if last.written is None else self._clock.moment(last.written, modified)
-            silence = max(0.0, remote - moment)
-        slow = self._open.get(RULES[Condition.SLOW][0])
-        facts = Facts(
+        last, remote = self._rows.last, now + self._clock.offset_seconds
+        silence = now - self._began_at
+        if last is not None:
+            modified = self._rows.arrived_at or state.modified
+            silence = max(0.0, remote - self._clock.moment(last.written, modified))
+        verdict = judge(
+            self._rows,
+            self._section,
             silence=silence,
-            quiet=float("inf") if self.status.has_ended else remote - state.modified,
+            # Lines of the next start do not revoke an end.
+            quiet=math.inf if self.status.has_ended else remote - state.modified,
             clock=self._clock.source,
             ending=self._intake.ending,
-            slow_since=None if slow is None else slow.first.baseline,
+            slow_since=self._incidents.slow_since,
         )
-        verdict = judge(self._rows, facts, self._section)
         if verdict.condition is Condition.WAITING and self._refusal is not None:
             verdict = dataclasses.replace(verdict, reason=self._refusal)
-        if verdict.condition is not Condition.FINISHED:
-            self._report(verdict, now)
-        self._report_anomalies(now)
-        self._resolve(next((state for state, end in ENDS.items() if end is verdict.condition), RunState.RUNNING))
-        shown = self._incidents.with_open(verdict)
-        if verdict.condition is Condition.FINISHED:
-            self._report(shown, now)
-        run_state = RunState.STALLED if verdict.condition is Condition.STALLED else RunState.RUNNING
-        reason = verdict.reason if run_state is RunState.STALLED else FOLLOWED
-        await self._store.run(lambda: self._intake.write_state(run_state, reason))
+        shown = self._incidents.report(verdict, now)
+        is_stalled = verdict.condition is Condition.STALLED
+        current = (RunState.STALLED, verdict.reason) if is_stalled else (RunState.RUNNING, FOLLOWED)
+        await self._store.run(lambda: self._intake.write_state(*current))
         self._set(
             condition=verdict.condition,
             reason=shown.reason,
             silence=None if last is None else silence,
             worst=shown.severity,
         )
-
-    def _report(self, verdict: Verdict, now: float) -> None:
-        """Announce the incident of a new condition, and resolve the incidents of conditions that are over."""
-        rule = RULES[verdict.condition][0] if verdict.condition in RULES else None
-        for known, incident in list(self._open.items()):
-            # A stall does not end slow steps: no further step shows that they are over.
-            is_kept = known in {rule, LOG_UNREADABLE} or (
-                verdict.condition is Condition.STALLED and known == RULES[Condition.SLOW][0]
-            )
-            if not is_kept:
-                del self._open[known]
-                if known != RUN_FINISHED:
-                    self._reporter.resolve(incident, has_continued=verdict.condition not in ENDS.values())
-        if rule is None or rule in self._open:
-            return
-        found = condition_incident(verdict, self._rows, run=self.run_name, address=self._address)
-        if found is not None:
-            self._open[rule] = found
-            self._announce(found, now)
-
-    def _report_anomalies(self, now: float) -> None:
-        """Print and announce the incidents of new anomalies; only store slow steps that are reported as RunSlow."""
-        unreported, self._unreported = self._unreported, []
-        for incident in unreported:
-            incident.is_muted |= incident.first.rule == SLOW_STEPS and RULES[Condition.SLOW][0] in self._open
-            self._announce(incident, now)
-
-    def _resolve(self, state: RunState) -> None:
-        """Resolve, without a message, anomalies and failures of earlier attempts whose cause is gone."""
-        for known in (RUN_FAILED, RUN_STOPPED):
-            if known in self._open and self._open[known].first.attempt < self._rows.attempt:
-                self._incidents.restore(self._open.pop(known), is_open=True)
-        for incident in self._incidents.resolved(self._rows.last_steps, state):
-            self._reporter.resolve(incident, has_continued=False)
-
-    def _announce(self, incident: Incident, now: float, *, wait_seconds: float | None = None) -> None:
-        incident.log = log_report(self._rows, incident.first, self._section.message_rows, self._intake.planned_steps)
-        machine = self._file.address.machine
-        wait = self._section.poll_seconds if wait_seconds is None else wait_seconds
-        self._reporter.announce(incident, machine, now, wait_seconds=wait)
-
-    def _cannot_read(self, error: LogUnreadableError, now: float) -> None:
-        self._unreadable_since = now if self._unreadable_since is None else self._unreadable_since
-        is_untrusted = isinstance(error, UntrustedHostError)
-        is_due = is_untrusted or now - self._unreadable_since >= self._section.unreadable_after_seconds
-        if is_due and LOG_UNREADABLE not in self._open:
-            incident = unreadable_incident(
-                str(error),
-                run=self.run_name,
-                attempt=self._rows.attempt,
-                address=self._address,
-                since=self._unreadable_since,
-                severity=Severity.CRITICAL if is_untrusted else Severity.WARNING,
-            )
-            self._open[LOG_UNREADABLE] = incident
-            self._announce(incident, now)
-        self._reporter.announce_due(now)
-        self._set(unreadable=str(error))
 
     def _cannot_import(self, error: Exception) -> None:
         """Display an error of the store or an unexpected error. The next poll imports the same bytes again."""
@@ -369,12 +274,10 @@ class LogWatcher:
         self._set(unreadable=f"{'the store' if isinstance(error, StoreError) else 'unexpected error'}: {error}")
 
     def _can_read(self) -> None:
-        if self.status.unreadable is None and LOG_UNREADABLE not in self._open:
-            return
         self._unreadable_since = None
-        self._set(unreadable=None)
-        if incident := self._open.pop(LOG_UNREADABLE, None):
-            self._reporter.resolve(incident, has_continued=True)
+        self._incidents.report_readable()
+        if self.status.unreadable is not None:
+            self._set(unreadable=None)
 
     def _set(self, **changes: Any) -> None:
         last = self._rows.last

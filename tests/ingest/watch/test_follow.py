@@ -12,7 +12,7 @@ from tests.ingest.watch.conftest import Replay, Sshd, imported_rows, keygen, lat
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.watch.files import LogUnreadableError
-from rankscope_ingest.watch.session import run_names
+from rankscope_ingest.watch.session import check_logs
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
@@ -265,13 +265,15 @@ async def test_log_that_appears_later_is_waited_for(watch, replay, slow_lines):
 def test_wrong_list_of_logs_is_refused_with_the_reason(logs, error):
     """The reason repeats no password of an address."""
     with pytest.raises(ConfigError, match=error) as refused:
-        run_names([WatchSection(**log) for log in logs])
+        check_logs([WatchSection(**log) for log in logs])
 
     assert "secret" not in str(refused.value)
 
 
 def test_logs_of_equal_names_may_be_stored_as_one_run():
-    assert ["r", "r"] == run_names([WatchSection(log=f"ssh://{host}/x/train.log", run="r") for host in "ab"])
+    logs = check_logs([WatchSection(log=f"ssh://{host}/x/train.log", run="r") for host in "ab"])
+
+    assert ["r", "r"] == [name for _, name in logs]
 
 
 async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lines, tmp_path, monkeypatch):

@@ -24,9 +24,8 @@ from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.notify.notifiers import make_notifiers
 from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.files import MachineClock, RemoteClock
-from rankscope_ingest.watch.judge import Condition, Facts, judge
-from rankscope_ingest.watch.rows import LogRows
+from rankscope_ingest.watch.files import MachineClock
+from rankscope_ingest.watch.judge import Condition, LogRows, judge
 from rankscope_ingest.watch.ssh import SshHosts
 from rankscope_storage.connection import connect
 from rankscope_view.data.incidents import incidents, sentence_of
@@ -48,12 +47,12 @@ def rows_of(seconds: list[float], *, every: int = 1, evaluations: tuple[int, ...
             event = {"type": "evaluation", "severity": "info", "op": None, "message": "", "details": None}
             events.append(common | event | {"seq": step})
     rows = LogRows()
-    rows.add(pa.Table.from_pylist(scalars), pa.Table.from_pylist(events), 0)
+    rows.add("i", pa.Table.from_pylist(scalars), pa.Table.from_pylist(events), 0)
     return rows
 
 
 def condition(rows: LogRows, silence: float, **facts: object) -> Condition:
-    return judge(rows, Facts(silence=silence, quiet=silence, clock="", **facts), LIMITS).condition
+    return judge(rows, LIMITS, silence=silence, quiet=silence, clock="", **facts).condition
 
 
 @pytest.mark.parametrize("seconds", [0.5, 0.7])
@@ -62,7 +61,7 @@ def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
     columns = {"incarnation": "i", "attempt": 0, "rank": None, "name": "loss", "value": 1.0}
     rows = LogRows()
     scalars = [columns | {"seq": n, "step": n, "ts": at} for n, at in enumerate(texts)]
-    rows.add(pa.Table.from_pylist(scalars), pa.table({}), 0)
+    rows.add("i", pa.Table.from_pylist(scalars), pa.table({}), 0)
 
     assert seconds == pytest.approx(rows.expected_seconds, rel=0.03)
 
@@ -71,7 +70,7 @@ def test_pace_of_rows_whose_times_are_whole_seconds(seconds):
 def test_row_of_a_further_step_without_a_loss_is_a_row(name, last):
     rows = rows_of([1.0] * 30)
     own = {"incarnation": "i", "attempt": 0, "rank": None, "name": name, "value": 1.0, "ts": None}
-    rows.add(pa.Table.from_pylist([own | {"seq": n, "step": n} for n in (31, 32)]), pa.table({}), 0)
+    rows.add("i", pa.Table.from_pylist([own | {"seq": n, "step": n} for n in (31, 32)]), pa.table({}), 0)
 
     assert last == rows.last.step
 
@@ -82,7 +81,7 @@ def test_short_steps_whose_times_are_whole_seconds_are_not_slow():
 
 @pytest.mark.parametrize(("silence", "text"), [(63.0, "63 s"), (7500.0, "2 h 5 min"), (31937537.0, "369 d 15 h")])
 def test_long_time_without_a_row_has_large_units(silence, text):
-    found = judge(rows_of([1.0] * 30), Facts(silence=silence, quiet=silence, clock="clock"), LIMITS)
+    found = judge(rows_of([1.0] * 30), LIMITS, silence=silence, quiet=silence, clock="clock")
 
     assert f"no row for {text} (clock), expected every 1 s" == found.reason
 
@@ -128,9 +127,8 @@ def test_long_slow_phase_does_not_become_normal():
 
 
 def test_slow_steps_that_are_not_over_are_described_by_the_last_slow_one():
-    verdict = judge(
-        rows_of([*[1.0] * 30, 5.0, 1.0, 1.0]), Facts(silence=1.0, quiet=1.0, clock="", slow_since=1.0), LIMITS
-    )
+    rows = rows_of([*[1.0] * 30, 5.0, 1.0, 1.0])
+    verdict = judge(rows, LIMITS, silence=1.0, quiet=1.0, clock="", slow_since=1.0)
 
     assert "a step 2 rows ago took 5 s, 5 times the median of 1 s" == verdict.reason
 
@@ -147,8 +145,7 @@ def test_due_evaluation_extends_the_time_without_a_row():
 @pytest.mark.parametrize("zone", [0, 28_800, -18_000])
 @pytest.mark.parametrize("writes_utc", [True, False])
 def test_time_of_a_row_is_read_in_the_zone_that_fits(zone, writes_utc):
-    clock = RemoteClock()
-    clock.set(MachineClock(offset_seconds=0.0, source="date over SSH", zone_seconds=zone))
+    clock = MachineClock(source="date over SSH", zone_seconds=zone)
     moment = 1_000_000.0
     written = moment if writes_utc or not zone else moment + zone
 
