@@ -1,7 +1,4 @@
-"""Find logs of other tools, import them into a store, and print the results, for the commands that accept logs.
-
-The module also shows the progress and the results of the import of one, a few or many logs.
-"""
+"""Find logs of other tools, import them into a store, and print the results, for the commands that accept logs."""
 
 from __future__ import annotations
 
@@ -12,13 +9,12 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rankscope.shell.errors import USAGE, CommandError, suggestion
-from rankscope.shell.streams import live_console, masked
+from rankscope.shell.streams import progress_bar
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
@@ -26,12 +22,6 @@ if TYPE_CHECKING:
 
 LISTED_LOGS: Final = 20
 """Largest number of logs of which each result is printed, and largest number of printed messages about more logs."""
-
-ProgressOf = Callable[[Path], AbstractContextManager[Callable[[int], None] | None]]
-"""A function that begins to show the progress of a log.
-
-The context has a function that gets the number of bytes of the log that were read, or None if nothing is shown.
-"""
 
 
 def print_some(messages: Sequence[str], *, all_of_them: bool = False) -> None:
@@ -56,10 +46,7 @@ class ImportResults:
         self._shown = shown
         self._out = out
         self._waiting: list[tuple[Path, ImportReport]] = []
-        self._messages: list[str] = []
-        self._logs: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
-        self._runs: set[str] = set()
+        self._stored: list[tuple[Path, ImportReport]] = []
 
     def add(self, path: Path, report: ImportReport) -> None:
         """Add the result of the log at `path`, whose rows may not be stored yet."""
@@ -75,16 +62,13 @@ class ImportResults:
             )
 
     def print_stored(self) -> None:
-        """Print the results of the added logs, of which all rows are stored now. Of many logs, only count them."""
-        for path, report in self._waiting:
-            if self.is_brief:
-                self._count(report)
-                self._messages += _messages(path, report, self._shown)
-                continue
+        """Print the results of the added logs, of which all rows are stored now. Of many logs, only keep them."""
+        stored, self._waiting = self._waiting, []
+        self._stored += stored
+        for path, report in [] if self.is_brief else stored:
             if self._out is not None:
                 print(_result(path, report), file=self._out)
             print_some(_messages(path, report, self._shown), all_of_them=True)
-        self._waiting.clear()
 
     def stop(self) -> None:
         """End an import that an error interrupts: print the results of the stored logs, and the failures so far."""
@@ -97,30 +81,25 @@ class ImportResults:
         self.print_stored()
         if not self.is_brief:
             return
-        if self._out is not None and self._logs:
-            formats = ", ".join(f"{count:,} {kind}" for kind, count in self._logs.most_common())
-            rows, records, runs = self._totals["new rows"], self._totals["records"], len(self._runs)
-            names = ("anomalies", "lines without records", "unchanged logs", "replaced logs")
-            rest = _in_brackets(f"{self._totals[name]:,} {name}" for name in names if self._totals[name])
-            counted = f"{formats}; {records:,} records; {rows:,} new rows in {runs:,} {'run' if runs == 1 else 'runs'}"
-            print(f"{self._logs.total():,} logs: {counted}{rest}", file=self._out)
-        print_some(self._messages)
-
-    def _count(self, report: ImportReport) -> None:
-        self._logs[report.source_kind] += 1
-        self._runs.add(report.run)
-        self._totals += {
-            "records": report.records,
-            "new rows": report.rows_stored,
-            "anomalies": report.anomalies,
-            "lines without records": report.passed_over,
-            "unchanged logs": int(report.is_unchanged),
-            "replaced logs": int(report.is_replacement),
-        }
+        if self._out is not None and self._stored:
+            print(_totals([report for _, report in self._stored]), file=self._out)
+        print_some([message for path, report in self._stored for message in _messages(path, report, self._shown)])
 
 
-def _other(known: str, path: Path) -> str:
-    return "its earlier import" if known == str(path.absolute()) else known
+def _totals(reports: Sequence[ImportReport]) -> str:
+    formats = Counter(report.source_kind for report in reports).most_common()
+    counted = ", ".join(f"{count:,} {kind}" for kind, count in formats)
+    runs = len({report.run for report in reports})
+    rows = f"{sum(report.rows_stored for report in reports):,} new rows in {runs:,} {'run' if runs == 1 else 'runs'}"
+    others = {
+        "anomalies": sum(report.anomalies for report in reports),
+        "lines without records": sum(report.passed_over for report in reports),
+        "unchanged logs": sum(report.is_unchanged for report in reports),
+        "replaced logs": sum(report.is_replacement for report in reports),
+    }
+    rest = _in_brackets(f"{count:,} {name}" for name, count in others.items() if count)
+    records = sum(report.records for report in reports)
+    return f"{len(reports):,} logs: {counted}; {records:,} records; {rows}{rest}"
 
 
 def _result(path: Path, report: ImportReport) -> str:
@@ -147,8 +126,9 @@ def _messages(path: Path, report: ImportReport, shown: int | None) -> list[str]:
     """Return the messages about one log. `shown` is the largest number of faults that are part of a message."""
     messages = [f"{path}: {note}" for note in report.notes]
     if report.branches_from is not None:
+        other = "its earlier import" if report.branches_from == str(path.absolute()) else report.branches_from
         messages.append(
-            f"{path}: differs from {_other(report.branches_from, path)} from step {report.first_step} on; "
+            f"{path}: differs from {other} from step {report.first_step} on; "
             f"its steps from there on are attempt {report.attempt} and supersede these steps of earlier imports"
         )
     if report.imported_from is not None:
@@ -170,53 +150,14 @@ def _messages(path: Path, report: ImportReport, shown: int | None) -> list[str]:
 
 
 @contextlib.contextmanager
-def progress_of(paths: Sequence[Path], *, is_brief: bool) -> Iterator[ProgressOf]:
-    """Yield a function that shows a progress bar of the bytes read of each log on a terminal, and nothing elsewhere.
-
-    With `is_brief`, one bar shows the progress of all logs at `paths`.
-    """
-    if not sys.stderr.isatty():
-        yield lambda _: contextlib.nullcontext()
-    elif not is_brief:
-        yield lambda path: _bar(path.name, _size(path))
-    else:
-        sizes = {path: _size(path) for path in paths}
-        with _bar(f"{len(paths):,} logs", sum(sizes.values())) as show:
-            before = 0
-
-            @contextlib.contextmanager
-            def part(path: Path) -> Iterator[Callable[[int], None] | None]:
-                nonlocal before
-                yield None if show is None else lambda done: show(before + done)
-                before += sizes[path]
-
-            yield part
-
-
-def _size(path: Path) -> int:
-    """Return the number of bytes of a file; 0 for a folder, whose progress is not known."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_size if path.is_file() else 0
-    return 0
-
-
-@contextlib.contextmanager
-def _bar(label: str, size: int) -> Iterator[Callable[[int], None] | None]:
-    if not size:
+def _progress_of(path: Path, label: str) -> Iterator[Callable[[int], None] | None]:
+    """Yield a function that shows how many bytes of a log were read; None without a terminal, and for a folder."""
+    size = path.stat().st_size if path.is_file() else 0
+    if not size or not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=live_console(sys.stderr), transient=True) as bar:
-        task = bar.add_task(masked(label), total=size)
-        yield lambda done: bar.update(task, completed=done)
+    with progress_bar("bytes", label) as show:
+        yield lambda done: show(done, size)
 
 
 SHOWN_FAULTS: Final = 3
@@ -298,7 +239,6 @@ def import_logs(
     with (
         StoreFolder.open(store, create=True).claim(shard, owner=owner) as writer,
         contextlib.ExitStack() as stack,
-        progress_of([log.path for log in plan], is_brief=results.is_brief) as progress,
     ):
         connection = functools.cache(lambda: stack.enter_context(connect(store)))
         group = LogGroup(writer, connection, on_stored=results.print_stored, is_new=is_new)
@@ -306,7 +246,8 @@ def import_logs(
             for number, log in enumerate(plan):
                 if number % GROUP_LOGS == 0:
                     group.begin({each.run for each in plan[number : number + GROUP_LOGS]})
-                _import_log(log, group, rules, options, results, progress)
+                label = f"log {number + 1:,} of {len(plan):,}: {log.path.name}"
+                _import_log(log, group, rules, options, results, label)
                 if group.is_stored:
                     results.print_stored()
             group.flush()
@@ -322,18 +263,13 @@ def import_logs(
 
 
 def _import_log(
-    log: Log,
-    group: LogGroup,
-    rules: Sequence[AnomalyRule],
-    options: Options,
-    results: ImportResults,
-    progress: ProgressOf,
+    log: Log, group: LogGroup, rules: Sequence[AnomalyRule], options: Options, results: ImportResults, label: str
 ) -> None:
     from rankscope_ingest.base.errors import IngestError
     from rankscope_ingest.importers import import_records
 
     try:
-        with progress(log.path) as show:
+        with _progress_of(log.path, label) as show:
             report = import_records(
                 log.path,
                 group,

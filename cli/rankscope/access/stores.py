@@ -192,12 +192,16 @@ class RunSelection:
 def open_run(selection: RunSelection) -> Iterator[OpenRun]:
     """Yield the run that `selection` names, or the latest one. Raises CommandError if there is none."""
     path = selection.path()
-    with contextlib.ExitStack() as stack:
-        if path is not None:
-            yield stack.enter_context(_open_path(path, selection.run))
-            return
-        connection = stack.enter_context(open_store(selection.store))
-        run = resolve_run(connection, selection.source or selection.run)
+    if path is not None and not _has_store(path):
+        with _imported([(path, None)]) as connection:
+            run = resolve_run(connection, selection.run)
+            known: list[str] = connection.query("SELECT run FROM runs ORDER BY run")["run"].to_pylist()
+            if selection.run is None and len(known) > 1:
+                print(f"{path} contains the runs {', '.join(known)}: showing {run}; --run selects one", file=sys.stderr)
+            yield OpenRun(connection, run)
+        return
+    with open_store(path or selection.store) as connection:
+        run = resolve_run(connection, selection.run or (selection.source if path is None else None))
         connection.restrict([run])  # a damaged file of other runs is not read
         yield OpenRun(connection, run)
 
@@ -289,20 +293,6 @@ def _has_store(path: Path) -> bool:
     from rankscope_storage.api.store import is_store
 
     return is_store(path) or bool(spool_folders(path))
-
-
-@contextlib.contextmanager
-def _open_path(path: Path, run: str | None) -> Iterator[OpenRun]:
-    if _has_store(path):
-        with open_store(path) as connection:
-            yield OpenRun(connection, resolve_run(connection, run))
-        return
-    with _imported([(path, None)]) as connection:
-        chosen = resolve_run(connection, run)
-        known: list[str] = connection.query("SELECT run FROM runs ORDER BY run")["run"].to_pylist()
-        if run is None and len(known) > 1:
-            print(f"{path} contains the runs {', '.join(known)}: showing {chosen}; --run selects one", file=sys.stderr)
-        yield OpenRun(connection, chosen)
 
 
 @contextlib.contextmanager

@@ -89,13 +89,14 @@ def live_console(stream: TextIO) -> Console:
 def progress_bar(unit: str, description: str = "") -> Iterator[Callable[[int, int], None]]:
     """Yield a function that displays two numbers in a progress bar: completed items and all items.
 
-    `unit` is the name of the items. Without a terminal, the function does nothing.
+    `unit` is the name of the items; bytes are shown as kB, MB and so on. Without a terminal, the function does nothing.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = live_console(sys.stderr)
     text = TextColumn("{task.description}", markup=False)
-    columns = (text, BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
+    numbers = (DownloadColumn(),) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (text, BarColumn(), *numbers, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(masked(description), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
