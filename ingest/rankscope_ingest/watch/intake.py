@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
 from rankscope_ingest.base.config import WatchSection
-from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
+from rankscope_ingest.base.tables import rows_table, table_schema
 from rankscope_ingest.detect.history import stored_incidents
 from rankscope_ingest.importers import (
     NO_END,
@@ -100,8 +100,7 @@ class WatchStore:
 
     def record(self, incident: Incident, state: str) -> None:
         """Add an event which reports that `incident` reached `state` to those of the next `flush`, in any thread."""
-        stamp = self.stamp()
-        self._incidents.append(incident_row(incident, state, Stamp(stamp["ts"], stamp["ordinal"])))
+        self._incidents.append(incident_row(incident, state, self.stamp()))
 
     def flush(self) -> None:
         """Store the events of incidents. Raises StoreError if this fails; the next call then stores them."""
@@ -147,10 +146,10 @@ class WatchStore:
         rows: list[Row] = self.connection.query(_LATEST.format(dataset), {"run": run}).select(names).to_pylist()
         return rows
 
-    def stamp(self) -> Row:
-        """Return the columns of a new row that have its time and arrival number."""
+    def stamp(self) -> Stamp:
+        """Return the time and the arrival number of a new row."""
         self._last_ordinal = max(time.time_ns() // 1000, self._last_ordinal + 1)
-        return {"ts": self._last_ordinal, "ordinal": self._last_ordinal, "ts_origin": FROM_INGEST}
+        return Stamp(self._last_ordinal, self._last_ordinal)
 
     async def close(self) -> None:
         """Close the connection and end the thread."""
@@ -258,8 +257,7 @@ class LogIntake:
         self._written_at, self._state = now, wanted
 
     def _stamped(self, rows: Sequence[Row], state: str, reason: str) -> list[Row]:
-        stamp = self._store.stamp()
+        stamp = self._store.stamp().columns()
         *earlier, last = rows
-        ended_at = last["ended_at"] if state in ENDS else None
-        changed = last | {"state": state, "reason": reason, "ended_at": ended_at}
+        changed = last | {"state": state, "reason": reason, "ended_at": last["ended_at"] if state in ENDS else None}
         return [row | stamp for row in (*earlier, changed)]

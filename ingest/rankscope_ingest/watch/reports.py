@@ -151,7 +151,7 @@ class Reporter:
     def announce(self, incident: Incident, machine: str, now: float, *, wait_seconds: float) -> None:
         """Store and send `incident`, unless an incident with the same key is stored.
 
-        Incidents of PER_HOST wait for those of other logs of the same machine, for `wait_seconds`.
+        Incidents of PER_HOST wait for those of other logs of the same machine, for `wait_seconds` or until their end.
         """
         if incident.key in self._keys:
             return
@@ -160,29 +160,22 @@ class Reporter:
         if first.op is not None and not incident.is_muted:  # a condition is displayed as the state of the log
             level = logging.CRITICAL if incident.severity == Severity.CRITICAL else logging.WARNING
             log.log(level, "%s: %s at step %s", first.run, wrong_values(incident) or headline(first), first.step)
-        if incident.first.rule in PER_HOST and wait_seconds:
-            _, listed = self._grouped.setdefault((incident.first.rule or "", machine), (now + wait_seconds, []))
+        if first.rule in PER_HOST:
+            _, listed = self._grouped.setdefault((first.rule or "", machine), (now + wait_seconds, []))
             listed.append(incident)
         else:
-            self._announcing[incident.key] = self._spawn(self._announce([incident]))
+            self._start([incident])
 
-    def announce_due(self, now: float) -> None:
-        """Send the reports of machines whose time to wait for further logs is over."""
+    def announce_due(self, now: float, incident: Incident | None = None) -> None:
+        """Send the reports of machines whose time to wait for further logs is over, and that with `incident`."""
         for key, (due_at, listed) in list(self._grouped.items()):
-            if now >= due_at:
+            if now >= due_at or incident in listed:
                 del self._grouped[key]
-                self._spawn(self._announce(listed))
+                self._start(listed)
 
-    def _withdraw(self, incident: Incident) -> bool:
-        """Discard an incident that waits for those of other logs; return whether it waited."""
-        waiting = next((key for key, (_, listed) in self._grouped.items() if incident in listed), None)
-        if waiting is None:
-            return False
-        self._keys.discard(incident.key)
-        self._grouped[waiting][1].remove(incident)
-        if not self._grouped[waiting][1]:
-            del self._grouped[waiting]
-        return True
+    def _start(self, incidents: Sequence[Incident]) -> None:
+        task = self._spawn(self._announce(incidents))
+        self._announcing |= dict.fromkeys((incident.key for incident in incidents), task)
 
     async def _announce(self, incidents: Sequence[Incident]) -> None:
         first, *others = sorted(incidents, key=lambda incident: incident.first.run)  # whichever log was read first
@@ -201,8 +194,7 @@ class Reporter:
 
     def resolve(self, incident: Incident, *, has_continued: bool) -> None:
         """Store that `incident` is over. A message is sent if training continues and the incident was sent."""
-        if self._withdraw(incident):
-            return
+        self.announce_due(-math.inf, incident)
         self._spawn(self._resolve(incident, has_continued=has_continued))
 
     async def _resolve(self, incident: Incident, *, has_continued: bool) -> None:
@@ -337,10 +329,10 @@ class LogIncidents:
         if RUN_FAILED in self._open:
             return
         verdict = Verdict(condition=Condition.FAILED, reason=reason)
-        self._begin(RUN_FAILED, Severity.CRITICAL, verdict, attempt, now, wait_seconds=0.0)
+        self._begin(RUN_FAILED, Severity.CRITICAL, verdict, attempt, now)
         log.critical("%s: failed at step %s: %s", self._run, self._open[RUN_FAILED].first.step, reason)
 
-    def _begin(self, rule: str, severity: str, verdict: Verdict, attempt: int, now: float, **wait: float) -> None:
+    def _begin(self, rule: str, severity: str, verdict: Verdict, attempt: int, now: float) -> None:
         step, last = self._rows.last_steps.get(attempt), self._rows.last
         position = step if step is not None else (-1 if last is None else last.seq)
         values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
@@ -351,7 +343,7 @@ class LogIncidents:
             more = [f"and {left} more errors"] if left > 0 else []
             incident.reports = (*self._rows.errors[:MAX_ERRORS], *more)
         self._open[rule] = incident
-        self._announce(incident, now, **wait)
+        self._announce(incident, now)
 
     def _incident(
         self, rule: str, severity: str, cause: str, key: str, *, step: int | None = None, **values: Any
@@ -412,11 +404,10 @@ class LogIncidents:
         reason = f"{state} with {len(listed)} open incident{'s' if len(listed) > 1 else ''}: {cause}"
         return dataclasses.replace(verdict, reason=reason, severity=worst.severity)
 
-    def _announce(self, incident: Incident, now: float, *, wait_seconds: float | None = None) -> None:
+    def _announce(self, incident: Incident, now: float) -> None:
         first, most = incident.first, self._section.message_rows
         end = math.inf if first.step is None else first.step
         rows = [row for row in self._rows.rows if row.attempt == first.attempt and (row.step or 0) <= end][-most:]
         guide = guide_of(rows, self._intake.planned_steps)
         incident.log = LogReport(address=self._address, rows=row_texts(rows), guide=guide)
-        wait = self._section.poll_seconds if wait_seconds is None else wait_seconds
-        self._reporter.announce(incident, self._machine, now, wait_seconds=wait)
+        self._reporter.announce(incident, self._machine, now, wait_seconds=self._section.poll_seconds)

@@ -19,7 +19,7 @@ from rankscope_ingest.watch.files import LocalFile, LogFile, LogUnreadableError
 from rankscope_ingest.watch.follower import Follower
 from rankscope_ingest.watch.intake import WatchStore
 from rankscope_ingest.watch.reports import Reporter
-from rankscope_ingest.watch.ssh import SshHosts, load_asyncssh
+from rankscope_ingest.watch.ssh import RemoteFile, SshHost, load_asyncssh
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, LogWatcher, OnChange
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
@@ -114,7 +114,7 @@ async def watching(
     """
     hooks = hooks or Hooks()
     logs = check_logs(sections)
-    hosts = SshHosts(ask=hooks.ask, now=hooks.now)
+    hosts: dict[tuple[str, str | None], SshHost] = {}
     loop, on_commit = asyncio.get_running_loop(), hooks.on_commit
     store = WatchStore(
         folder, writer, compacts=is_alone, on_commit=lambda *commit: loop.call_soon_threadsafe(on_commit, *commit)
@@ -126,7 +126,8 @@ async def watching(
         for section, (address, name) in zip(sections, logs, strict=True):
             file: LogFile = LocalFile(address)
             if address.host is not None:
-                file = hosts.file(address, known_hosts=section.known_hosts, timeout_seconds=section.timeout_seconds)
+                host = SshHost(address, section.known_hosts, section.timeout_seconds, hooks.ask, hooks.now)
+                file = RemoteFile(address, hosts.setdefault((address.machine, section.known_hosts), host))
             follower = Follower(file, address.copy_in(folder))
             session.watchers.append(
                 LogWatcher(section, run=name, file=file, follower=follower, store=store, reporter=reporter, hooks=own)
@@ -138,5 +139,6 @@ async def watching(
             await watcher.end()
         await reporter.finish(finish_seconds)
     finally:
-        await hosts.close()
+        for connected in hosts.values():
+            await connected.close()
         await store.close()

@@ -8,8 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import functools
+import math
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -47,46 +50,38 @@ def load_asyncssh() -> ModuleType:
     return asyncssh
 
 
+@dataclass(slots=True)
 class SshHost:
-    """The SSH connection to one machine, which all logs of this machine share. It is opened when it is needed."""
+    """The SSH connection to one machine, which all logs of this machine share. It is opened when it is needed.
 
-    def __init__(
-        self,
-        address: LogAddress,
-        *,
-        known_hosts: str | None,
-        timeout_seconds: float,
-        ask: Ask | None,
-        now: Callable[[], float],
-    ) -> None:
-        """Raises ConfigError if asyncssh is not installed.
+    `ask` is called if the server accepts no key. `now` returns the time of this machine in seconds since 1970.
+    """
 
-        `ask` is called if the server accepts no key. `now` returns the time of this machine in seconds since 1970.
-        """
-        self._now = now
-        self._ssh = load_asyncssh()
-        self._address = address
-        self._known_hosts = known_hosts
-        self._timeout_seconds = timeout_seconds
-        self._ask = ask
-        self._password: str | None = None
-        self._turn = asyncio.Lock()
-        self._connection: asyncssh.SSHClientConnection | None = None
-        self._sftp: asyncssh.SFTPClient | None = None
-        self._clock: MachineClock | None = None
-        self._clock_read_at: float | None = None
+    address: LogAddress
+    known_hosts: str | None
+    timeout_seconds: float
+    ask: Ask | None
+    now: Callable[[], float] = time.time
+    _ssh: Any = field(default_factory=load_asyncssh)
+    _password: str | None = None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _connection: asyncssh.SSHClientConnection | None = None
+    _sftp: asyncssh.SFTPClient | None = None
+    _clock: MachineClock | None = None
+    _clock_read_at: float = -math.inf
 
     @contextlib.asynccontextmanager
-    async def sftp(self) -> AsyncIterator[asyncssh.SFTPClient]:
-        """Yield an SFTP client. Errors of SSH become LogUnreadableError, and the next call connects again."""
+    async def sftp(self, path: PurePosixPath) -> AsyncIterator[asyncssh.SFTPClient]:
+        """Yield an SFTP client. Errors become LogUnreadableError with `path`, and the next call connects again."""
+        place = f"{path} on {self.address.machine}"
         try:
             # A user needs time to enter a password.
-            async with asyncio.timeout(self._timeout_seconds if self._ask is None else LOGIN_SECONDS):
+            async with asyncio.timeout(self.timeout_seconds if self.ask is None else LOGIN_SECONDS):
                 client = await self._client()
-            async with asyncio.timeout(self._timeout_seconds):
+            async with asyncio.timeout(self.timeout_seconds):
                 yield client
         except (self._ssh.SFTPNoSuchFile, self._ssh.SFTPPermissionDenied, self._ssh.SFTPFailure) as error:
-            raise LogUnreadableError(f"{self._address.machine}: {error.reason}") from error
+            raise LogUnreadableError(f"{place}: {error.reason}") from error
         except self._ssh.HostKeyNotVerifiable as error:
             await self.close()
             raise UntrustedHostError(await self._untrusted()) from error
@@ -94,53 +89,59 @@ class SshHost:
             await self.close()
             self._password = None
             raise LogUnreadableError(
-                f"{self._address.machine}: the server accepted neither a key nor a password: check that "
-                f"`ssh {self._address.machine}` connects, and the keys in ~/.ssh/config"
+                f"{place}: the server accepted neither a key nor a password: check that "
+                f"`ssh {self.address.machine}` connects, and the keys in ~/.ssh/config"
             ) from error
         except TimeoutError as error:
             await self.close()
-            raise LogUnreadableError(f"{self._address.machine}: timed out after {self._timeout_seconds:g} s") from error
+            raise LogUnreadableError(f"{place}: timed out after {self.timeout_seconds:g} s") from error
         except (self._ssh.Error, OSError, ValueError) as error:
             await self.close()
             text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise LogUnreadableError(f"{self._address.machine}: {text}") from error
+            raise LogUnreadableError(f"{place}: {text}") from error
 
     async def _client(self) -> asyncssh.SFTPClient:
         async with self._turn:
             if self._connection is None or self._connection.is_closed():
-                self._sftp = self._clock_read_at = None
+                self._sftp, self._clock_read_at = None, -math.inf
                 self._connection = await self._connect()
             if self._sftp is None:
                 self._sftp = await self._connection.start_sftp_client()
             return self._sftp
 
     async def _connect(self) -> asyncssh.SSHClientConnection:
-        options = await self._options()
-        if options.known_hosts is None:  # `UserKnownHostsFile none`: asyncssh would accept every key
-            options = await self._options(known_hosts=_own_known_hosts())
-        connection: asyncssh.SSHClientConnection = await self._ssh.connect(**self._target(), options=options)
+        connection: asyncssh.SSHClientConnection = await self._ssh.connect(
+            **self._target(), options=await self._options()
+        )
         return connection
 
-    async def _options(self, **more: Any) -> Any:
-        own: dict[str, Any] = {} if self._known_hosts is None else {"known_hosts": self._known_hosts}
-        own |= {} if self._ask is None else {"password": self._secret}
-        return await self._ssh.SSHClientConnectionOptions.construct(
-            config=(), keepalive_interval=KEEPALIVE_SECONDS, **self._target(), **(own | more)
+    async def _options(self) -> Any:
+        own: dict[str, Any] = {} if self.known_hosts is None else {"known_hosts": self.known_hosts}
+        own |= {} if self.ask is None else {"password": self._secret}
+        construct = functools.partial(
+            self._ssh.SSHClientConnectionOptions.construct,
+            config=(),
+            keepalive_interval=KEEPALIVE_SECONDS,
+            **self._target(),
         )
+        options = await construct(**own)
+        if options.known_hosts is None:  # `UserKnownHostsFile none`: asyncssh would accept every key
+            options = await construct(**own | {"known_hosts": _own_known_hosts()})
+        return options
 
     def _target(self) -> dict[str, Any]:
-        given = {"host": self._address.host, "port": self._address.port, "username": self._address.user}
+        given = {"host": self.address.host, "port": self.address.port, "username": self.address.user}
         return {name: value for name, value in given.items() if value is not None}
 
     async def _secret(self) -> str | None:
         """Return the password of the user: the last accepted one, or a new one that the user enters."""
-        if self._password is None and self._ask is not None:
-            self._password = await asyncio.to_thread(self._ask, f"Password for {self._address.machine}: ")
+        if self._password is None and self.ask is not None:
+            self._password = await asyncio.to_thread(self.ask, f"Password for {self.address.machine}: ")
         return self._password
 
     async def _untrusted(self) -> str:
         """Return a message that states whether the key of the host is unknown or has changed."""
-        machine = self._address.machine
+        machine = self.address.machine
         with contextlib.suppress(Exception):  # the message without this detail is correct, too
             options = await self._options()
             files = options.known_hosts or _own_known_hosts()
@@ -161,22 +162,21 @@ class SshHost:
         Return None if the server executes no commands.
         """
         now = time.monotonic()
-        if self._clock_read_at is None or now - self._clock_read_at >= CLOCK_SECONDS:
-            self._clock_read_at = now
-            self._clock = await self._date()
+        if now - self._clock_read_at >= CLOCK_SECONDS:
+            self._clock, self._clock_read_at = await self._date(), now
         return self._clock
 
     async def _date(self) -> MachineClock | None:
         if self._connection is None:
             return None
-        before = self._now()
+        before = self.now()
         try:
             async with asyncio.timeout(DATE_SECONDS):
                 done = await self._connection.run(_DATE, stdin=self._ssh.DEVNULL)
             seconds, zone = str(done.stdout).split()
             midnight = dt.datetime.strptime(f"1970 {zone}", "%Y %z").timestamp()
             # `date` cuts the fraction off: on average, half a second.
-            offset = int(seconds) + 0.5 - (before + self._now()) / 2
+            offset = int(seconds) + 0.5 - (before + self.now()) / 2
             return MachineClock(offset_seconds=offset, source="date over SSH", zone_seconds=-int(midnight))
         except (self._ssh.Error, OSError, ValueError, TimeoutError):
             return None
@@ -207,69 +207,31 @@ class RemoteFile:
         self.address = address
         self._host = host
 
-    def _path(self, name: str | None) -> str:
+    def _path(self, name: str | None) -> PurePosixPath:
         path = PurePosixPath(self.address.path)
-        return str(path if name is None else path.with_name(name))
+        return path if name is None else path.with_name(name)
 
     async def state(self, name: str | None = None) -> FileState:
         """Return the state of the log, or of the file `name` in the same folder."""
-        async with self._reading(name) as sftp:
-            found = await sftp.stat(self._path(name))
-        return FileState(found.size or 0, float(found.mtime or 0))
+        path = self._path(name)
+        async with self._host.sftp(path) as sftp:
+            attributes = await sftp.stat(path)
+        return FileState(attributes.size or 0, float(attributes.mtime or 0))
 
     async def read(self, offset: int, size: int, name: str | None = None) -> bytes:
         """Return `size` bytes from `offset` of the log or of the file `name`."""
-        async with self._reading(name) as sftp, sftp.open(self._path(name), "rb") as file:
+        path = self._path(name)
+        async with self._host.sftp(path) as sftp, sftp.open(path, "rb") as file:
             data: bytes = await file.read(size, offset)
             return data
 
     async def rotated(self) -> list[str]:
         """Return the names of files in the same folder that may be older parts of the log, the newest first."""
-        folder = str(PurePosixPath(self.address.path).parent)
-        async with self._reading(None) as sftp:
-            entries = await sftp.readdir(folder)
-        return rotated_names(
-            self.address.name, ((str(entry.filename), float(entry.attrs.mtime or 0)) for entry in entries)
-        )
+        path = self._path(None)
+        async with self._host.sftp(path) as sftp:
+            entries = await sftp.readdir(path.parent)
+        return rotated_names(path.name, ((str(entry.filename), float(entry.attrs.mtime or 0)) for entry in entries))
 
     async def clock(self) -> MachineClock | None:
         """Return the clock of the machine, or None if the server executes no commands."""
         return await self._host.clock()
-
-    @contextlib.asynccontextmanager
-    async def _reading(self, name: str | None) -> AsyncIterator[asyncssh.SFTPClient]:
-        try:
-            async with self._host.sftp() as sftp:
-                yield sftp
-        except UntrustedHostError:
-            raise
-        except LogUnreadableError as error:
-            raise LogUnreadableError(f"{self._path(name)} on {error}") from error
-
-
-class SshHosts:
-    """The connections to all machines of the logs of one process."""
-
-    def __init__(self, *, ask: Ask | None, now: Callable[[], float]) -> None:
-        """`ask` is called for the password of a machine that accepts no key."""
-        self._ask = ask
-        self._now = now
-        self._hosts: dict[tuple[str, str | None], SshHost] = {}
-
-    def file(self, address: LogAddress, *, known_hosts: str | None, timeout_seconds: float) -> RemoteFile:
-        """Return the log at `address`. Raises ConfigError if asyncssh is not installed."""
-        key = address.machine, known_hosts
-        if key not in self._hosts:
-            self._hosts[key] = SshHost(
-                address,
-                known_hosts=known_hosts,
-                timeout_seconds=timeout_seconds,
-                ask=self._ask,
-                now=self._now,
-            )
-        return RemoteFile(address, self._hosts[key])
-
-    async def close(self) -> None:
-        """Close all connections."""
-        for host in self._hosts.values():
-            await host.close()

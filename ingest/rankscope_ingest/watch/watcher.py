@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -76,14 +76,13 @@ OnChange = Callable[[LogStatus], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """Functions that a session calls, the counters of its notifications, and its sources of time."""
+    """Functions that a session calls, the counters of its notifications, and its clock."""
 
     on_change: OnChange = lambda _: None
     on_commit: OnCommit = lambda *_: None
     deliveries: Deliveries | None = None
     ask: Ask | None = None
     now: Callable[[], float] = time.time
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 class LogWatcher:
@@ -134,11 +133,13 @@ class LogWatcher:
 
     async def run(self) -> None:
         """Poll the log until this coroutine is cancelled. After an error, the pauses become longer."""
-        wait = tenacity.wait_random_exponential(multiplier=1.0, max=self._section.max_backoff_seconds)
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_not_exception_type((ShardLostError, asyncio.CancelledError)),
+            wait=tenacity.wait_random_exponential(multiplier=1.0, max=self._section.max_backoff_seconds),
+        )
         while True:
-            retry = tenacity.retry_if_exception_type(Exception) & tenacity.retry_if_not_exception_type(ShardLostError)
-            await tenacity.AsyncRetrying(retry=retry, wait=wait, sleep=self.hooks.sleep)(self.poll)
-            await self.hooks.sleep(self._section.poll_seconds)
+            await retrying(self.poll)
+            await asyncio.sleep(self._section.poll_seconds)
 
     async def poll(self) -> None:
         """Read and import the new part of the log, and report a change of its condition.

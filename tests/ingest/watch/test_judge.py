@@ -26,7 +26,7 @@ from rankscope_ingest.notify.notifiers import make_notifiers
 from rankscope_ingest.watch.address import LogAddress
 from rankscope_ingest.watch.files import MachineClock
 from rankscope_ingest.watch.judge import Condition, LogRows, judge
-from rankscope_ingest.watch.ssh import SshHosts
+from rankscope_ingest.watch.ssh import RemoteFile, SshHost
 from rankscope_storage.connection import connect
 from rankscope_view.data.incidents import incidents, sentence_of
 
@@ -390,13 +390,13 @@ async def test_password_is_asked_for_once_and_kept(tmp_path: Path, monkeypatch: 
         asked.append(prompt)
         return "correct"
 
-    hosts = SshHosts(ask=ask, now=lambda: 0.0)
     address = LogAddress.parse(f"ssh://me@127.0.0.1:{port}{tmp_path}/train.log")
-    file = hosts.file(address, known_hosts=str(known), timeout_seconds=20.0)
+    host = SshHost(address, str(known), 20.0, ask)
+    file = RemoteFile(address, host)
     first = await file.read(0, 6)
-    await hosts.close()
+    await host.close()
     again = await file.read(0, 6)
-    await hosts.close()
+    await host.close()
     listener.close()
     await listener.wait_closed()
 
