@@ -294,6 +294,17 @@ def test_line_of_megabytes_and_a_header_that_is_no_text_are_counted(logs):
     assert (["v"], 2) == (logs.value("SELECT list(tensor) FROM tensor_stats"), report.malformed)
 
 
+def test_line_with_wrong_quotes_loses_no_other_line(logs):
+    rows = [f'0,{name},0,1,1,1,1,0,0,"[1, 2]",x' for name in "ad"]
+    rows.insert(1, '0,b",0,1,1,1,1,0,0,[1],"x')
+    report = logs.import_log(csv_file(logs, rows))
+
+    assert (["a", "d"], [3]) == (
+        logs.value("SELECT list(tensor ORDER BY tensor) FROM tensor_stats"),
+        [fault.line for fault in report.faults],
+    )
+
+
 def test_links_to_other_folders_are_not_followed(logs):
     csv_file(logs, ["0,w,0,1,1,1,1,0,0,[1],x"])
     elsewhere = logs.folder / "elsewhere"

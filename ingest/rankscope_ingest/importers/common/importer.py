@@ -189,12 +189,15 @@ class Faults:
     """Offset of the line that was read last."""
     is_torn: bool = False
     """True if the line that was read last has no line end, and may therefore be incomplete."""
+    around: tuple[str, str] = ("", "")
+    """Texts before and after each reason, such as the name of the file if a log has several."""
 
     def add(self, line: int, text: str) -> None:
         """Record that the line with the number `line`, from 1, could not be read. `text` is the reason."""
         self.count += 1
         if len(self.first) < KEPT_FAULTS:
-            self.first.append(Fault(line, text))
+            before, after = self.around
+            self.first.append(Fault(line, f"{before}{text}{after}"))
 
 
 class Importer(Protocol):

@@ -1,6 +1,6 @@
 """Read a CSV file of msprobe into columns of text, and the text into numbers.
 
-Unreadable lines are reported with their numbers. A line with an open quote or with invalid text is rejected first,
+Unreadable lines are recorded with their numbers. A line with an open quote or with invalid text is rejected first,
 because a parser would join it with the next line. Arrow's CSV reader parses the other lines in batches. The meaning of
 the rows is left to `tables`.
 """
@@ -11,10 +11,10 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 
 from rankscope_ingest.importers.common.importer import Faults
-from rankscope_ingest.importers.common.lines import read_lines, shown, torn_size
+from rankscope_ingest.importers.common.lines import read_lines, shown
 from rankscope_msprobe.files.csv_layout import CSV_KEYS, MICRO_STEP, plain
 
 BATCH_LINES: Final = 50_000
@@ -33,30 +33,24 @@ MAX_PASSES: Final = 1_000
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-Report = Callable[[int, str], None]
-"""A function that is called with the number of an unreadable line, from 1, and the reason."""
-
 _TEXTS: Final = ("shape", "dtype", "unit", "labels")
 _STEP_LIMIT: Final = 1 << 50
 _SMALL_LIMIT: Final = 1 << 31
 _WHOLE: Final = r"^-?\d{1,15}(\.0+)?$"
 _TRUTH: Final = {"true": 1.0, "false": 0.0}
-_CELL: Final = rb'(?:[^",\r]*+|"(?:[^"\r]|"")*+")'
+_CELL: Final = rb'(?:"(?:[^"\r]|"")*+"|[^",\r]*+)'
 _LINE: Final = re.compile(_CELL + b"(?:," + _CELL + b")*+")
 _DTYPES: Final = frozenset(
     b"float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
 )
 
 
-class _Cells(NamedTuple):
-    """Rows of one file as columns of text. `lines` has the line number of each row, from 1."""
-
-    columns: dict[str, pa.StringArray]
-    lines: Integers
+_Cells = tuple[dict[str, pa.StringArray], Integers]
+"""Rows of one file as columns of text, and the line number of each row, from 1."""
 
 
-def _read_cells(path: Path, faults: Faults, report: Report) -> Iterator[_Cells]:
-    """Yield the rows of the file at `path` in batches; call `report` for each unreadable line.
+def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
+    """Yield the rows of the file at `path` in batches; record unreadable lines in `faults`.
 
     A last line without line end may be incomplete. Such a line counts as a row only if it ends with a complete data
     type.
@@ -65,26 +59,24 @@ def _read_cells(path: Path, faults: Faults, report: Report) -> Iterator[_Cells]:
     waiting: list[bytes] = []
     numbers: list[int] = []
     held = 0
-    for number, line in _lines(path, faults, report):
+    for number, line in read_lines(path, faults):
         if not header:
             header = _fields(line)
+        elif not line.strip():
             continue
-        if not line.strip():
-            continue
-        if line.count(b'"') % 2 or not _is_text(line):
-            report(number, f"the line is incomplete or not valid text: {shown(line)}")
-            continue
-        waiting.append(line)
-        numbers.append(number)
-        held += len(line)
-        if len(waiting) > BATCH_LINES or held > BATCH_BYTES:
-            # One line is kept for the next batch: only the last line of the file can be incomplete.
-            yield _parse(header, waiting[:-1], numbers[:-1], report)
-            waiting, numbers, held = waiting[-1:], numbers[-1:], len(line)
-    if waiting and torn_size(path) is not None and not _is_whole(header, waiting[-1]):
-        report(numbers.pop(), f"the last line is incomplete: {shown(waiting.pop())}")
+        elif not _is_row(line):
+            faults.add(number, f"the line is incomplete, not valid CSV or not valid text: {shown(line)}")
+        elif faults.is_torn and not _is_whole(header, line):
+            faults.add(number, f"the last line is incomplete: {shown(line)}")
+        else:
+            waiting.append(line)
+            numbers.append(number)
+            held += len(line)
+        if len(waiting) >= BATCH_LINES or held > BATCH_BYTES:
+            yield _parse(header, waiting, numbers, faults)
+            waiting, numbers, held = [], [], 0
     if waiting:
-        yield _parse(header, waiting, numbers, report)
+        yield _parse(header, waiting, numbers, faults)
 
 
 def read_header(path: Path) -> list[str]:
@@ -93,76 +85,29 @@ def read_header(path: Path) -> list[str]:
     return [] if first is None else _fields(first[1])
 
 
-def _lines(path: Path, faults: Faults, report: Report) -> Iterator[tuple[int, bytes]]:
-    """Yield the number (from 1) and the bytes of each line of the file.
-
-    Call `report` for each line that is too long.
-    """
-    own = Faults(read_bytes=faults.read_bytes)
-    for numbered in itertools.chain(read_lines(path, own), [None]):
-        faults.read_bytes = own.read_bytes
-        for fault in own.first:
-            report(fault.line, fault.text)
-        own.first.clear()
-        if numbered is not None:
-            yield numbered
-
-
-def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int], report: Report) -> _Cells:
-    parsed = _parsed(header, lines)
-    if parsed is None:
-        good = [_LINE.fullmatch(line) is not None for line in lines]
-        for number, line, is_good in zip(numbers, lines, good, strict=True):
-            if not is_good:
-                report(number, f"the line is not valid CSV: {shown(line)}")
-        lines, numbers = list(itertools.compress(lines, good)), list(itertools.compress(numbers, good))
-        parsed = _parsed(header, lines)
-    if parsed is None:
-        for number in numbers:
-            report(number, "the line is in a batch of lines that cannot be split into rows")
-        return _Cells({name: pa.array([], pa.string()) for name in header}, np.array([], np.int64))
-    table, misfits = parsed
-    for row in misfits:
-        report(
-            numbers[row.number - 1],
-            f"the line has {row.actual_columns} fields, but the header has {row.expected_columns}",
-        )
-    columns = {
-        name: column.chunk(0) if column.num_chunks == 1 else pa.array([], pa.string())
-        for name, column in zip(table.column_names, table.columns, strict=True)
-    }
-    return _Cells(columns, np.delete(np.array(numbers, np.int64), [row.number - 1 for row in misfits]))
-
-
-def _parsed(header: Sequence[str], lines: Sequence[bytes]) -> tuple[pa.Table, list[pa_csv.InvalidRow]] | None:
-    """Return the rows that have as many fields as `header`, and the rows that do not.
-
-    Return None if Arrow cannot split the lines into exactly one row per line.
-    """
-    misfits: list[pa_csv.InvalidRow] = []
+def _parse(header: Sequence[str], lines: Sequence[bytes], numbers: Sequence[int], faults: Faults) -> _Cells:
+    """Return the rows that have as many fields as `header`; record the others in `faults`."""
+    misfits: list[int] = []
 
     def skip(row: pa_csv.InvalidRow) -> str:
-        misfits.append(row)
+        misfits.append(row.number - 1)
+        text = f"the line has {row.actual_columns} fields, but the header has {row.expected_columns}"
+        faults.add(numbers[row.number - 1], text)
         return "skip"
 
     text = b"\n".join(lines) + b"\n"
-    if not lines or b"\r" in text:
-        return None
-    try:
-        table = pa_csv.read_csv(
-            io.BytesIO(text),
-            read_options=pa_csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
-            parse_options=pa_csv.ParseOptions(invalid_row_handler=skip),
-            convert_options=pa_csv.ConvertOptions(
-                column_types=dict.fromkeys(header, pa.string()),
-                strings_can_be_null=False,
-                quoted_strings_can_be_null=False,
-            ),
-        ).combine_chunks()
-    except pa.ArrowInvalid:
-        return None
-    # Quotes inside cells may join lines even if each line has an even number of quotes.
-    return (table, misfits) if len(table) + len(misfits) == len(lines) else None
+    table = pa_csv.read_csv(
+        io.BytesIO(text),
+        read_options=pa_csv.ReadOptions(use_threads=False, column_names=list(header), block_size=len(text) + 1),
+        parse_options=pa_csv.ParseOptions(invalid_row_handler=skip),
+        convert_options=pa_csv.ConvertOptions(
+            column_types=dict.fromkeys(header, pa.string()),
+            strings_can_be_null=False,
+            quoted_strings_can_be_null=False,
+        ),
+    )
+    columns = {name: table[name].combine_chunks() for name in header}
+    return columns, np.delete(np.array(numbers, np.int64), misfits)
 
 
 def _fields(line: bytes) -> list[str]:
@@ -174,12 +119,12 @@ def _fields(line: bytes) -> list[str]:
     return names if len(set(names)) == len(names) else []
 
 
-def _is_text(line: bytes) -> bool:
+def _is_row(line: bytes) -> bool:
     try:
         line.decode()
     except UnicodeDecodeError:
         return False
-    return b"\0" not in line
+    return b"\0" not in line and _LINE.fullmatch(line) is not None
 
 
 def _is_whole(header: Sequence[str], line: bytes) -> bool:
@@ -191,7 +136,7 @@ def _is_whole(header: Sequence[str], line: bytes) -> bool:
     return header[-1] == "dtype" and (last == b"nan" or last.removeprefix(b"torch.") in _DTYPES)
 
 
-class Passes:
+class _Passes:
     """Counts the passes of one file: if a file repeats its steps, each repetition is another pass.
 
     A pass begins where the first row of a step occurs again. Batches of rows must be passed in the order of the file.
@@ -247,6 +192,11 @@ class CsvRows:
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def repeats(self) -> int:
+        """The number of times that the file has repeated its steps before the last of these rows."""
+        return int(self.passes[-1]) if len(self) else 0
+
     def keep(self, mask: Mask) -> CsvRows:
         """Return only the rows for which `mask` is true."""
         if mask.all():
@@ -268,42 +218,44 @@ class CsvRows:
         return pa.array(values, arrow_type).take(pa.array(self.codes))
 
 
-def read_rows(path: Path, faults: Faults, passes: Passes, report: Report) -> Iterator[CsvRows]:
+def read_rows(path: Path, faults: Faults) -> Iterator[CsvRows]:
     """Yield the rows of the file at `path` with a valid pipeline stage, step, micro-batch and statistics, in batches.
 
-    Call `report` with the line number and the reason for each other row.
+    The other lines are recorded in `faults`.
     """
-    for cells in _read_cells(path, faults, report):
-        yield _numbered(cells, passes, report)
+    passes = _Passes()
+    for cells in _read_cells(path, faults):
+        yield _numbered(cells, passes, faults)
 
 
-def _numbered(cells: _Cells, passes: Passes, report: Report) -> CsvRows:
-    count = len(cells.lines)
-    steps, bad_step = _whole_numbers(cells.columns["step"], _STEP_LIMIT)
-    vpp, bad_vpp = _whole_numbers(cells.columns["vpp_stage"], _SMALL_LIMIT)
+def _numbered(cells: _Cells, passes: _Passes, faults: Faults) -> CsvRows:
+    columns, lines = cells
+    count = len(lines)
+    steps, bad_step = _whole_numbers(columns["step"], _STEP_LIMIT)
+    vpp, bad_vpp = _whole_numbers(columns["vpp_stage"], _SMALL_LIMIT)
     micro, bad_micro = np.full(count, -1, np.int64), np.zeros(count, np.bool_)
-    if MICRO_STEP in cells.columns:
-        micro, bad_micro = _whole_numbers(cells.columns[MICRO_STEP], _SMALL_LIMIT)
+    if MICRO_STEP in columns:
+        micro, bad_micro = _whole_numbers(columns[MICRO_STEP], _SMALL_LIMIT)
     reasons = [
         (bad_vpp, "vpp_stage is no number"),
         (bad_step | (steps < 0), "step is no number from 0"),
         (bad_micro, "micro_step is no number"),
     ]
     numbers = {}
-    for name in cells.columns:
+    for name in columns:
         if name not in {*CSV_KEYS, MICRO_STEP, *_TEXTS}:
-            numbers[name], bad = _floats(cells.columns[name])
+            numbers[name], bad = _floats(columns[name])
             reasons.append((bad, f"{name} is no number"))
     good = np.ones(count, np.bool_)
     for bad, reason in reasons:
-        for line in cells.lines[bad & good].tolist():
-            report(line, reason)
+        for line in lines[bad & good].tolist():
+            faults.add(line, reason)
         good &= ~bad
-    encoded = pc.dictionary_encode(cells.columns["name"])
-    texts = {str(text): cells.columns[text] for text in _TEXTS if text in cells.columns}
+    encoded = pc.dictionary_encode(columns["name"])
+    texts = {str(text): columns[text] for text in _TEXTS if text in columns}
     codes = encoded.indices.to_numpy().astype(np.int64)
     names = [plain(cell) for cell in encoded.dictionary.to_pylist()]
-    rows = CsvRows(cells.lines, steps, steps, steps, vpp, micro, codes, names, numbers, texts).keep(good)
+    rows = CsvRows(lines, steps, steps, steps, vpp, micro, codes, names, numbers, texts).keep(good)
     found = passes.of(rows.steps, rows.codes, names, rows.vpp, rows.micro)
     return replace(rows, records=np.arange(len(rows)), passes=found)
 

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import Kind
@@ -36,48 +36,14 @@ _KIND_OF_TASK: Final[dict[str, str]] = {
     "output_grad": Kind.ACT_GRAD_OUT,
 }
 
-_TAG: Final = re.compile(r"(?P<name>.*)/rank(?P<rank>\d+)/(?P<task>\w+)", re.DOTALL)
-_TAG_NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?", re.DOTALL)
+_TAG: Final = re.compile(r"(?:\d{1,9}:)?(?P<name>.*?)(?::(?P<micro>\d{1,9}))?(?:/rank\d+/(?P<task>\w+))?", re.DOTALL)
+"""The tag of a tensor, such as `0:layers.0.input_1:0/rank3/actv`: virtual stage, name, micro-batch, rank, task."""
+
 _MESSAGE: Final = re.compile(
     r"Rule (?P<rule>\w+) reports .*, '(?P<op>\w+)'\) at step \d+"
     r"(?:, current value (?P<value>\S+), history mean (?P<baseline>\S+?)\.?$)?",
     re.DOTALL,
 )
-
-
-class AnomalyTag(NamedTuple):
-    """Elements of the tag of an msprobe anomaly record: tensor name, task (the kind), and micro-batch.
-
-    Example of a tag: `0:layers.0.input_1:0/rank3/actv`.
-    If a text is not a tag, `task` is empty and `name` is the whole text.
-    """
-
-    name: str
-    task: str = ""
-    micro_step: int | None = None
-
-
-class AnomalyMessage(NamedTuple):
-    """Elements of the message of an msprobe anomaly record: rule, op, value, and baseline."""
-
-    rule: str
-    op: str
-    value: str | None
-    baseline: str | None
-
-
-def parse_anomaly_tag(tag: str) -> AnomalyTag:
-    """Return the elements of `tag`, the tag of a tensor in an msprobe anomaly record."""
-    parts = _TAG.fullmatch(tag)
-    name = _TAG_NAME.fullmatch(parts["name"] if parts else tag)
-    assert name is not None  # the expression matches any text
-    return AnomalyTag(name["name"], parts["task"] if parts else "", int(name["micro"]) if name["micro"] else None)
-
-
-def parse_anomaly_message(message: str) -> AnomalyMessage | None:
-    """Return the elements of `message`, the message of an msprobe anomaly record; None if it has another form."""
-    found = _MESSAGE.search(message)
-    return None if found is None else AnomalyMessage(*found.group("rule", "op", "value", "baseline"))
 
 
 def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
@@ -173,30 +139,32 @@ def read_anomalies(path: Path, faults: Faults, *, attempt: int, source: str) -> 
 
 def _anomaly(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
     tag_name = str(entry.get("tag_name", ""))
-    tag = parse_anomaly_tag(tag_name)
+    tag = _TAG.fullmatch(tag_name)
+    assert tag is not None  # the expression matches any text
+    name, task = tag["name"], tag["task"]
     text = str(entry.get("message", ""))
-    message = parse_anomaly_message(text)
-    if tag.task in SLOTS:
-        named = parse_name(tag.task, tag.name) or Named("", tag.name)
+    message = _MESSAGE.search(text)
+    if task in SLOTS:
+        named = parse_name(task, name) or Named("", name)
     else:
-        named = Named(str(_KIND_OF_TASK.get(tag.task, "")), tag.name)
+        named = Named(str(_KIND_OF_TASK.get(task, "")), name)
     details = {
         "group_mates": entry.get("group_mates"),
         "index": named.index,
-        "tag_name": str(entry.get("tag_name", "")),
+        "tag_name": tag_name,
     }
     return {
         "step": our_step(named.kind, step),
         "rank": _small(entry.get("rank")),
-        "micro_step": _small(tag.micro_step),
+        "micro_step": _small(tag["micro"] and int(tag["micro"])),
         "type": EventType.ANOMALY,
-        "severity": Severity.CRITICAL if message and message.rule == "AnomalyNan" else Severity.WARNING,
-        "rule": message.rule if message else None,
+        "severity": Severity.CRITICAL if message and message["rule"] == "AnomalyNan" else Severity.WARNING,
+        "rule": message["rule"] if message else None,
         "kind": named.kind or None,
         "tensor": named.tensor,
-        "op": message.op if message else None,
-        "value": _float(message.value) if message else None,
-        "baseline": _float(message.baseline) if message else None,
+        "op": message["op"] if message else None,
+        "value": _float(message["value"]) if message else None,
+        "baseline": _float(message["baseline"]) if message else None,
         "pp_stage": _small(entry.get("pp_stage")),
         "vpp_stage": _small(entry.get("vpp_stage")),
         "call_id": _small(entry.get("call_id")),

@@ -28,16 +28,7 @@ import pyarrow as pa
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
-from rankscope_ingest.importers.msprobe.csv_rows import (
-    CsvRows,
-    Floats,
-    Integers,
-    Mask,
-    Passes,
-    Report,
-    read_header,
-    read_rows,
-)
+from rankscope_ingest.importers.msprobe.csv_rows import CsvRows, Floats, Integers, Mask, read_header, read_rows
 from rankscope_ingest.importers.msprobe.discovery import Named, is_tensor_family, parse_name
 from rankscope_msprobe.files.csv_layout import CSV_KEYS, DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
 from rankscope_storage.tensorboard.tags import labelled
@@ -72,41 +63,40 @@ class FamilyReader:
 
     def blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
         """Yield the rows of the file at `path` as blocks; record unreadable lines in `faults`."""
-
-        def report(line: int, text: str) -> None:
-            faults.add(line, f"{path.parent.name}/{path.name}: {text}")
-
-        def report_row(line: int, text: str) -> None:
-            report(line, f"{text}: {MISALIGNED}" if self._family == OTHER else text)
-
+        faults.around = f"{path.parent.name}/{path.name}: ", ""
         header = read_header(path)
         if missing := [name for name in CSV_KEYS if name not in header]:
-            report(1, f"the file has no column {', '.join(missing)}: it is not a file of msprobe's monitor")
-            return
-        if self._family not in {OTHER, SCALARS, *FEATURES} and not is_tensor_family(self._family):
-            report(1, f"msprobe has no file family {self._family!r}: the file is skipped")
-            return
+            faults.add(1, f"the file has no column {', '.join(missing)}: it is not a file of msprobe's monitor")
+        elif self._family not in {OTHER, SCALARS, *FEATURES} and not is_tensor_family(self._family):
+            faults.add(1, f"msprobe has no file family {self._family!r}: the file is skipped")
+        else:
+            yield from self._blocks(path, faults)
+        faults.around = "", ""
+
+    def _blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
+        if self._family == OTHER:
+            faults.around = faults.around[0], f": {MISALIGNED}"
         # If a run continued after repeated steps, the following files belong to the same attempt.
         first = max(0, self._last - _repeats(path)) if self._last else 0
-        passes = Passes()
-        for rows in read_rows(path, faults, passes, report_row):
+        self._last = first
+        for rows in read_rows(path, faults):
             yield ImportedBlock(
                 records=len(rows),
-                tables=self._tables(rows, self._attempt + first, report),
+                tables=self._tables(rows, self._attempt + first, faults),
                 source=f"{self._source}/{path.name}",
             )
-        self._last = first + passes.current
+            self._last = max(self._last, first + rows.repeats)
         self.repeats = max(self.repeats, self._last)
 
-    def _tables(self, rows: CsvRows, attempt: int, report: Report) -> Tables:
+    def _tables(self, rows: CsvRows, attempt: int, faults: Faults) -> Tables:
         if self._family == OTHER:
-            return self._directions(rows, attempt, report)
+            return self._directions(rows, attempt, faults)
         if self._family == SCALARS:
             return self._scalars(rows, attempt)
         named = [parse_name(self._family, name) for name in rows.names]
         known = np.array([found is not None for found in named], np.bool_)[rows.codes]
         for line, code in zip(rows.lines[~known].tolist(), rows.codes[~known].tolist(), strict=True):
-            report(line, f"the row name {rows.names[code]!r} names neither an input nor an output")
+            faults.add(line, f"the row name {rows.names[code]!r} names neither an input nor an output")
         tables = self._features if self._family in FEATURES else self._statistics
         return tables(rows.keep(known), [found or Named("", "") for found in named], attempt)
 
@@ -158,7 +148,7 @@ class FamilyReader:
             parts = [pa.concat_tables(parts, promote_options="default").sort_by(RECORD_COLUMN)]
         return {"features": parts[0]} if parts else {}
 
-    def _directions(self, rows: CsvRows, attempt: int, report: Report) -> Tables:
+    def _directions(self, rows: CsvRows, attempt: int, faults: Faults) -> Tables:
         """Return the table `features` with the agreement of gradient and momentum in direction, one number per row.
 
         Files of the family `other` repeat this number in each statistics column. A row of which the columns differ is
@@ -170,7 +160,7 @@ class FamilyReader:
         with np.errstate(invalid="ignore"):
             same = np.all([(value == values[0]) | (np.isnan(value) & np.isnan(values[0])) for value in values], axis=0)
         for line in rows.lines[~same].tolist():
-            report(line, MISALIGNED)
+            faults.add(line, "its statistics differ")
         rows = rows.keep(same)
         columns = {
             **self._common(rows, attempt, None),
@@ -217,10 +207,7 @@ class FamilyReader:
 
 def _repeats(path: Path) -> int:
     """Return the number of times that the file at `path` repeats its steps; 0 if it contains each step once."""
-    passes = Passes()
-    for _ in read_rows(path, Faults(), passes, lambda *_: None):
-        pass
-    return passes.current
+    return max((rows.repeats for rows in read_rows(path, Faults())), default=0)
 
 
 def _descriptions(
