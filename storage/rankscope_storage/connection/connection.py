@@ -14,7 +14,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
@@ -87,7 +87,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         self._single_threaded = instance.single_threaded
         self._snapshot = snapshot
         self._reads_only = True
-        self._closed = False
+        self._is_closed = False
 
     @property
     def path(self) -> Path:
@@ -228,9 +228,9 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
         The DuckDB instance of the connection is kept for later connections if no statement modified the instance.
         """
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         self._views.cursor.close()
         if self._reads_only:
             release(self._views.instance)
@@ -238,12 +238,14 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             self._views.instance.database.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Closed, (self.path, self.version)
+        return _closed_copy, (self.path, self.version)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _refresh(self) -> None:
+        if self._is_closed:
+            raise QueryError(f"the connection is closed: open another one with connect({str(self.path)!r})")
         if self._pinned or self._log is None:
             return
         self._log.refresh()
@@ -253,12 +255,12 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
                 self._views = BoundViews(replacement(self._views.instance))
 
     def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
+        self._refresh()
         if self._locked:
             check_selects(self._views.cursor, query)
         elif self._reads_only:
             self._reads_only = only_selects(self._views.cursor, query)
         self._views.cursor.abort()  # a result that was not fetched completely would block all other statements
-        self._refresh()
         try:
             return self._complete(query, parameters, run)
         except duckdb.IOException as error:
@@ -286,31 +288,8 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             return run()
 
 
-class _Closed(Connection):
-    """A copy of a connection.
-
-    It is closed, because a DuckDB connection and a log handle belong to one process and thread.
-    """
-
-    def __init__(self, path: Path, version: int) -> None:
-        self._path = path
-        self._version = version
-
-    @property
-    def path(self) -> Path:
-        """Return the folder of the store."""
-        return self._path
-
-    @property
-    def version(self) -> int:
-        """Return the version of the store that the last query of this connection read."""
-        return self._version
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def _refresh(self) -> Never:
-        raise QueryError(f"a copy of a connection is closed: open another one with connect({str(self._path)!r})")
-
-    def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> Never:  # noqa: ARG002 - as the base has it
-        self._refresh()
+def _closed_copy(path: Path, version: int) -> Connection:
+    """Return a closed connection: a DuckDB connection and a log handle belong to one process and thread."""
+    copied = Connection.__new__(Connection)
+    copied.__dict__.update(_snapshot=Snapshot(path, version, pa.table({})), _is_closed=True)
+    return copied

@@ -46,9 +46,9 @@ Above it, the instance that was unused for longest is closed."""
 FOOTERS: Final = 250
 """Constant term of the limit above which a DuckDB instance is replaced by a new one.
 
-The limit applies to the number of Parquet footers of deleted files that the instance caches. The limit is this term
-plus a quarter of the number of cached footers of existing files. DuckDB never drops a footer, and one footer takes 20
-to 400 kB. With thousands of footers, the memory of a service with a status page grew by 140 MB per hour."""
+The limit applies to the number of Parquet footers that the instance has read: this term plus 1.25 times the number
+of files in the store. DuckDB never drops a footer, and one footer takes 20 to 400 kB. With thousands of footers of
+deleted files, the memory of a service with a status page grew by 140 MB per hour."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +66,6 @@ class DuckDBInstance:
     defined: dict[str, str] = field(default_factory=dict)
     """By view or macro: the statement that created the view or macro in this instance."""
     footers: set[str] = field(default_factory=set)
-    footers_checked: int = 0
-    """Number of Parquet footers in DuckDB's cache when footers of deleted files were last counted."""
     facts: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """By view or macro: the files and runs that were examined, and the facts that were found about their rows.
 
@@ -110,12 +108,7 @@ def is_full(instance: DuckDBInstance) -> bool:
 
     This is the case if it caches too many Parquet footers of deleted files, which DuckDB never drops.
     """
-    known = len(instance.footers)
-    if instance.snapshot is None or known < instance.footers_checked + FOOTERS // 2:
-        return False
-    instance.footers_checked = known
-    there = len(instance.footers.intersection(instance.snapshot.every_path()))
-    return known - there > FOOTERS + there // 4
+    return instance.snapshot is not None and len(instance.footers) > FOOTERS + 1.25 * instance.snapshot.files.num_rows
 
 
 def replacement(instance: DuckDBInstance) -> DuckDBInstance:

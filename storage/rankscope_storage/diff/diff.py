@@ -22,6 +22,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
+from rankscope_storage.log.snapshot import divided
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 
 TIMING: Final = "timing"
@@ -513,17 +514,8 @@ def _windows(steps: Sequence[int], counts: Sequence[Mapping[int, int]], window_r
 
     `steps` are the steps that both sides have, and `counts` the numbers of rows per step of each side.
     """
-    first = last = None
-    held = 0
-    for step in steps:
-        own = sum(count[step] for count in counts)
-        if first is not None and last is not None and held + own > window_rows:
-            yield first, last
-            first, held = None, 0
-        first = step if first is None else first
-        last, held = step, held + own
-    if first is not None and last is not None:
-        yield first, last
+    for group in divided(steps, lambda step: sum(count[step] for count in counts), window_rows):
+        yield group[0], group[-1]
 
 
 def _place(point: Point, order: Mapping[tuple[str, str], int]) -> tuple[Any, ...]:

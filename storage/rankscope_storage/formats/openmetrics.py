@@ -9,7 +9,6 @@ A family is written from queries of the store that return the rows in the order 
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -51,8 +50,6 @@ from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.names import NULL, PLACEMENT, STAGE_EXTRAS, TENSOR_EXTRAS, Scalar
 
 BATCH_ROWS: Final = 100_000
-RANGE_ROWS: Final = 50_000
-"""Number of tensor rows that are sorted together. Each row becomes one line per statistic."""
 
 DOUBLED: Final = "samples of one series at one time: only the first is written"
 
@@ -173,7 +170,7 @@ class FamilyWriter:
         columns = ", ".join(sql_identifier(name) for name in ("attempt", "step", "ts", *keys))
         values = ", ".join(f"{sql_identifier(op + suffix)}::DOUBLE" for op in ops)
         op_names = ", ".join(map(sql_string, ops))
-        for first, last in self._tensor_ranges():
+        for first, last in self._selection.windows("tensor_stats", SHOWN, column="tensor"):
             source = self._selection.source("tensor_stats")
             within = f"tensor BETWEEN {sql_string(first)} AND {sql_string(last)}"
             query = (
@@ -255,23 +252,6 @@ class FamilyWriter:
         self._file.write(self._pending + lines(series.filter(mask), values.filter(mask), micros[fresh]))
         self._pending = b""
 
-    def _tensor_ranges(self) -> Iterator[tuple[str, str]]:
-        """Yield ranges of tensor names with about RANGE_ROWS rows each, as first and last name."""
-        rows = self._selection.query(
-            f"SELECT tensor, count(*) AS rows FROM {self._selection.source('tensor_stats')} AND {SHOWN} "
-            "GROUP BY tensor ORDER BY tensor"
-        ).to_pydict()
-        first: str | None = None
-        last, held = "", 0
-        for tensor, own in zip(rows["tensor"], rows["rows"], strict=True):
-            if first is not None and held + own > RANGE_ROWS:
-                yield first, last
-                first, held = None, 0
-            first = tensor if first is None else first
-            last, held = tensor, held + own
-        if first is not None:
-            yield first, last
-
 
 def _equals(column: str, value: str | None) -> str:
     return f"{column} IS NULL" if value is None else f"{column} = {sql_string(value)}"
@@ -279,13 +259,8 @@ def _equals(column: str, value: str | None) -> str:
 
 def _sample_labels(target: str, labels: str | None) -> str | None:
     """Return the label text `{…}` of a scraped sample, or None if its labels are not valid."""
-    try:
-        own = {} if labels is None else json.loads(labels)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(own, dict) or not all(LABEL_NAME.fullmatch(name) for name in own) or "instance" in own:
-        return None
-    if not all(isinstance(value, str) for value in own.values()):
+    own = names.text_labels(labels)
+    if own is None or "instance" in own or not all(LABEL_NAME.fullmatch(name) for name in own):
         return None
     return "{" + label_text({**own, **({"instance": target} if target else {})}) + "}"
 

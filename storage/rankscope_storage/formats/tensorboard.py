@@ -288,7 +288,7 @@ def _windows(selection: Selection, only: str, kept: Thinning) -> Iterator[tuple[
     if not ranges:
         return
     lowest, highest = -(1 << 63), (1 << 63) - 1
-    cuts = {kept.begin(first) for first, _, _ in ranges[1:]}
+    cuts = {kept.begin(first) for first, _ in ranges[1:]}
     starts = [lowest, *sorted(cut for cut in cuts if cut > ranges[0][0])]
     ends = [*(start - 1 for start in starts[1:]), highest]
     yield from zip(starts, ends, strict=True)

@@ -171,10 +171,6 @@ class Snapshot:
         """Return whether all of `paths` are data files of this version of the store."""
         return set(paths) <= set(self.files.column("path").to_pylist())
 
-    def every_path(self) -> list[str]:
-        """Return the absolute paths of all data files of this version of the store."""
-        return self._absolute(self.files)
-
     def _absolute(self, files: pa.Table) -> list[str]:
         return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
 

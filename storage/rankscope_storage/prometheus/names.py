@@ -68,7 +68,7 @@ def own_metric(scalar: Scalar) -> MetricSpec | None:
     spec = SCALARS_WITH_OWN_METRIC.get(scalar.name)
     if spec is None:
         return None
-    labels = _text_labels(scalar.labels)
+    labels = text_labels(scalar.labels)
     fits = labels is not None and set(labels) <= set(spec.labels) and all(labels.values())
     return spec if fits and canonical_labels(labels) == scalar.labels else None
 
@@ -79,7 +79,7 @@ def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
     `spec` is the metric of the scalar; None is rankscope_scalar.
     """
     if spec is not None:
-        labels = dict(_text_labels(scalar.labels) or {})
+        labels = dict(text_labels(scalar.labels) or {})
         usual = spec.unit
     else:
         shown = scalar.name + (scalar.labels or "")
@@ -114,10 +114,10 @@ def _split(shown: str) -> tuple[str, str | None]:
     """Return the name and the labels, as JSON text, of a scalar in the form `loss{"split":"test"}`."""
     start = shown.find("{")
     text = shown[start:] if start >= 0 else ""
-    return (shown[:start], text) if _text_labels(text or None) else (shown, None)
+    return (shown[:start], text) if text_labels(text or None) else (shown, None)
 
 
-def _text_labels(text: str | None) -> dict[str, str] | None:
+def text_labels(text: str | None) -> dict[str, str] | None:
     """Return the labels in a text of the column `labels`; None if the text is not a JSON object of strings."""
     if text is None:
         return {}

@@ -19,7 +19,6 @@ queries the store.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -199,7 +198,7 @@ class ExternalSeries:
         A text of labels that several series share is parsed once.
         """
         encoded = found["labels"].dictionary_encode(null_encoding="encode")
-        own = [_own_labels(text) for text in encoded.dictionary.to_pylist()]
+        own = [names.text_labels(text) for text in encoded.dictionary.to_pylist()]
         fits = pa.array([labels is not None for labels in own], pa.bool_()).take(encoded.indices)
         for matcher in self.question.matchers:
             absent = self.external_labels.get(matcher.name, "")
@@ -216,21 +215,10 @@ class ExternalSeries:
         """Return all labels of the series in `row`: external labels, stored labels, instance and name."""
         return {
             **self.external_labels,
-            **(_own_labels(row["labels"]) or {}),
+            **(names.text_labels(row["labels"]) or {}),
             **({"instance": row["target"]} if row["target"] else {}),
             NAME: row["metric"],
         }
-
-
-def _own_labels(text: str | None) -> dict[str, str] | None:
-    """Return the labels in a text of the column `labels`, or None if the text is not a JSON object of strings."""
-    try:
-        own = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(own, dict) or not all(isinstance(value, str) for value in own.values()):
-        return None
-    return own
 
 
 MEMORY_BYTES: Final = 1 << 30

@@ -7,14 +7,11 @@ their checksum, and continues there. Random bytes look like a length with its ch
 from __future__ import annotations
 
 import enum
-import functools
 import struct
 from collections.abc import Callable, Iterator
 from typing import BinaryIO, Final
 
 import google_crc32c
-import numpy as np
-import numpy.typing as npt
 
 MAX_RECORD_BYTES: Final = 4 << 20
 """Size of the largest record that is read, in bytes.
@@ -101,40 +98,10 @@ def _next_header(file: BinaryIO, start: int) -> int | None:
     while True:
         file.seek(start)
         chunk = file.read(_SCAN_BYTES + _HEADER_BYTES - 1)
-        if len(chunk) < _HEADER_BYTES:
+        places = len(chunk) - _HEADER_BYTES + 1
+        for place in range(places):
+            if is_header(chunk[place : place + _HEADER_BYTES]):
+                return start + place
+        if places <= 0:
             return None
-        octets = np.frombuffer(chunk, np.uint8)
-        places = len(octets) - _HEADER_BYTES + 1
-        tables, zero = _crc_tables()
-        crc = np.full(places, zero, np.uint32)
-        for position in range(8):
-            crc ^= tables[position][octets[position : position + places]]
-        masked = ((crc >> 15) | (crc << 17)) + np.uint32(0xA282EAD8)
-        stored = np.zeros(places, np.uint32)
-        for position in range(4):
-            stored |= octets[8 + position : 8 + position + places].astype(np.uint32) << (8 * position)
-        hits = np.flatnonzero(masked == stored)
-        if len(hits):
-            return start + int(hits[0])
         start += places
-
-
-@functools.cache
-def _crc_tables() -> tuple[list[npt.NDArray[np.uint32]], int]:
-    """Return tables from which the CRC-32C of any eight bytes is computed, and the CRC of eight zero bytes.
-
-    The table of a position has one number per byte value: the XOR of two CRCs, that of eight zero bytes and that of the
-    same bytes with this value at the position.
-    """
-    zero: int = google_crc32c.value(bytes(8))
-    tables = [
-        np.array(
-            [
-                google_crc32c.value(bytes(position) + bytes([octet]) + bytes(7 - position)) ^ zero
-                for octet in range(256)
-            ],
-            np.uint32,
-        )
-        for position in range(8)
-    ]
-    return tables, zero

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,6 +15,7 @@ from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import ExportOptions
+from rankscope_storage.log.snapshot import divided
 
 WINDOW_ROWS: Final = 50_000
 
@@ -101,25 +103,18 @@ class Selection:
         # DuckDB rejects parameters that the statement does not use.
         return {name: value for name, value in self.parameters.items() if f"${name}" in query}
 
-    def windows(self, dataset: str, extra: str = "true", *, rows: int = WINDOW_ROWS) -> Iterator[tuple[int, int, int]]:
-        """Yield (first step, last step, number of rows) of step ranges with about `rows` rows each, in ascending order.
+    def windows(self, dataset: str, extra: str = "true", *, column: str = "step") -> Iterator[tuple[Any, Any]]:
+        """Yield closed ranges of `column` with about WINDOW_ROWS rows each, in ascending order.
 
         The exported rows of `dataset` that satisfy the SQL predicate `extra` are counted.
         """
         counted = self.query(
-            f"SELECT step, count(*) AS rows FROM {self.source(dataset)} AND {extra} AND step IS NOT NULL "
-            "GROUP BY step ORDER BY step"
+            f"SELECT {column}, count(*) AS rows FROM {self.source(dataset)} AND {extra} AND {column} IS NOT NULL "
+            f"GROUP BY {column} ORDER BY {column}"
         )
-        first: int | None = None
-        last = held = 0
-        for step, own in zip(counted["step"].to_pylist(), counted["rows"].to_pylist(), strict=True):
-            if first is not None and held + own > rows:
-                yield first, last, held
-                first, held = None, 0
-            first = step if first is None else first
-            last, held = step, held + own
-        if first is not None:
-            yield first, last, held
+        pairs = zip(counted[column].to_pylist(), counted["rows"].to_pylist(), strict=True)
+        for group in divided(pairs, operator.itemgetter(1), WINDOW_ROWS):
+            yield group[0][0], group[-1][0]
 
     def within(self, first: int, last: int) -> Selection:
         """Return a selection of those rows of this selection that are in a closed range of steps.

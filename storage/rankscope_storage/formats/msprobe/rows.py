@@ -125,7 +125,7 @@ def tensor_cells(
     if TENSOR_FAMILIES[family][0] in CALLS:
         key, call = f"{key}, call_seq", "call_seq"
     last = _LAST.format(key=key, call="call_seq DESC NULLS LAST, ")
-    for first_step, last_step, _ in selection.windows("tensor_stats", mine):
+    for first_step, last_step in selection.windows("tensor_stats", mine):
         window = selection.within(first_step, last_step)
         rows = window.query(
             f'SELECT {step} AS msprobe_step, {_KEY}, kind, tensor, "index", {call} AS call, numel, {listed} '
@@ -150,7 +150,7 @@ def feature_cells(selection: Selection, family: str, only: str, numbering: Mspro
     }
     listed = ", ".join(f"{sql} AS {sql_identifier(column)}" for column, sql in texts.items())
     last = _LAST.format(key='coalesce(vpp_stage, 0), kind, module, "index"', call="")
-    for first_step, last_step, _ in selection.windows("features", mine):
+    for first_step, last_step in selection.windows("features", mine):
         window = selection.within(first_step, last_step)
         rows = window.query(
             f'SELECT msprobe_step, vpp_text, micro_text, module, "index", {listed} FROM ('
@@ -167,7 +167,7 @@ def scalar_cells(selection: Selection, only: str, numbering: MsprobeSteps) -> It
     mine = f"{only} AND {step} >= 0"
     value = f"coalesce({_text('value', selection.options.seed_rounding)}, 'nan') AS \"value\""
     last = _LAST.format(key="coalesce(vpp_stage, 0), name, labels", call="")
-    for first_step, last_step, _ in selection.windows("scalars", mine):
+    for first_step, last_step in selection.windows("scalars", mine):
         window = selection.within(first_step, last_step)
         rows = window.query(
             f"SELECT {step} AS msprobe_step, {_KEY}, name, coalesce(unit, '') AS unit, coalesce(labels, '') AS labels, "
