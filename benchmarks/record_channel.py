@@ -18,9 +18,8 @@ from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.publish.serving_config import ServeConfig
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, ValidBody, check
+from rankscope_ingest.record_channel.bodies import PlanColumns, RowContext, ValidBody, check, decode
+from rankscope_ingest.record_channel.client import open_stream
 from rankscope_storage.api.store import Batch, Store
 
 TENSORS, STEPS_A_POLL, RANKS, POLLS = 2_500, 10, 8, 10

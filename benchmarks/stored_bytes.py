@@ -21,9 +21,8 @@ from _rows import Row, cpu_seconds, print_rows
 from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
 from rankscope_exporter.publish.ring import encode, stream
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check
+from rankscope_ingest.record_channel.bodies import PlanColumns, RowContext, check, decode
+from rankscope_ingest.record_channel.client import open_stream
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform

@@ -6,9 +6,8 @@ import pyarrow as pa
 from tests.exporter.conftest import Reader
 
 from rankscope_contract.wire.channel import PLAN_PATH, RECORDS_PATH, SCHEMA_HEADER
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.decode import decode, plain_text
-from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids
+from rankscope_ingest.record_channel.bodies import PlanCache, RowContext, check, decode, plain_text, plan_ids
+from rankscope_ingest.record_channel.client import open_stream
 
 
 def tables_of(read: Reader, run: str = "r", incarnation: str = "i") -> dict[str, pa.Table]:

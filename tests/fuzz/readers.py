@@ -28,15 +28,12 @@ from rankscope_exporter.publish.registration import ServiceClient, UnreachableEr
 from rankscope_ingest.base.config import ExporterListSection
 from rankscope_ingest.base.errors import ConfigError, DecodeError, FetchError, IngestError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
-from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.detect.incidents import exit_reports, firings, latest_events, parse_details, symptoms
 from rankscope_ingest.detect.stall_handler import parse_stacks_request
-from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, parse_details, symptoms
 from rankscope_ingest.importers import Faults, find_importer, importers
 from rankscope_ingest.notify.apprise_notifier import Secrets
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.client import Fetcher
-from rankscope_ingest.record_channel.decode import decode, decode_one
-from rankscope_ingest.record_channel.validate import PlanCache, RowContext, check, plan_ids
+from rankscope_ingest.record_channel.bodies import PlanCache, RowContext, check, decode, plan_ids
+from rankscope_ingest.record_channel.client import Fetcher, open_stream
 from rankscope_ingest.remote_read.handler import read_request
 from rankscope_ingest.remote_write.decoder import WriteReader
 from rankscope_ingest.scrape.discovery import listed
@@ -134,7 +131,7 @@ def body(data: bytes) -> object:
     if any(plans.get(one) is None for one in wanted):
         raise DecodeError("unknown plan")
     checked = check(wire, {one: plans.get(one) for one in wanted}, CONTEXT, after=-1, first_ordinal=0)
-    events = decode_one(checked, "events")
+    events = checked.rows_of("events")
     symptoms(events), exit_reports(events), firings(events), latest_events(events)
     return {name: conform(table, name) for name, table in decode([checked]).items()}
 
@@ -154,7 +151,7 @@ def details(data: bytes) -> object:
     event = {"run": "r", "ts": 1, "type": "exit", "details": text, "message": text}
     with contextlib.suppress(ValueError):
         json.loads(redacted_json(text) or "")  # as a page reads the stored details
-    return parse_details(text), exit_reports(rows_table("events", [event]))
+    return parse_details(text), exit_reports([event])
 
 
 def stacks(data: bytes) -> object:

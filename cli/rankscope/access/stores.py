@@ -25,7 +25,7 @@ from rankscope.shell.streams import progress_bar
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
 if TYPE_CHECKING:
-    from rankscope_ingest.service.offline import OfflineSpool
+    from rankscope_ingest.service.main import OfflineSpool
     from rankscope_storage.connection import Connection
 
 SHOWN_RUNS: Final = 10
@@ -351,7 +351,7 @@ def store_spools(
     Spools of running processes are left out unless `with_running`. Standard error names the spools that are left out.
     Raises CommandError if the records cannot be read or stored.
     """
-    from rankscope_ingest.service.offline import import_spools, inspect
+    from rankscope_ingest.service.main import import_spools, inspect
 
     found = inspect(folder)
     chosen = tuple(spool for spool in found.spools if with_running or not spool.is_running)

@@ -12,8 +12,7 @@ from typing import Any
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.stacks import FlightRecord, Frame, StackDump, Standing, ThreadStack, is_library
 from rankscope_ingest.runs.blame import RankFacts, single_out
-from rankscope_ingest.runs.collective_calls import sentences, sites_of
-from rankscope_ingest.runs.rank_groups import RankGroup, grouped, ranks_text
+from rankscope_ingest.runs.collective_calls import RankGroup, grouped, ranks_text, sentences, sites_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

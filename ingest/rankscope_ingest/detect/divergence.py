@@ -12,22 +12,18 @@ A tensor that continues to differ is reported once. The tensor can be reported a
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.model.collective_format import MOST_RANKS
 from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
 from rankscope_ingest.pipeline.rows import Row, Stamp, event_row
+from rankscope_ingest.runs.collective_calls import ranks_text
 from rankscope_ingest.runs.incident import Symptom
 from rankscope_ingest.runs.models import AttemptKey
-from rankscope_ingest.runs.rank_groups import ranks_text
 from rankscope_ingest.runs.text import divergence_text
 
 WAIT_SECONDS: Final = 10.0
@@ -47,7 +43,6 @@ Without this limit, a model that was never synchronised would cause one event fo
 
 _SPAN: Final = re.compile(r"(\d{1,9})-(\d{1,9})(?::(\d{1,9}))?")
 _LIST: Final = re.compile(r"\d{1,9}(,\d{1,9})*")
-_COLUMNS: Final = ("run", "attempt", "rank", "step", "replicas", "kind", "tensor", "vpp_stage", "hash")
 
 Name = tuple[str, str, int | None]
 """The kind, the tensor name and the virtual pipeline stage that together identify a replicated tensor."""
@@ -142,35 +137,34 @@ class _Reported:
 
 @dataclass(slots=True)
 class _Step:
-    """The tensor hashes of one replica group at one step. Ranks with equal hashes of all tensors share one entry."""
+    """The tensor hashes of one replica group at one step, with the ranks that have them."""
 
-    members: dict[bytes, list[int]] = field(default_factory=dict)
-    contents: dict[bytes, dict[Name, int]] = field(default_factory=dict)
+    groups: list[tuple[dict[Name, int], set[int]]] = field(default_factory=list)
     differs_since: float | None = None
     judged: int = 0  # number of ranks that had delivered the step when it was judged
 
     @property
     def ranks(self) -> set[int]:
-        return {rank for ranks in self.members.values() for rank in ranks}
+        return {rank for _, ranks in self.groups for rank in ranks}
 
-    def add(self, rank: int, digest: bytes, content: dict[Name, int], now: float) -> None:
-        for known, ranks in list(self.members.items()):
-            if rank in ranks:  # the rank repeated the step
-                ranks.remove(rank)
-                if not ranks:
-                    del self.members[known], self.contents[known]
-        self.members.setdefault(digest, []).append(rank)
-        self.contents.setdefault(digest, content)
-        if len(self.members) > 1 and self.differs_since is None:
+    def add(self, rank: int, hashes: dict[Name, int], now: float) -> None:
+        for _, ranks in self.groups:
+            ranks.discard(rank)  # the rank repeated the step
+        same = next((ranks for known, ranks in self.groups if known == hashes), None)
+        if same is None:
+            self.groups.append((hashes, same := set()))
+        same.add(rank)
+        self.groups = [group for group in self.groups if group[1]]
+        if len(self.groups) > 1 and self.differs_since is None:
             self.differs_since = now
 
     def differences(self) -> Iterator[tuple[Name, RanksByHash]]:
         """Yield the name of each tensor that differs between ranks, and its hashes with the ranks that have them."""
-        for name in dict.fromkeys(name for content in self.contents.values() for name in content):
-            found: dict[int, list[int]] = defaultdict(list)
-            for digest, ranks in self.members.items():
-                if name in self.contents[digest]:
-                    found[self.contents[digest][name]] += ranks
+        for name in dict.fromkeys(name for hashes, _ in self.groups for name in hashes):
+            found: dict[int, set[int]] = defaultdict(set)
+            for hashes, ranks in self.groups:
+                if name in hashes:
+                    found[hashes[name]] |= ranks
             if len(found) > 1:
                 yield name, largest_first((hash_, tuple(sorted(ranks))) for hash_, ranks in found.items())
 
@@ -200,21 +194,19 @@ class DivergenceTracker:
             name = (item.kind, item.tensor, item.vpp_stage)
             self._reported[item.attempt_key, item.replicas][name] = _Reported(item.step, set(item.ranks))
 
-    def add(self, hashes: pa.Table | None, now: float) -> None:
-        """Add a table of tensor hashes at time `now`; None is ignored.
-
-        The hashes are those of one poll response, or those that a starting service reads from the store.
-        """
-        if hashes is None or hashes.num_rows == 0:
-            return
-        known = hashes.select(_COLUMNS)
-        known = known.filter(pc.and_(pc.is_valid(known["step"]), pc.is_valid(known["replicas"])))
-        keys = known.select(["run", "attempt", "rank", "step", "replicas"])
-        for key in keys.group_by(keys.column_names).aggregate([]).to_pylist():
-            mask = pc.and_(pc.equal(known["step"], key["step"]), pc.equal(known["replicas"], key["replicas"]))
-            for column in ("run", "attempt", "rank"):
-                mask = pc.and_(mask, pc.equal(known[column], key[column]))
-            self._add(key, known.filter(mask), now)
+    def add(self, hashes: Iterable[Row], now: float) -> None:
+        """Add rows of `hashes` at time `now`: those of a poll response, or those that a starting service reads."""
+        steps: dict[tuple[GroupKey, int, int], dict[Name, int]] = defaultdict(dict)
+        for row in hashes:
+            if row["step"] is not None and row["replicas"] is not None:
+                group = (row["run"], row["attempt"]), row["replicas"]
+                steps[group, row["step"], row["rank"]][row["kind"], row["tensor"], row["vpp_stage"]] = row["hash"]
+        for (group, step, rank), content in steps.items():
+            try:
+                parse_ranks(group[1])
+            except ValueError:
+                continue  # of another release: the rows are stored unchanged and are not compared
+            self._steps[group].setdefault(step, _Step()).add(rank, content, now)
 
     def check(self, attempts: Iterable[AttemptKey], now: float) -> DivergenceChanges:
         """Return the tensors that diverged or became equal since the last check.
@@ -238,17 +230,6 @@ class DivergenceTracker:
             for number in sorted(steps)[:-KEPT_STEPS]:
                 del steps[number]
         return changes
-
-    def _add(self, key: Mapping[str, Any], rows: pa.Table, now: float) -> None:
-        try:
-            parse_ranks(key["replicas"])
-        except ValueError:
-            return  # of another release: the rows are stored unchanged and are not compared
-        names = zip(rows["kind"].to_pylist(), rows["tensor"].to_pylist(), rows["vpp_stage"].to_pylist(), strict=True)
-        content = dict(sorted(zip(names, rows["hash"].to_pylist(), strict=True), key=lambda item: repr(item[0])))
-        digest = hashlib.blake2b(repr(content).encode("utf-8", "replace"), digest_size=16).digest()
-        group = (key["run"], key["attempt"]), key["replicas"]
-        self._steps[group].setdefault(key["step"], _Step()).add(key["rank"], digest, content, now)
 
     @property
     def diverged(self) -> set[AttemptKey]:

@@ -7,18 +7,15 @@ of the store; the service stores no other local state.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import pyarrow as pa
-
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.detect.divergence import Diverged, largest_first
-from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker
+from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker, exit_report, parse_details
 from rankscope_ingest.detect.lost_records import GivenUp
-from rankscope_ingest.detect.symptoms import exit_report, parse_details
-from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS
+from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS, Row
 from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport, Symptom, failure_key
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
@@ -39,7 +36,6 @@ ORDER BY ordinal"""
 _SERVICE_JUMPS: Final = """\
 SELECT run, attempt, sum(value) AS seconds FROM events
 WHERE type = 'clock' AND ts_origin = 'ingest' AND incarnation IS NULL GROUP BY run, attempt"""
-_RANK_JUMPS: Final = "SELECT incarnation, max_by(offset_us, seq) AS offset_us FROM clock_jumps GROUP BY incarnation"
 _GIVEN_UP: Final = """\
 SELECT incarnation, details FROM events
 WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
@@ -95,9 +91,8 @@ class History:
     announced_failures: frozenset[str] = frozenset()
     last_ordinal: int = 0
     given_up: Mapping[str, GivenUp] = field(default_factory=dict)
-    clock_offsets: Mapping[str, int] = field(default_factory=dict)  # sum of the clock jumps of each process, in µs
     diverged: tuple[Diverged, ...] = ()  # of active attempts
-    hashes: pa.Table | None = None  # of steps that not all ranks of a group have reached
+    hashes: Sequence[Row] = ()  # of steps that not all ranks of a group have reached
     processes: Mapping[str, int] = field(default_factory=dict)  # attempts of all registered incarnations
     read_at: float = 0.0  # seconds of the service's monotonic clock
 
@@ -164,9 +159,8 @@ def read_history(store: Connection, now: float) -> History:
         announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(store),
         given_up=_given_up(store),
-        clock_offsets={row["incarnation"]: row["offset_us"] for row in store.query(_RANK_JUMPS).to_pylist()},
         diverged=tuple(item for item in read_diverged(store) if item.attempt_key in unfinished),
-        hashes=store.query(_HASHES),
+        hashes=store.query(_HASHES).to_pylist(),
         processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},
         read_at=now,
     )

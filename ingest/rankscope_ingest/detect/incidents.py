@@ -27,25 +27,113 @@ contains a note that it may be a repetition.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import json
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
-from rankscope_contract.model.events import REPLICA_DESYNC, RunState
+from rankscope_contract.model.events import REPLICA_DESYNC, EventType, RunState, causal_key
+from rankscope_contract.model.redaction import redacted_text
+from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS, Row
 from rankscope_ingest.runs.incident import (
     NON_FINITE,
+    SEVERITIES,
     Incident,
     Symptom,
     failure_key,
     incident_key,
     run_incident,
+    subject_of,
     urgency,
 )
-from rankscope_ingest.runs.models import Attempt, AttemptKey
-from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS
+from rankscope_ingest.runs.models import CLOCKS_DIFFER_MICROSECONDS, Attempt, AttemptKey
 from rankscope_ingest.runs.text import last_reports
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK
+
+_CAUSAL_COLUMNS: Final = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op")
+_LONGEST_ERROR: Final = 600
+"""Maximum number of characters of an error in the reason of a run and in messages. The event has 4,096 of them."""
+
+
+def parse_details(text: str | None) -> dict[str, Any]:
+    """Return the JSON object in `text`, or {} if `text` contains none. All strings of the result are valid Unicode."""
+    try:
+        value = json.loads(text or "{}")
+        # "\\ud800" is legal in JSON but not valid Unicode: neither Arrow nor a socket accepts it.
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def exit_report(details: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the reason and the error message in `details`, the parsed JSON details of an exit event.
+
+    A missing reason is returned as an empty string, a missing error message as None. A long error message is cut.
+    """
+    reason, error = details.get("reason"), details.get("error")
+    return str(reason or ""), None if error is None else redacted_text(str(error), _LONGEST_ERROR)
+
+
+def exit_reports(events: Iterable[Row]) -> list[tuple[str, str | None, int | None, int | None]]:
+    """Return (reason, error, time in UTC µs, last completed step) of the exit event among `events`.
+
+    The list has at most one element, because a process exits once.
+    """
+    exits = ((parse_details(row["details"]), row["ts"]) for row in events if row["type"] == EventType.EXIT)
+    return [(*exit_report(details), at, details.get("last_step")) for details, at in exits]
+
+
+def symptoms(events: Iterable[Row], *, is_past: bool = False) -> list[Symptom]:
+    """Return one symptom for each step with anomalies in `events`, ordered by step. All events are from one rank.
+
+    A symptom is the causally first anomaly of a step, together with the number of anomalies of the step. With
+    `is_past`, as for the records of an ended process, it has the time of its record.
+    """
+    by_step: dict[int | None, list[Row]] = defaultdict(list)
+    for row in events:
+        if row["type"] == EventType.ANOMALY:
+            by_step[row["step"]].append(row)
+    found = (_symptom(anomalies, is_past=is_past) for anomalies in by_step.values())
+    return sorted(found, key=lambda symptom: symptom.causal)
+
+
+def firings(events: Iterable[Row]) -> Mapping[tuple[str, str], int]:
+    """Return the number of rule firings in `events` by (rule, kind of tensor).
+
+    For a firing of a rule about a scalar, the kind is the empty string.
+    """
+    fired = (row for row in events if row["type"] == EventType.ANOMALY and row["rule"] is not None)
+    return Counter((row["rule"], row["kind"] or "") for row in fired)
+
+
+def latest_events(events: Iterable[Row]) -> dict[str, float]:
+    """Return the time of the latest event of each type in `events`, in UTC seconds."""
+    return {row["type"]: row["ts"] / 1e6 for row in sorted(events, key=lambda row: row["ts"])}
+
+
+def _symptom(anomalies: list[Row], *, is_past: bool) -> Symptom:
+    """Return the symptom of one step. Of equal causes, the first row is used."""
+    keys = [causal_key(**{name: row.get(name) for name in _CAUSAL_COLUMNS}) for row in anomalies]
+    causal = min(keys)
+    first = anomalies[keys.index(causal)]
+    return Symptom(
+        run=first["run"],
+        attempt=first["attempt"],
+        rank=first["rank"],
+        step=first["step"],
+        severity=SEVERITIES[max(urgency(row["severity"]) for row in anomalies)],
+        causal=causal,
+        events=len(anomalies),
+        further_subjects=frozenset(
+            subject_of(*(row.get(name) for name in ("rule", "tensor", "op", "value"))) for row in anomalies
+        ),
+        message=first["message"],
+        at=first["ts"] if is_past else None,
+        **{name: first.get(name) for name in SYMPTOM_COLUMNS},
+    )
+
 
 ANNOUNCED_PER_HOUR: Final = 30
 """Maximum number of incident messages per run, severity and hour.

@@ -8,36 +8,17 @@ temporarily unreachable, or from the spool of the process, possibly after a rest
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
-import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.live.progress import RunMeter
 from rankscope_ingest.live.service_metrics import ServiceMetrics
-from rankscope_ingest.pipeline.rows import Row, Stamp, found_row, gap_row, lost_jump_row
-from rankscope_ingest.record_channel.decode import decode_one
-from rankscope_ingest.record_channel.validate import ValidBody
+from rankscope_ingest.pipeline.rows import Row, Stamp, found_row, gap_row
+from rankscope_ingest.record_channel.bodies import ValidBody
 from rankscope_ingest.runs.models import Target
 
 log = logging.getLogger(__name__)
-
-
-def _named_jumps(body: ValidBody) -> npt.NDArray[np.bool_]:
-    """Return an array that is true for each record of `body` with an event of a jump of the clock."""
-    events = decode_one(body, "events")
-    seqs = [] if events is None else events.filter(pc.field("type") == EventType.CLOCK.value).column("seq").to_pylist()
-    return np.isin(body.seqs, seqs)
-
-
-def _reported_loss(body: ValidBody) -> int:
-    """Return the number of records that events of the rank in `body` report as lost."""
-    events = decode_one(body, "events")
-    values = [] if events is None else events.filter(pc.field("type") == EventType.GAP.value).column("value")
-    return int(pc.sum(values).as_py() or 0) if len(values) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +38,17 @@ class LostRecords:
         meter: Callable[[Target], RunMeter],
         stamp: Callable[[], Stamp],
         given_up: Mapping[str, GivenUp],
-        clock_offsets: Mapping[str, int],
     ) -> None:
         """Set the dependencies.
 
         `meter` returns the progress counters of a target's attempt. `stamp` returns the time and arrival number of a
         new row. `given_up` contains the records that were counted as lost before this service started, by incarnation
-        id. `clock_offsets` contains the sum of the jumps of a process's clock that the store has, in µs.
+        id.
         """
         self._metrics = metrics
         self._meter = meter
         self._stamp = stamp
         self._given_up = dict(given_up)
-        self._clock_offsets = dict(clock_offsets)
         self._accounts: dict[str, RunMeter] = {}  # meters that already include the lost records, by incarnation
 
     def recall(self, target: Target) -> None:
@@ -95,41 +74,20 @@ class LostRecords:
         else:
             self._given_up.pop(target.incarnation, None)
 
-    def of_body(self, target: Target, body: ValidBody) -> list[Row]:
+    def of_body(self, target: Target, body: ValidBody, events: Iterable[Row]) -> list[Row]:
         """Return rows of `events` for missing records and for lost records that have arrived.
 
         Missing records are those that `body` skips: their sequence numbers are above that of the last record received
         from `target` earlier and below that of the last record of `body`. Records that the rank itself reports as lost
-        are counted, too: the rank has not published them, so no sequence number is missing.
+        in its `events` are counted, too: the rank has not published them, so no sequence number is missing.
         """
-        if reported := _reported_loss(body):
+        if reported := int(sum(row["value"] or 0 for row in events if row["type"] == EventType.GAP)):
             self._add(target, reported)
             self._metrics.lost(target.registration.run, reported)
         reason = "neither the spool nor a store has them" if target.is_dead else "the ring had overwritten them"
         rows = [self._lost(target, first, last, reason) for first, last in body.missing]
         if target.given_up > target.cursor:
             rows.append(self._found(target, target.cursor + 1, min(body.last, target.given_up)))
-        return rows + self._lost_jumps(target, body)
-
-    def _lost_jumps(self, target: Target, body: ValidBody) -> list[Row]:
-        """Return events for jumps of the rank's clock that happened in missing records, and record the latest offset.
-
-        The offset of the record after the missing ones shows such a jump. If this record has an event itself, that
-        event has the sum of all jumps.
-        """
-        known = self._clock_offsets.get(target.incarnation, 0)
-        if body.offsets is None and not known:
-            return []
-        offsets = np.zeros(body.records, np.int64) if body.offsets is None else body.offsets
-        self._clock_offsets[target.incarnation] = int(offsets[-1])
-        before = np.concatenate(([known], offsets[:-1]))
-        found = np.isin(body.seqs, [last + 1 for _, last in body.missing]) & (offsets != before) & ~_named_jumps(body)
-        rows = []
-        for place in map(int, np.flatnonzero(found)):
-            position = {name: body.columns[name][place].as_py() for name in ("ts", "step")}
-            jump, offset = int(offsets[place] - before[place]), int(offsets[place])
-            position["seq"] = int(body.seqs[place])
-            rows.append(lost_jump_row(target, jump, offset, position, self._stamp()))
         return rows
 
     def of_unread(self, target: Target, reason: str) -> list[Row]:

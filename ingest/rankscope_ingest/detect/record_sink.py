@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from rankscope_contract.wire.channel import NOTHING, STATE_RUNNING
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.tables import rows_table
+from rankscope_ingest.detect.incidents import exit_reports, firings, latest_events, symptoms
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.detect.symptoms import exit_reports, firings, latest_events, symptoms
-from rankscope_ingest.record_channel.decode import decode_one
-from rankscope_ingest.record_channel.validate import PlanColumns, ValidBody
+from rankscope_ingest.record_channel.bodies import PlanColumns, ValidBody
 from rankscope_ingest.runs.models import Health, Target
 from rankscope_ingest.spools.orphan_spools import drain_orphan
 from rankscope_storage.base.service_catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
@@ -99,14 +98,14 @@ class RecordSink:
         monitor = self._monitor
         now, key, rank = monitor.clock(), target.attempt_key, target.registration.rank
         tables = {}
-        if gaps := monitor.losses.of_body(target, body):
+        events, hashes = body.rows_of("events"), body.rows_of("hashes")
+        if gaps := monitor.losses.of_body(target, body, events):
             tables["events"] = rows_table("events", gaps)
         if (tensors := monitor.versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
-        events = decode_one(body, "events")
         first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events)
         monitor.stalls.add(key, rank, events, now)
-        monitor.replicas.add(decode_one(body, "hashes"), now)
+        monitor.replicas.add(hashes, now)
         monitor.stragglers.add(key, rank, body)
         # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must
         # agree.
@@ -118,7 +117,7 @@ class RecordSink:
         monitor.metrics.count(RECORDS_INGESTED, body.records)
         monitor.metrics.count(BYTES_INGESTED, size)
         monitor.metrics.fired(key[0], rank, firings(events))
-        monitor.metrics.ages.happened(key[0], latest_events(events) | latest_events(tables.get("events")))
+        monitor.metrics.ages.happened(key[0], latest_events([*events, *gaps]))
         monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
         monitor.tails.add(body)

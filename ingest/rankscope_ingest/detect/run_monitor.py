@@ -37,17 +37,16 @@ from rankscope_ingest.detect.divergence import (
     divergence_symptom,
 )
 from rankscope_ingest.detect.history import History
-from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker
+from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker, parse_details, symptoms
 from rankscope_ingest.detect.lost_records import LostRecords
 from rankscope_ingest.detect.stall_tracker import StallTracker
-from rankscope_ingest.detect.symptoms import parse_details, symptoms
 from rankscope_ingest.live.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.rows import Row, Stamp, Versions, clock_row, event_row, incident_row, launch_row
-from rankscope_ingest.record_channel.admission import PollBudget
-from rankscope_ingest.record_channel.validate import ValidBody
+from rankscope_ingest.record_channel.bodies import ValidBody
+from rankscope_ingest.record_channel.loop import PollBudget
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
@@ -219,7 +218,6 @@ class RunMonitor:
             lambda target: self.meter(target.attempt_key),
             self.stamp,
             history.given_up,
-            history.clock_offsets,
         )
         self._failures = FailureAlerts(history.announced_failures, wait_seconds=config.runs.failed_after_seconds)
         self._meters: dict[AttemptKey, RunMeter] = {}
@@ -391,7 +389,7 @@ class RunMonitor:
             if is_new:
                 self.add_event(row)
                 self.metrics.fired(row["run"], row["rank"], {(SLOW_RANK, ""): 1})
-            for symptom in symptoms(rows_table("events", [row])):
+            for symptom in symptoms([row]):
                 self.incidents.observe(symptom if is_new else replace(symptom, events=0), self.clock())
 
     def due_incidents(self) -> list[Incident]:

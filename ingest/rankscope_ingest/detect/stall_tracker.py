@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
-
-import pyarrow as pa
-import pyarrow.compute as pc
+from typing import Final
 
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_contract.model.stacks import FlightRecord, StackDump, Standing
-from rankscope_ingest.detect.symptoms import parse_details
+from rankscope_ingest.detect.incidents import parse_details
+from rankscope_ingest.pipeline.rows import Row
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.incident import Incident, run_incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey
@@ -36,7 +34,7 @@ A report is a stack dump, a flight record or a hang event. The notification wait
 send the flight record shortly after the stacks. `WAIT_SECONDS` limits the waiting.
 """
 
-_TYPES: Final = pa.array([EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD])
+_TYPES: Final = frozenset({EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD})
 
 
 @dataclass(slots=True)
@@ -102,17 +100,13 @@ class StallTracker:
             for incident in open_stalls
         }
 
-    def add(self, key: AttemptKey, rank: int, events: pa.Table | None, now: float) -> None:
-        """Add the stacks, flight records and hangs that `events` contains.
-
-        `events` are those of one poll response of one rank.
-        """
-        if events is None:
-            return
-        for row in events.filter(pc.is_in(events["type"], _TYPES)).select(["type", "message", "details"]).to_pylist():
-            report = self._report(key, rank, now)
-            report.at = now
-            _update(report, row, now)
+    def add(self, key: AttemptKey, rank: int, events: Iterable[Row], now: float) -> None:
+        """Add the stacks, flight records and hangs in `events`, those of one poll response of one rank."""
+        for row in events:
+            if row["type"] in _TYPES:
+                report = self._report(key, rank, now)
+                report.at = now
+                _update(report, row, now)
 
     def add_refusal(self, key: AttemptKey, rank: int, reason: str, now: float) -> None:
         """Record the reason why a rank sent no stacks when the service requested them."""
@@ -193,7 +187,7 @@ def _has_stepped(attempt: Attempt, stall: Incident) -> bool:
     return is_further or any(rank.stepped_at > stall.opened_at for rank in attempt.live_ranks)
 
 
-def _update(report: Report, row: Mapping[str, Any], now: float) -> None:
+def _update(report: Report, row: Row, now: float) -> None:
     details = parse_details(row["details"])
     try:
         if row["type"] == EventType.STACKS:

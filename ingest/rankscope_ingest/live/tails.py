@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope_ingest.record_channel.validate import ValidBody
+from rankscope_ingest.record_channel.bodies import ValidBody
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 
 _LEFT_OUT: Final = HARDWARE_SCALARS | MONITOR_SCALARS

@@ -15,8 +15,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from rankscope_ingest.record_channel.decode import decode, plain_text
-from rankscope_ingest.record_channel.validate import ValidBody
+from rankscope_ingest.record_channel.bodies import ValidBody, decode, plain_text
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
 
 SAMPLES_A_ROW: Final = 3

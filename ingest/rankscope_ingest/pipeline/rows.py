@@ -1,10 +1,9 @@
 """Rows that the service adds to the store: launches, gaps, incidents, and versions of runs and attempts.
 
-A version is a row with the state of a run or attempt at one time. The column `ts_origin` of these rows is "ingest".
-Only the row that replaces a lost event of a rank has the time, seq and origin of the rank's record. A gap row, which
-reports lost records, has the seq of the last lost record. The store drops rows with a seq that it already has. The
-store therefore drops a repeated gap row together with the repeated records around it. All other rows have no seq. A
-repeated version of a run does not change any query result.
+A version is a row with the state of a run or attempt at one time. The column `ts_origin` of these rows is "ingest". A
+gap row, which reports lost records, has the seq of the last lost record. The store drops rows with a seq that it
+already has. The store therefore drops a repeated gap row together with the repeated records around it. All other rows
+have no seq. A repeated version of a run does not change any query result.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import EventType, Severity, clock_jump
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table
-from rankscope_ingest.record_channel.validate import PlanColumns
+from rankscope_ingest.record_channel.bodies import PlanColumns
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Target
 from rankscope_ingest.runs.text import headline
@@ -72,24 +71,9 @@ def launch_row(target: Target, stamp: Stamp) -> Row:
 
 def clock_row(attempt: Attempt, jump: int, stamp: Stamp) -> Row:
     """Return the row of `events` which reports that the clock of the service was set by `jump` µs."""
-    columns = {"run": attempt.run, "attempt": attempt.number}
-    return _jump_row(jump, stamp, columns, owner="service", remark="figures are corrected by it")
-
-
-def lost_jump_row(target: Target, jump: int, offset: int, position: Row, stamp: Stamp) -> Row:
-    """Return the row of `events` which replaces the lost event of a jump of a rank's clock by `jump` µs.
-
-    `offset` is the sum of the jumps so far in µs. `position` has the time, seq and step of the record that shows it.
-    """
-    columns = _rank_columns(target) | position | {"ts_origin": "rank"}
-    remark = "the rank's own event was lost"
-    return _jump_row(jump, stamp, columns, owner="host", remark=remark, offset_us=offset)
-
-
-def _jump_row(jump: int, stamp: Stamp, columns: Row, *, owner: str, remark: str, **details: int) -> Row:
-    message, jumped = clock_jump(jump, owner=owner, remark=remark)
-    columns = columns | {"value": jump / 1e6}
-    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details | jumped, **columns)
+    message, details = clock_jump(jump, owner="service", remark="figures are corrected by it")
+    columns = {"run": attempt.run, "attempt": attempt.number, "value": jump / 1e6}
+    return event_row(stamp, EventType.CLOCK, Severity.WARNING, message, details, **columns)
 
 
 def gap_row(target: Target, first: int, last: int, reason: str, stamp: Stamp) -> Row:

@@ -36,8 +36,7 @@ from rankscope_contract.model.stacks import (
     is_library,
     is_standard_library,
 )
-from rankscope_ingest.runs.collective_calls import Call, Records, calls_of_note
-from rankscope_ingest.runs.rank_groups import ranks_text
+from rankscope_ingest.runs.collective_calls import Call, Records, calls_of_note, ranks_text
 
 
 class WaitPlace(enum.Enum):

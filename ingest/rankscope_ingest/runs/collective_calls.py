@@ -4,6 +4,9 @@ The input is the flight record of each rank. The output is the collectives and s
 functions have no side effects. All ranks of a group make the calls of the group in the same order. Therefore the
 sequence number `seq` of the group identifies the same call on every rank. If the calls with one `seq` differ between
 ranks, a rank called the wrong collective (a mismatch).
+
+`grouped` groups ranks that are at the same place in the code. A rank in a collective waits for the ranks that are not
+in it. Therefore ranks in no collective come first, then ranks with lower sequence numbers, then smaller groups.
 """
 
 from __future__ import annotations
@@ -12,10 +15,58 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rankscope_contract.model.collective_format import bytes_text, dtype_text, ranks_in
+from rankscope_contract.model.collective_format import bytes_text, dtype_text, ranks_in, spans
 from rankscope_contract.model.stacks import Collective, FlightRecord, Standing, is_library, own_frame
-from rankscope_ingest.runs.rank_groups import ranks_text
 from rankscope_storage.sql.collective_calls import EVEN, CallState
+
+MOST_SPANS: Final = 16
+"""Maximum number of spans of consecutive ranks, such as `0-7`, in a list of ranks that is displayed.
+
+Without this limit, a text about every second one of 1,000 ranks would list 500 spans.
+"""
+
+_NO_SEQ: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that are at the same place in the code, in ascending order."""
+
+    standings: tuple[Standing, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(standing.rank for standing in self.standings)
+
+    def __str__(self) -> str:
+        return f"{ranks_text(self.ranks)} {self.standings[0]}"
+
+
+def grouped(standings: Iterable[Standing]) -> list[RankGroup]:
+    """Return groups of the ranks that are at the same place in the code. Groups that block other ranks come first."""
+    found: dict[tuple[object, ...], list[Standing]] = {}
+    for standing in sorted(standings, key=lambda item: item.rank):
+        found.setdefault(standing.key, []).append(standing)
+    return sorted((RankGroup(tuple(members)) for members in found.values()), key=_order_of_group)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text such as `rank 3` or `ranks 0-2, 5`.
+
+    After MOST_SPANS spans, the text ends with the number of further ranks.
+    """
+    found = spans(ranks).split(",")
+    text = ", ".join(found[:MOST_SPANS])
+    if len(found) > MOST_SPANS:
+        text += f" and {len(set(ranks)) - len(ranks_in(','.join(found[:MOST_SPANS]))):,} more"
+    return f"rank{'' if len(ranks) == 1 else 's'} {text}"
+
+
+def _order_of_group(group: RankGroup) -> tuple[object, ...]:
+    pending = group.standings[0].pending
+    seq = _NO_SEQ if pending is None else pending.seq
+    return pending is not None, seq, len(group.standings), group.ranks
+
 
 MOST_SENTENCES: Final = 5
 """Maximum number of sentences about single collective calls that `sentences` returns.

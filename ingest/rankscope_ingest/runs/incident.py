@@ -34,6 +34,13 @@ Subject = tuple[str, str]
 NON_FINITE replaces the rule if the value is NaN or infinite.
 """
 
+
+def subject_of(rule: str | None, tensor: str | None, op: str | None, value: float | None) -> Subject:
+    """Return the subject of one anomaly."""
+    is_non_finite = op in {"nans", "infs"} or not math.isfinite(value or 0.0)
+    return NON_FINITE if is_non_finite else rule or "", tensor or op or ""
+
+
 SEVERITIES: Final = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
 """Severities in ascending order. An unknown severity of a newer release counts as the lowest one."""
 
@@ -67,9 +74,7 @@ class Symptom:
 
         A subject is a rule and the tensor or scalar for which the rule fired.
         """
-        is_non_finite = self.op in {"nans", "infs"} or not math.isfinite(self.value or 0.0)
-        own = NON_FINITE if is_non_finite else self.rule or "", self.tensor or self.op or ""
-        return self.further_subjects | {own}
+        return self.further_subjects | {subject_of(self.rule, self.tensor, self.op, self.value)}
 
     @property
     def score(self) -> float:

@@ -16,11 +16,9 @@ from typing import Final
 from rankscope_contract.model.events import subject_name
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.stacks import FlightRecord, Standing
-from rankscope_ingest.runs.collective_calls import sentences, sites_of
+from rankscope_ingest.runs.collective_calls import grouped, ranks_text, sentences, sites_of
 from rankscope_ingest.runs.incident import Incident, Symptom
-from rankscope_ingest.runs.models import Attempt, Rank
-from rankscope_ingest.runs.rank_groups import grouped, ranks_text
-from rankscope_ingest.runs.root_cause import CLOCKS_DIFFER_MICROSECONDS, Cause, EndKind
+from rankscope_ingest.runs.models import CLOCKS_DIFFER_MICROSECONDS, Attempt, Cause, EndKind, Rank
 from rankscope_storage.base.escaping import path_segment
 from rankscope_storage.base.rule_names import (
     LOG_UNREADABLE,

@@ -16,8 +16,7 @@ from rankscope_contract.model.events import ExitReason, RunState
 from rankscope_contract.model.redaction import redacted
 from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.base.config import RunsSection
-from rankscope_ingest.runs.models import ENDED, Attempt, AttemptKey, Liveness, Rank
-from rankscope_ingest.runs.root_cause import Cause, EndKind, first_cause
+from rankscope_ingest.runs.models import ENDED, Attempt, AttemptKey, Cause, EndKind, Liveness, Rank, first_cause
 from rankscope_ingest.runs.text import (
     NO_SUCCESS,
     exit_reports,

@@ -1,15 +1,45 @@
-"""Run the service: claim the shard of the store, read the stored state, and serve until a signal arrives."""
+"""Run the service: claim the shard of the store, read the stored state, and serve until a signal arrives.
+
+`import_spools` stores the records that ranks wrote to disk: the service reads copies of their spools until all records
+are stored. The files of the ranks are not changed, so a folder can be read several times, and while the training
+continues.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
-from rankscope_ingest.base.config import ServiceConfig
+import pyarrow as pa
+
+from rankscope_contract.wire.spool import (
+    LOCK_NAME,
+    SpoolError,
+    SpoolReader,
+    is_ours,
+    read_identity,
+    segments,
+    spool_folders,
+    take_lock,
+)
+from rankscope_ingest.base.config import (
+    IngestSection,
+    NotifySection,
+    ServiceConfig,
+    ServiceSection,
+    SpoolSection,
+    StoreSection,
+)
+from rankscope_ingest.base.errors import IngestError, RegistrationError
 from rankscope_ingest.base.memory import tune_allocator, unfreeze_gc
 from rankscope_ingest.base.stop_signals import stop_on_signals
 from rankscope_ingest.base.tls import client_tls, server_tls
@@ -19,6 +49,7 @@ from rankscope_ingest.network.connections import raise_file_limit
 from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.service.service import Service
+from rankscope_ingest.targets.registry import check_registration
 from rankscope_ingest.watch.session import check_logs
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
@@ -81,3 +112,144 @@ def _claim(config: ServiceConfig) -> Writer:
 def _history(path: str) -> History:
     with connect(path, single_threaded=True) as connection:
         return read_history(connection, time.monotonic())
+
+
+IDLE_SECONDS: Final = 60.0
+"""Time in seconds without a stored row or a finished spool after which the import is considered stuck."""
+
+_SCAN_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineSpool:
+    """The spool of one process: its folder, the run and rank, the number of records, and whether the process lives."""
+
+    folder: Path
+    run: str
+    rank: int
+    records: int
+    is_running: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineFolder:
+    """The spools in a folder that can be read, and a text about each spool that cannot be read."""
+
+    spools: tuple[OfflineSpool, ...]
+    unreadable: tuple[str, ...]
+
+
+def inspect(path: Path) -> OfflineFolder:
+    """Return the spools at `path`, which is a spool folder or contains spool folders."""
+    spools, unreadable = [], []
+    for folder in spool_folders(path):
+        try:
+            registration = read_identity(folder)
+            check_registration(registration)
+            files = segments(folder)
+            records = SpoolReader(folder, pa, lambda _: ()).head() + 1 - files[0][0] if files else 0
+            lock = take_lock(folder)
+        except (SpoolError, RegistrationError, OSError) as error:
+            unreadable.append(f"{folder}: {error}")
+            continue
+        if lock is not None:
+            lock.close()
+        spools.append(
+            OfflineSpool(
+                folder=folder,
+                run=registration.run,
+                rank=registration.rank,
+                records=records,
+                is_running=lock is None,
+            )
+        )
+    return OfflineFolder(spools=tuple(spools), unreadable=tuple(unreadable))
+
+
+def import_spools(
+    spools: tuple[OfflineSpool, ...],
+    store: Path,
+    *,
+    shard: str = "0/1",
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Store the records of `spools` in `store`, and return the number of new rows. The spools are not changed.
+
+    Records that the store already has are skipped. No notification is sent. `progress` receives the number of spools
+    that are stored so far. Raises IngestError or StoreError if any spool could not be stored.
+    """
+    with tempfile.TemporaryDirectory(prefix=".rankscope-", dir=_parent_of(store)) as copies:
+        for spool in spools:
+            _copy(spool, Path(copies) / spool.folder.name)
+        config = ServiceConfig(
+            service=ServiceSection(listen="127.0.0.1:0"),
+            store=StoreSection(path=str(store), shard=shard),
+            ingest=IngestSection(flush_after_seconds=1.0),
+            spool=SpoolSection(folders=(copies,), scan_seconds=_SCAN_SECONDS),
+            notify=NotifySection(group_wait_seconds=0.0),
+        )
+        return asyncio.run(_serve_until_read(config, Path(copies), progress or (lambda _: None)))
+
+
+async def _serve_until_read(config: ServiceConfig, copies: Path, progress: Callable[[int], None]) -> int:
+    """Run the service until all spools in the folder `copies` are stored and deleted.
+
+    Return the number of stored rows.
+    """
+    stop = asyncio.Event()
+    rows_stored = 0
+
+    def count(now: Progress) -> None:
+        nonlocal rows_stored
+        rows_stored = now.rows_stored
+
+    service = asyncio.create_task(run(config, stop=stop, on_progress=count))
+    left = total = _count(copies)
+    known, changed_at = (left, rows_stored), time.monotonic()
+    try:
+        while left and not service.done():
+            await asyncio.sleep(_SCAN_SECONDS)
+            left = _count(copies)
+            progress(total - left)
+            if known != (known := (left, rows_stored)):
+                changed_at = time.monotonic()
+            elif time.monotonic() > changed_at + IDLE_SECONDS:
+                raise IngestError(f"{left} of {total} spools could not be stored within {IDLE_SECONDS:g} s")
+    finally:
+        stop.set()
+        await service
+    if left:
+        raise IngestError(f"interrupted: {left} of {total} spools are not stored; run the command again")
+    return rows_stored
+
+
+def _count(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+def _parent_of(store: Path) -> Path:
+    """Return the folder that contains the store, and create it if it is missing.
+
+    Copies of spools are made in this folder. Files can be linked instead of copied if the spools are on the same disk
+    as the store.
+    """
+    parent = store.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    return parent
+
+
+def _copy(spool: OfflineSpool, copy: Path) -> None:
+    """Create the spool folder `copy` with links to the files of `spool`, and with a lock of its own.
+
+    The lock file is empty, as in all spools, except if the process of the spool is running.
+    """
+    copy.mkdir(mode=0o700)
+    (copy / LOCK_NAME).write_text("running" if spool.is_running else "")
+    for path in spool.folder.iterdir():
+        if path.name == LOCK_NAME or not is_ours(path.name):
+            continue
+        try:
+            os.link(path, copy / path.name)
+        except OSError:  # another disk, or a file system without links
+            with contextlib.suppress(FileNotFoundError):  # a service has committed its records in the meantime
+                shutil.copy2(path, copy / path.name)

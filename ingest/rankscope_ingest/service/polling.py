@@ -28,9 +28,9 @@ from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.http_client import PageFetcher, parse_target_url
 from rankscope_ingest.pipeline.batcher import Batcher
+from rankscope_ingest.record_channel.bodies import PlanCache
 from rankscope_ingest.record_channel.client import Fetcher, OtherProcess
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
-from rankscope_ingest.record_channel.validate import PlanCache
 from rankscope_ingest.runs.models import Health, Target
 from rankscope_ingest.scrape.discovery import ExporterList, configured
 from rankscope_ingest.scrape.sample_table import Scrape

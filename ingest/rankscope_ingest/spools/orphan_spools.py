@@ -23,10 +23,9 @@ from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolRe
 from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus
+from rankscope_ingest.record_channel.bodies import plan_ids
+from rankscope_ingest.record_channel.client import Answer, Body, Drained, NothingNew, RingStatus, open_stream
 from rankscope_ingest.record_channel.loop import RecordSource
-from rankscope_ingest.record_channel.validate import plan_ids
 from rankscope_ingest.runs.models import Attempt, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.targets.registry import Accepted, Registry, check_registration

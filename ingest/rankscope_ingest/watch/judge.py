@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import EventType, RunState, Severity
 from rankscope_ingest.base.config import WatchSection
-from rankscope_ingest.detect.symptoms import parse_details
+from rankscope_ingest.detect.incidents import parse_details
 from rankscope_ingest.importers.common.decisions import TRAINING_NAMES
 from rankscope_view.pages.format import duration
 

@@ -22,7 +22,7 @@ from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import NotifySection, RunsSection, WatchSection
 from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.detect.symptoms import symptoms
+from rankscope_ingest.detect.incidents import symptoms
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import resolved_message
@@ -286,7 +286,7 @@ class LogIncidents:
         """Add anomalies, which are those of one incarnation in the order of the log. `now` is in monotonic seconds."""
         self._tracker.quiet_steps = NotifySection().quiet_steps * self._rows.stride
         for number in sorted(pc.unique(anomalies["attempt"]).to_pylist()):
-            for one in symptoms(anomalies.filter(pc.field("attempt") == number)):
+            for one in symptoms(anomalies.filter(pc.field("attempt") == number).drop_columns("ts").to_pylist()):
                 self._tracker.observe(dataclasses.replace(one, ranks=self._address), now)
                 self._unreported += self._tracker.settle(now, {})
         self.last_seqs |= zip(anomalies["incarnation"].to_pylist(), anomalies["seq"].to_pylist(), strict=True)

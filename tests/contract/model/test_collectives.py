@@ -21,7 +21,7 @@ from rankscope_contract.model.stacks import (
 )
 from rankscope_exporter.adapters import placement
 from rankscope_ingest.detect.divergence import parse_ranks
-from rankscope_ingest.runs.rank_groups import grouped, ranks_text
+from rankscope_ingest.runs.collective_calls import grouped, ranks_text
 
 F, L = ["Float"], ["Long"]
 

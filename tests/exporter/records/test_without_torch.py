@@ -24,9 +24,9 @@ from tests.exporter.publish.sinks.records import FINITE, entry, record
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.publish.ring import Ring
 from rankscope_exporter.publish.ring import encode, stream
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import PlanColumns, RowContext, check
+from rankscope_ingest.record_channel.client import open_stream
+from rankscope_ingest.record_channel.bodies import decode
+from rankscope_ingest.record_channel.bodies import PlanColumns, RowContext, check
 
 made, ring = record(7, (entry("w"), FINITE)), Ring(10, 1 << 20)
 thread = OwnThread(target=lambda: ring.append(encode(made)), name="publisher")

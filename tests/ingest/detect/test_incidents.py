@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,15 +10,12 @@ from tests.ingest.builders import rank_of
 
 from rankscope_contract.model.events import RunState, causal_key
 from rankscope_contract.model.kinds import CAUSAL_STAGE
-from rankscope_contract.model.schema import arrow_schema
 from rankscope_ingest.base.config import RunsSection
-from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker
-from rankscope_ingest.detect.symptoms import symptoms
+from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker, symptoms
 from rankscope_ingest.notify.messages import incident_message
 from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, urgency
 from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker
-from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.rule_names import RUN_FAILED, SLOW_RANK
 
 ATTEMPT = ("r", 0)
@@ -438,9 +434,8 @@ FIRINGS = {  # Rows of the same cause by the title of their message
 @pytest.mark.parametrize("title", FIRINGS)
 def test_first_cause_of_gradients_and_a_spike_of_the_loss_is_the_loss(title):
     """The forward pass computes the loss before the gradients of the step."""
-    table = pa.Table.from_pylist(FIRINGS[title], schema=arrow_schema(pa, DATASETS["events"]))
     incidents = tracker()
-    for one in symptoms(table):
+    for one in symptoms(row | {"message": ""} for row in FIRINGS[title]):
         incidents.observe(one, 0.0)
 
     assert f"[warning] r: {title}" in [incident_message(one).title for one in incidents.open()]
@@ -468,11 +463,10 @@ events = st.lists(
 
 @settings(deadline=None)
 @given(events)
-def test_vectorised_first_cause_equals_that_of_the_contract(rows):
+def test_first_cause_is_that_of_the_contract(rows):
     """The first of equal causes is the earlier row."""
-    schema = arrow_schema(pa, DATASETS["events"])
     full = [row | {"run": "r", "attempt": 0, "rank": 0, "message": str(n)} for n, row in enumerate(rows)]
-    found = symptoms(pa.Table.from_pylist(full, schema=schema))
+    found = symptoms(full)
     anomalies = [row for row in full if row["type"] == "anomaly"]
     fields = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op")
     expected = {}

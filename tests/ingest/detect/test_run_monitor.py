@@ -14,10 +14,10 @@ from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.record_sink import RecordSink
 from rankscope_ingest.detect.run_monitor import RunMonitor
 from rankscope_ingest.live.service_metrics import ServiceMetrics
-from rankscope_ingest.record_channel.arrow_guard import open_stream
-from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_ingest.record_channel.bodies import RowContext, check
+from rankscope_ingest.record_channel.client import open_stream
 from rankscope_ingest.runs.incident import Incident, Symptom
-from rankscope_ingest.service.pipeline import make_batcher
+from rankscope_ingest.service.service import make_batcher
 
 
 def run_monitor(wall, last_ordinal=0, clock=lambda: 0.0, poll_now=lambda run, rank: None):
@@ -154,7 +154,7 @@ def test_spool_found_hours_later_keeps_attempt_and_undoes_lost_records():
     dropped = monitor.registry.get("first")
     successor = monitor.accept(replace(process("first"), served_by="second", state="draining", head=9), ()).target
     successor.cursor = 3  # the watermark of the store
-    found = monitor.losses.of_body(successor, body_of(successor, dict.fromkeys(range(4, 10), 0)))
+    found = monitor.losses.of_body(successor, body_of(successor, *range(4, 10)), [])
 
     assert None is dropped
     assert (0, 1) == (successor.attempt, second.attempt)
@@ -226,15 +226,10 @@ def test_attempt_starts_by_the_rank_if_the_service_was_set_back():
     assert 50 == (attempt.ended_at - began) / 1e6
 
 
-def body_of(target, seconds, *, clock=(), offset=0, event=None):
-    """Return the body with a record per entry of `seconds`, by seq. The records in `clock` have an event of a jump."""
-    jump = {"type": "clock", "severity": "warning", "value": offset / 1e6, "message": ""}
-    event = event or jump | {"details": json.dumps({"offset_us": offset})}
-    records = [
-        {"seq": seq, "ts": 10**15 + second * 10**6 + offset, "step": seq, "clock_offset": offset or None}
-        | ({"events": [event]} if seq in clock else {"scalars": [{"name": "loss", "value": 1.0}]})
-        for seq, second in seconds.items()
-    ]
+def body_of(target, *seqs, events=()):
+    """Return the body with a record of a loss for each of `seqs`, or of `events`."""
+    rows = {"events": list(events)} if events else {"scalars": [{"name": "loss", "value": 1.0}]}
+    records = [{"seq": seq, "ts": 10**15, "step": seq, **rows} for seq in seqs]
     who = target.registration
     context = RowContext(run="r", attempt=0, rank=who.rank, incarnation=who.incarnation)
     return check(open_stream(encode_records(records)), {}, context, first_ordinal=1, after=target.cursor)
@@ -248,36 +243,10 @@ def test_ranks_that_have_not_delivered_the_step_of_an_incident_are_polled():
     polled = []
     monitor = run_monitor(lambda: 10**15, poll_now=lambda run, rank: polled.append((run, rank)))
     zero, one = (monitor.accept(process(f"i{rank}", rank, world_size=2), ()).target for rank in range(2))
-    take_body(monitor, one, body_of(one, {2: 0}))
+    take_body(monitor, one, body_of(one, 2))
     nan = {"type": "anomaly", "severity": "critical", "rule": "AnomalyNan", "tensor": "w"}
-    take_body(monitor, zero, body_of(zero, {5: 0}, clock={5}, event=nan))
+    take_body(monitor, zero, body_of(zero, 5, events=[nan]))
     polled.clear()
 
     assert [] == monitor.due_incidents()
     assert [("r", 1)] == polled
-
-
-@pytest.mark.parametrize("offset", [-3_600_000_000, 40 * 86_400_000_000])
-def test_jump_whose_event_was_lost_is_named_by_the_next_record(offset):
-    host = Host()
-    monitor = host.monitor()
-    target = monitor.accept(process("i"), ()).target
-    take_body(monitor, target, body_of(target, {0: 0, 1: 10}))
-    take_body(monitor, target, body_of(target, {5: 50, 6: 60}, offset=offset))
-    take_body(monitor, target, body_of(target, {9: 90}, offset=offset))
-    (named,) = events_of(monitor, "clock")
-    expected = {"seq": 5, "step": 5, "value": offset / 1e6, "ts_origin": "rank", "incarnation": "i"}
-
-    assert expected == {name: named[name] for name in expected}
-    assert offset == json.loads(named["details"])["offset_us"]
-    assert 10**9 + 50 == named["ts"].timestamp()
-
-
-def test_jump_is_named_once_although_records_before_its_event_were_lost():
-    host, offset = Host(), 3_600_000_000
-    monitor = host.monitor()
-    target = monitor.accept(process("i"), ()).target
-    take_body(monitor, target, body_of(target, {5: 50, 6: 60}, clock={5}, offset=offset))
-    take_body(monitor, target, body_of(target, {9: 90}, offset=offset))
-
-    assert [5] == [row["seq"] for row in events_of(monitor, "clock")]

@@ -16,7 +16,6 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.stall_handler import parse_stacks_request, request_stacks
 from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
 from rankscope_ingest.notify.messages import incident_message, resolved_message
@@ -43,7 +42,7 @@ def run_tracker() -> RunTracker:
 
 
 def event(kind: str, details: str, message: str = "") -> Any:
-    return rows_table("events", [{"run": "r", "type": kind, "message": message, "details": details}])
+    return [{"run": "r", "type": kind, "message": message, "details": details}]
 
 
 def stacks(line: int) -> Any:

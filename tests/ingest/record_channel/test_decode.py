@@ -30,9 +30,8 @@ from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.records.plan import NamedPlan
 from rankscope_exporter.records.record import Statistics, StepRecord
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.record_channel.arrow_guard import inflated_bytes, open_stream
-from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import PlanCache, RowContext, ValidBody, check, plan_ids
+from rankscope_ingest.record_channel.bodies import PlanCache, RowContext, ValidBody, check, decode, plan_ids
+from rankscope_ingest.record_channel.client import inflated_bytes, open_stream
 from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.files.sorting import SORT_KEYS, sort_order
 

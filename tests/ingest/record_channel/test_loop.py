@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tests.ingest import builders
 
 from rankscope_ingest.base.errors import FetchError
-from rankscope_ingest.record_channel.admission import PollBudget
+from rankscope_ingest.record_channel.bodies import PlanCache
 from rankscope_ingest.record_channel.client import NothingNew, RingStatus
-from rankscope_ingest.record_channel.loop import Pace, TargetLoop
-from rankscope_ingest.record_channel.validate import PlanCache
+from rankscope_ingest.record_channel.loop import Pace, PollBudget, TargetLoop
 from rankscope_ingest.runs.models import Health
 from rankscope_ingest.service.polling import Pollers
 

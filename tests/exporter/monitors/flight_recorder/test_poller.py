@@ -28,8 +28,7 @@ from rankscope_exporter.monitors.flight_recorder.torch_api import Report, prepar
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.ring import encode, stream
 from rankscope_exporter.records.record import StepRecord
-from rankscope_ingest.record_channel.decode import decode
-from rankscope_ingest.record_channel.validate import RowContext, check
+from rankscope_ingest.record_channel.bodies import RowContext, check, decode
 from rankscope_ingest.runs.collective_calls import Call, calls_of_note, sentences
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
