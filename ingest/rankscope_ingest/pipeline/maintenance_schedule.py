@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import functools
 import logging
 import os
 import sys
@@ -50,12 +51,11 @@ Retain = Callable[[], RetentionReport]
 """Callable that deletes expired rows in one commit, and reports how many commits for other expired rows remain."""
 
 
-OnCompaction = Callable[[CompactionReport], None]
-"""Callable that receives the result of each compaction, in the maintenance thread."""
-
-
 class MaintenanceSchedule:
-    """Decides when maintenance jobs are due. The time, in monotonic seconds, is an argument."""
+    """Runs the maintenance jobs of `store` when they are due. Times are in monotonic seconds.
+
+    `on_compaction` receives the result of each compaction, in the maintenance thread.
+    """
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class MaintenanceSchedule:
         retain: Retain | None = None,
         retain_seconds: float = 0,
         first_retention_seconds: float = FIRST_RETENTION_SECONDS,
-        on_compaction: OnCompaction | None = None,
+        on_compaction: Callable[[CompactionReport], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._on_compaction = on_compaction
@@ -90,23 +90,21 @@ class MaintenanceSchedule:
             yield self._store.maintain
         if self._retain is not None and now >= self._retain_at:
             self._retain_at = now + self._retain_seconds
-            yield self._retain_some
+            yield functools.partial(self._retain_some, self._retain)
 
     def _compact(self) -> None:
         """Run compaction, unless another process compacts the store."""
         report = self._store.compact()
         if report.refused:
             log.info("compaction skipped: another process compacts the store")
-        if self._on_compaction is not None:
-            self._on_compaction(report)
+        self._on_compaction(report)
 
-    def _retain_some(self) -> None:
+    def _retain_some(self, retain: Retain) -> None:
         """Delete expired rows in one commit.
 
         If further commits are necessary, the next one follows after the other due jobs.
         """
-        assert self._retain is not None
-        report = self._retain()
+        report = retain()
         for text in report.failed:
             log.warning("retention failed for some files, retrying in the next retention run: %s", text)
         if report.left:
@@ -116,6 +114,28 @@ class MaintenanceSchedule:
                 "retention deleted %d rows in %d files and stored %d rows of rollups for them",
                 *(report.rows, report.files, report.added_rows),
             )
+
+    async def run(self, commits: Callable[[], int], *, check_seconds: float = CHECK_SECONDS) -> None:
+        """Run due jobs until this coroutine is cancelled. `commits` returns the number of commits so far."""
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "rankscope-maintenance", initializer=_lower_priority)
+        try:
+            while True:
+                await asyncio.sleep(check_seconds)
+                for job in self.due(time.monotonic(), commits()):
+                    before = resident_bytes()
+                    try:
+                        await loop.run_in_executor(thread, job)
+                    except StoreError as error:
+                        log.warning("maintenance of the store failed, retrying at its next time: %s", error)
+                    except Exception:  # a defect in a library must not stop the storing of rows
+                        log.exception("unexpected error in maintenance of the store, retrying at its next time")
+                    if resident_bytes() - before > MUCH_BYTES:
+                        # Not in the maintenance thread: malloc_trim holds the allocator's locks, and a thread of low
+                        # priority could hold them for a long time and block allocations of all threads.
+                        await asyncio.to_thread(trim)
+        finally:
+            thread.shutdown(wait=False)
 
 
 def retention_job(config: ServiceConfig) -> Retain | None:
@@ -128,51 +148,6 @@ def retention_job(config: ServiceConfig) -> Retain | None:
         return None
     root = Path(config.store.path)
     return lambda: retain(root, policy, sync_to_disk, now=dt.datetime.now(dt.UTC), works=1)
-
-
-async def run_maintenance(
-    store: Writer,
-    commits: Callable[[], int],
-    *,
-    retain: Retain | None = None,
-    retain_seconds: float = 0,
-    first_retention_seconds: float = FIRST_RETENTION_SECONDS,
-    check_seconds: float = CHECK_SECONDS,
-    on_compaction: OnCompaction | None = None,
-) -> None:
-    """Run due maintenance jobs of `store` until this coroutine is cancelled.
-
-    `commits` returns the number of commits so far.
-    """
-    schedule = MaintenanceSchedule(
-        store,
-        time.monotonic(),
-        retain=retain,
-        retain_seconds=retain_seconds,
-        first_retention_seconds=first_retention_seconds,
-        on_compaction=on_compaction,
-    )
-    loop, thread = (
-        asyncio.get_running_loop(),
-        ThreadPoolExecutor(1, "rankscope-maintenance", initializer=_lower_priority),
-    )
-    try:
-        while True:
-            await asyncio.sleep(check_seconds)
-            for job in schedule.due(time.monotonic(), commits()):
-                before = resident_bytes()
-                try:
-                    await loop.run_in_executor(thread, job)
-                except StoreError as error:
-                    log.warning("maintenance of the store failed, retrying at its next time: %s", error)
-                except Exception:  # a defect in a library must not stop the storing of rows
-                    log.exception("unexpected error in maintenance of the store, retrying at its next time")
-                if resident_bytes() - before > MUCH_BYTES:
-                    # Not in the maintenance thread: malloc_trim holds the allocator's locks, and a thread of low
-                    # priority could hold them for a long time and block allocations of all threads.
-                    await asyncio.to_thread(trim)
-    finally:
-        thread.shutdown(wait=False)
 
 
 def _lower_priority() -> None:

@@ -4,8 +4,8 @@ The headers of the response are checked. Errors are raised as FetchError. docs/r
 
 `open_stream` reads a body after checking that it is complete and that its uncompressed size is below a limit. A stream
 that is truncated between two messages looks like a valid shorter stream. The end-of-stream marker is therefore
-required. A body of 8 MB that is compressed with lz4 can declare terabytes, and pyarrow has no limit. The declared sizes of all
-compressed buffers are therefore added before pyarrow decompresses them. The sizes are read directly from the
+required. A body of 8 MB that is compressed with lz4 can declare terabytes, and pyarrow has no limit. The declared sizes
+of all compressed buffers are therefore added before pyarrow decompresses them. The sizes are read directly from the
 flatbuffers that Arrow's Message.fbs defines. `bodies` checks the content.
 """
 

@@ -1,8 +1,8 @@
 """Facts about an attempt and its ranks, from which `tracker` decides the state of the attempt.
 
 `first_cause` finds the rank that failed first. When one rank fails, the others usually fail within seconds, because
-they lose the connection to their peer or the launcher ends them. Their reports may arrive earlier than the report of the
-first rank, so the order of arrival is no evidence. If the evidence does not identify the first rank, none is named.
+they lose the connection to their peer or the launcher ends them. Their reports may arrive earlier than the report of
+the first rank, so the order of arrival is no evidence. If the evidence does not identify the first rank, none is named.
 
 A `Target` is one polled process: its identity, the positions up to which its records were read and committed, and its
 health.

@@ -43,7 +43,7 @@ from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
-from rankscope_ingest.pipeline.maintenance_schedule import retention_job, run_maintenance
+from rankscope_ingest.pipeline.maintenance_schedule import MaintenanceSchedule, retention_job
 from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
@@ -137,14 +137,14 @@ class Pipeline:
 
     def maintain(self) -> Coroutine[Any, Any, None]:
         """Run compaction, vacuum and retention of the store until the coroutine is cancelled."""
-        seconds = self._config.retention.every_seconds
-        return run_maintenance(
+        schedule = MaintenanceSchedule(
             self._writer,
-            lambda: self.commits,
+            time.monotonic(),
             retain=retention_job(self._config),
-            retain_seconds=seconds,
+            retain_seconds=self._config.retention.every_seconds,
             on_compaction=self._metrics.compacted,
         )
+        return schedule.run(lambda: self.commits)
 
     def _on_batch(self, batch: PendingBatch, commit: Commit) -> None:
         self._count(commit)

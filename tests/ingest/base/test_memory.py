@@ -43,7 +43,7 @@ atexit.register(report)
 """
 
 MAINTENANCE = """
-import asyncio, itertools, sys
+import asyncio, itertools, sys, time
 from pathlib import Path
 import numpy as np
 from rankscope_ingest.pipeline import maintenance_schedule as maintenance
@@ -70,13 +70,13 @@ class Store:
 
 async def main():
     commits = itertools.count(maintenance.COMPACT_EVERY_COMMITS, maintenance.COMPACT_EVERY_COMMITS)
-    keeping = asyncio.create_task(maintenance.run_maintenance(Store(), lambda: next(commits)))
+    schedule = maintenance.MaintenanceSchedule(Store(), time.monotonic())
+    keeping = asyncio.create_task(schedule.run(lambda: next(commits), check_seconds=0.01))
     while len(Store.seen) < 3:
         await asyncio.sleep(0.01)
     keeping.cancel()
 
 tune_allocator()
-maintenance._CHECK_SECONDS = 0.01
 asyncio.run(main())
 print(*Store.seen[:3])
 """

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 
 import pyarrow as pa
 import pytest
@@ -18,7 +19,6 @@ from rankscope_ingest.pipeline.maintenance_schedule import (
     MAINTAIN_SECONDS,
     MaintenanceSchedule,
     retention_job,
-    run_maintenance,
 )
 from rankscope_storage.api.store import Batch
 from rankscope_storage.api.store import Store as StoreFolder
@@ -126,8 +126,9 @@ async def test_old_rows_are_rolled_up_while_a_service_appends(tmp_path, eventual
             rows = [{"run": "r", "step": step, "ts": ts, **names} for step, ts in enumerate(times)]
             table = pa.Table.from_pylist(rows, schema=dataset_schema(dataset))
             writer.append(Batch(tables={dataset: table}, watermarks={}))
-        times = {"retain_seconds": 3600, "first_retention_seconds": 0.0, "check_seconds": 0.01}
-        maintenance = asyncio.create_task(run_maintenance(writer, lambda: 0, retain=retention_job(config), **times))
+        times = {"retain_seconds": 3600, "first_retention_seconds": 0.0}
+        schedule = MaintenanceSchedule(writer, time.monotonic(), retain=retention_job(config), **times)
+        maintenance = asyncio.create_task(schedule.run(lambda: 0, check_seconds=0.01))
         try:
             await eventually(lambda: maintenance.done() or tiers(config.store.path) == [(300, 600)] * 2)
             assert not maintenance.done()
@@ -153,7 +154,8 @@ async def test_maintenance_thread_has_a_lower_priority(eventually):
             return super().compact()
 
     commits = itertools.count(COMPACT_EVERY_COMMITS, COMPACT_EVERY_COMMITS)
-    maintenance = asyncio.create_task(run_maintenance(Watched(), lambda: next(commits), check_seconds=0.01))
+    schedule = MaintenanceSchedule(Watched(), time.monotonic())
+    maintenance = asyncio.create_task(schedule.run(lambda: next(commits), check_seconds=0.01))
     await eventually(lambda: len(seen) >= 3)
     maintenance.cancel()
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
