@@ -29,7 +29,7 @@ from rankscope_ingest.base.config import ExporterListSection
 from rankscope_ingest.base.errors import ConfigError, DecodeError, FetchError, IngestError, RegistrationError
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.detect.incidents import exit_reports, firings, latest_events, parse_details, symptoms
-from rankscope_ingest.detect.stall_handler import parse_stacks_request
+from rankscope_ingest.detect.stall_tracker import parse_stacks_request
 from rankscope_ingest.importers import Faults, find_importer, importers
 from rankscope_ingest.notify.apprise_notifier import Secrets
 from rankscope_ingest.record_channel.bodies import PlanCache, RowContext, check, decode, plan_ids

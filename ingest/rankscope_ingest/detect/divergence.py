@@ -1,4 +1,4 @@
-"""Compare the hashes of replicas step by step and report tensors that differ.
+"""Compare the ranks of an attempt: replicas whose hashes differ, and slow ranks that make the others wait.
 
 The module performs no I/O; the caller passes the time. Replicas that must be equal have equal hashes, so every
 difference between two hashes is reported.
@@ -8,23 +8,36 @@ deliver a step late. A step is therefore compared when all ranks of its group ha
 the first difference. The step is compared again when a late rank delivers it.
 
 A tensor that continues to differ is reported once. The tensor can be reported again after it was equal on all ranks.
+
+The phases of the newest steps show which ranks of a running attempt make the others wait. A slow rank is reported once,
+and has one open incident; it is reported again after it was as fast as the others for HOLD_SECONDS.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope_contract.model.collective_format import MOST_RANKS
 from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity, causal_key
+from rankscope_contract.model.phases import LABEL, STEP_PHASE_SECONDS, Phase
+from rankscope_ingest.detect.incidents import parse_details
 from rankscope_ingest.pipeline.rows import Row, Stamp, event_row
+from rankscope_ingest.record_channel.bodies import ValidBody
 from rankscope_ingest.runs.collective_calls import ranks_text
 from rankscope_ingest.runs.incident import Symptom
 from rankscope_ingest.runs.models import AttemptKey
 from rankscope_ingest.runs.text import divergence_text
+from rankscope_storage.base.rule_names import SLOW_RANK
+from rankscope_view.data.ranks import find_slow_ranks
 
 WAIT_SECONDS: Final = 10.0
 """Maximum time in seconds to wait for the hashes of further ranks after two ranks of a replica group differ."""
@@ -340,3 +353,94 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     elif _LIST.fullmatch(text):
         return tuple(sorted({int(part) for part in text.split(",")}))
     raise ValueError(f"{text!r} is no group of ranks: write 0-7, 0-24:8 or 0,3,5")
+
+
+LEAST_SHARE: Final = 0.3
+"""Share of the time of a step that the others wait, from which on a slow rank is reported.
+
+Ranks that share cores differ by 0.1 to 0.25 over tens of steps without a cause in the training.
+"""
+
+HOLD_SECONDS: Final = 60.0
+"""Time after which a rank that is no longer slow is forgotten: a rank that is slow now and then has one incident."""
+
+_KEPT_STEPS: Final = 200
+_JUDGED_SECONDS: Final = 10.0
+_JUDGED_STEPS: Final = (12, 40)  # the time of fewer or shorter steps is too irregular
+_EVERY_STEPS: Final = 5
+_PHASES: Final = (*map(str, Phase), "announced_phase")
+
+
+class _Rank(NamedTuple):
+    """The newest steps of one rank, and their seconds [steps, phases]. A step is at its number modulo _KEPT_STEPS."""
+
+    steps: Any
+    seconds: Any
+
+
+class StragglerTracker:
+    """The newest steps of all running attempts, and the slow ranks that were reported."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._ranks: dict[AttemptKey, dict[int, _Rank]] = defaultdict(dict)
+        self.reported: dict[AttemptKey, dict[int, float]] = defaultdict(dict)
+        """The time at which each reported rank was last seen to be slow, in monotonic seconds."""
+        self._checked: dict[AttemptKey, int] = {}
+
+    def add(self, key: AttemptKey, rank: int, body: ValidBody) -> None:
+        """Add the phases of the steps in one poll response."""
+        scalars = body.nested.get("scalars")
+        if scalars is None:
+            return
+        rows = np.flatnonzero(pc.equal(scalars.columns["name"], STEP_PHASE_SECONDS).to_numpy(zero_copy_only=False))
+        steps = body.columns["step"].take(pa.array(scalars.records[rows])).to_pylist()
+        labels, values = (scalars.columns[name].take(pa.array(rows)).to_pylist() for name in ("labels", "value"))
+        fresh = _Rank(np.full(_KEPT_STEPS, -1), np.zeros((_KEPT_STEPS, len(_PHASES)), np.float32))
+        known = self._ranks[key].setdefault(rank, fresh)
+        for step, text, value in zip(steps, labels, values, strict=True):
+            if step is None or value is None:
+                continue
+            row = step % _KEPT_STEPS
+            if known.steps[row] != step:
+                known.steps[row], known.seconds[row] = step, 0.0
+            known.seconds[row, _phase(text)] += value
+
+    def check(self, attempts: Iterable[AttemptKey], stamp: Callable[[], Stamp]) -> Iterator[tuple[Row, bool]]:
+        """Yield the event of each slow rank with new steps, and whether the rank was not slow before.
+
+        `attempts` contains the keys of all active attempts. The state of all other attempts is discarded.
+        """
+        active = set(attempts)
+        for state in (self._ranks, self.reported, self._checked):
+            for key in [key for key in state if key not in active]:
+                del state[key]
+        for key, known in self._ranks.items():
+            numbers = sorted(known)
+            newest = min(int(known[rank].steps.max()) for rank in numbers)
+            if len(numbers) < 2 or newest - self._checked.get(key, 0) < _EVERY_STEPS:
+                continue
+            self._checked[key], now = newest, self._clock()
+            before = {n: at for n, at in self.reported[key].items() if now - at < HOLD_SECONDS}
+            steps = np.arange(max(0, newest - _KEPT_STEPS + 1), newest + 1)
+            at = steps % _KEPT_STEPS
+            parts = [np.where((one.steps[at] == steps)[:, None], one.seconds[at], np.nan) for one in known.values()]
+            seconds = np.array(parts, np.float64)[np.argsort(list(known))]
+            usual = np.nanmedian(np.nansum(seconds[:, -_JUDGED_STEPS[0] :], axis=2))
+            judged = int(np.clip(_JUDGED_SECONDS / max(float(usual), 1e-9), *_JUDGED_STEPS))
+            slow = {numbers[one.row]: one for one in find_slow_ranks(seconds, _PHASES, steps.tolist(), steps=judged)}
+            found = {n: one for n, one in slow.items() if one.pauses or one.share >= LEAST_SHARE or n in before}
+            self.reported[key] = before | dict.fromkeys(found, now)
+            for number, one in found.items():
+                columns = {"run": key[0], "attempt": key[1], "rank": number, "step": newest, "rule": SLOW_RANK}
+                columns |= {"op": one.phase, "value": one.share}
+                text, details = f"rank {number} {one.words}", {"seconds": one.seconds, "pauses": one.pauses}
+                row = event_row(stamp(), EventType.ANOMALY, Severity.WARNING, text, details, **columns)
+                yield row, number not in before
+
+
+@functools.lru_cache(maxsize=256)
+def _phase(labels: str | None) -> int:
+    """Return the place of the phase of a scalar in _PHASES; announced phases share the last one."""
+    name = str(parse_details(labels).get(LABEL))
+    return _PHASES.index(name) if name in _PHASES else len(_PHASES) - 1

@@ -3,148 +3,58 @@
 The module performs no I/O. All methods run on the event loop. `RecordSink` passes polled records, HTTP handlers pass
 registrations, and the periodic jobs of the service call the methods for decisions that depend on time, such as dead
 ranks and stalled runs.
-
-The phases of the newest steps show which ranks of a running attempt make the others wait. A slow rank is reported once,
-and has one open incident; it is reported again after it was as fast as the others for HOLD_SECONDS.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from rankscope_contract.model.events import REPLICA_DESYNC, EventType, Severity
-from rankscope_contract.model.phases import LABEL, STEP_PHASE_SECONDS, Phase
-from rankscope_contract.wire.channel import Registration
+from rankscope_contract.model.events import REPLICA_DESYNC
+from rankscope_contract.wire.channel import NOTHING, STATE_RUNNING, Registration
 from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.base.service_clock import ServiceClock, steady_microseconds
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence import (
     MAX_EVENTS,
     DivergenceTracker,
+    StragglerTracker,
     converged_row,
     diverged_row,
     divergence_symptom,
 )
 from rankscope_ingest.detect.history import History
-from rankscope_ingest.detect.incidents import FailureAlerts, IncidentTracker, parse_details, symptoms
+from rankscope_ingest.detect.incidents import (
+    FailureAlerts,
+    IncidentTracker,
+    exit_reports,
+    firings,
+    latest_events,
+    symptoms,
+)
 from rankscope_ingest.detect.lost_records import LostRecords
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.live.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.rows import Row, Stamp, Versions, clock_row, event_row, incident_row, launch_row
-from rankscope_ingest.record_channel.bodies import ValidBody
+from rankscope_ingest.pipeline.rows import Row, Stamp, Versions, clock_row, incident_row, launch_row
+from rankscope_ingest.record_channel.bodies import PlanColumns, ValidBody
 from rankscope_ingest.record_channel.loop import PollBudget
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
-from rankscope_ingest.spools.orphan_spools import register_orphan
+from rankscope_ingest.spools.orphan_spools import drain_orphan, register_orphan
 from rankscope_ingest.targets.registry import Accepted, AttemptNumbers, Registry
 from rankscope_storage.base.rule_names import SLOW_RANK
-from rankscope_view.data.ranks import find_slow_ranks
-
-LEAST_SHARE: Final = 0.3
-"""Share of the time of a step that the others wait, from which on a slow rank is reported.
-
-Ranks that share cores differ by 0.1 to 0.25 over tens of steps without a cause in the training.
-"""
-
-HOLD_SECONDS: Final = 60.0
-"""Time after which a rank that is no longer slow is forgotten: a rank that is slow now and then has one incident."""
-
-_KEPT_STEPS: Final = 200
-_JUDGED_SECONDS: Final = 10.0
-_JUDGED_STEPS: Final = (12, 40)  # the time of fewer or shorter steps is too irregular
-_EVERY_STEPS: Final = 5
-_PHASES: Final = (*map(str, Phase), "announced_phase")
-
-
-class _Rank(NamedTuple):
-    """The newest steps of one rank, and their seconds [steps, phases]. A step is at its number modulo _KEPT_STEPS."""
-
-    steps: Any
-    seconds: Any
-
-
-class StragglerTracker:
-    """The newest steps of all running attempts, and the slow ranks that were reported."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._ranks: dict[AttemptKey, dict[int, _Rank]] = defaultdict(dict)
-        self.reported: dict[AttemptKey, dict[int, float]] = defaultdict(dict)
-        """The time at which each reported rank was last seen to be slow, in monotonic seconds."""
-        self._checked: dict[AttemptKey, int] = {}
-
-    def add(self, key: AttemptKey, rank: int, body: ValidBody) -> None:
-        """Add the phases of the steps in one poll response."""
-        scalars = body.nested.get("scalars")
-        if scalars is None:
-            return
-        rows = np.flatnonzero(pc.equal(scalars.columns["name"], STEP_PHASE_SECONDS).to_numpy(zero_copy_only=False))
-        steps = body.columns["step"].take(pa.array(scalars.records[rows])).to_pylist()
-        labels, values = (scalars.columns[name].take(pa.array(rows)).to_pylist() for name in ("labels", "value"))
-        fresh = _Rank(np.full(_KEPT_STEPS, -1), np.zeros((_KEPT_STEPS, len(_PHASES)), np.float32))
-        known = self._ranks[key].setdefault(rank, fresh)
-        for step, text, value in zip(steps, labels, values, strict=True):
-            if step is None or value is None:
-                continue
-            row = step % _KEPT_STEPS
-            if known.steps[row] != step:
-                known.steps[row], known.seconds[row] = step, 0.0
-            known.seconds[row, _phase(text)] += value
-
-    def check(self, attempts: Iterable[AttemptKey], stamp: Callable[[], Stamp]) -> Iterator[tuple[Row, bool]]:
-        """Yield the event of each slow rank with new steps, and whether the rank was not slow before.
-
-        `attempts` contains the keys of all active attempts. The state of all other attempts is discarded.
-        """
-        active = set(attempts)
-        for state in (self._ranks, self.reported, self._checked):
-            for key in [key for key in state if key not in active]:
-                del state[key]
-        for key, known in self._ranks.items():
-            numbers = sorted(known)
-            newest = min(int(known[rank].steps.max()) for rank in numbers)
-            if len(numbers) < 2 or newest - self._checked.get(key, 0) < _EVERY_STEPS:
-                continue
-            self._checked[key], now = newest, self._clock()
-            before = {n: at for n, at in self.reported[key].items() if now - at < HOLD_SECONDS}
-            steps = np.arange(max(0, newest - _KEPT_STEPS + 1), newest + 1)
-            at = steps % _KEPT_STEPS
-            parts = [np.where((one.steps[at] == steps)[:, None], one.seconds[at], np.nan) for one in known.values()]
-            seconds = np.array(parts, np.float64)[np.argsort(list(known))]
-            usual = np.nanmedian(np.nansum(seconds[:, -_JUDGED_STEPS[0] :], axis=2))
-            judged = int(np.clip(_JUDGED_SECONDS / max(float(usual), 1e-9), *_JUDGED_STEPS))
-            slow = {numbers[one.row]: one for one in find_slow_ranks(seconds, _PHASES, steps.tolist(), steps=judged)}
-            found = {n: one for n, one in slow.items() if one.pauses or one.share >= LEAST_SHARE or n in before}
-            self.reported[key] = before | dict.fromkeys(found, now)
-            for number, one in found.items():
-                columns = {"run": key[0], "attempt": key[1], "rank": number, "step": newest, "rule": SLOW_RANK}
-                columns |= {"op": one.phase, "value": one.share}
-                text, details = f"rank {number} {one.words}", {"seconds": one.seconds, "pauses": one.pauses}
-                row = event_row(stamp(), EventType.ANOMALY, Severity.WARNING, text, details, **columns)
-                yield row, number not in before
-
-
-@functools.lru_cache(maxsize=256)
-def _phase(labels: str | None) -> int:
-    """Return the place of the phase of a scalar in _PHASES; announced phases share the last one."""
-    name = str(parse_details(labels).get(LABEL))
-    return _PHASES.index(name) if name in _PHASES else len(_PHASES) - 1
-
+from rankscope_storage.base.service_catalogue import BYTES_INGESTED, RECORDS_INGESTED, SCRAPE_FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -486,3 +396,115 @@ class RunMonitor:
             if attempt.is_quiet(now, REMEMBER_ATTEMPT_SECONDS):
                 self.runs.forget(attempt.key)
                 self._meters.pop(attempt.key, None)
+
+
+class RecordSink:
+    """Updates the state of the run monitor `monitor` with polled records and with the results of polls."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self._monitor = monitor
+        self.poll_budget = monitor.poll_budget
+        self.ordinals: Callable[[int], int] = monitor.ordinals
+
+    def on_answer(self, target: Target) -> None:
+        """Record a successful poll of a target.
+
+        A rank is draining while its process waits, before it exits, until its last records are committed. If a draining
+        rank has uncommitted records, request an early flush.
+        """
+        target.liveness.note_sign(self._monitor.clock())
+        target.gone_at = None
+        if not target.is_dead:
+            self._monitor.runs.answered(target.attempt_key, target.registration.rank, target.incarnation)
+        if target.health is Health.DRAINING and target.committed < target.cursor:
+            self._monitor.batcher.want_flush()
+
+    def on_failure(self, target: Target, error: FetchError) -> None:
+        """Record and log a failed poll of a target. A process that reported its exit is gone, if all of it was read."""
+        monitor, identity = self._monitor, (target.attempt_key, target.registration.rank, target.incarnation)
+        has_all = NOTHING < target.head <= target.cursor and not target.is_dead
+        if has_all and error.reason == "refused" and not monitor.runs.is_live(*identity):
+            self.on_drained(target)  # its answer to the last poll was lost
+            return
+        monitor.metrics.count(SCRAPE_FAILURES, 1, error.reason)
+        if error.reason == "refused":
+            target.liveness.note_refusal(monitor.clock())
+        log.info("poll failed: %s", error, extra={"target": target.name, "reason": error.reason})
+
+    def on_drained(self, target: Target) -> None:
+        """Stop polling a rank, or the spool of a dead process, because all of its records are read and committed.
+
+        Record that the process has ended. Published records that the spool of a dead process does not contain are
+        counted as lost.
+        """
+        now = self._monitor.clock()
+        target.leave(now)
+        if not target.is_dead:
+            self._monitor.runs.closed(target.attempt_key, target.registration.rank, target.incarnation)
+            return
+        if target.registration.state == STATE_RUNNING:  # the records were copied while the process was running
+            target.liveness.last_sign = math.inf
+            return
+        drain_orphan(self._monitor.runs, target, now, self._monitor.wall())
+        for row in self._monitor.losses.of_unread(
+            target, "the process died, and its spool does not contain these records"
+        ):
+            self._monitor.add_event(row)
+
+    def on_replaced(self, target: Target, incarnation: str) -> None:
+        """Record that another process responds at the address of `target`.
+
+        The process of `target` can therefore no longer run at this address.
+        """
+        target.liveness.note_refusal(self._monitor.clock())
+        log.info(
+            "another process responds at the address of the target",
+            extra={"target": target.name, "incarnation": incarnation},
+        )
+
+    def on_body(
+        self, target: Target, body: ValidBody, plans: Mapping[str, PlanColumns], *, size: int, inflated: int
+    ) -> None:
+        """Add the rows of one poll response to the batch, and evaluate its events, tensor hashes and steps.
+
+        The read position of the target advances to the last record of the response. `size` is the number of bytes
+        received, `inflated` the number of bytes after decompression.
+        """
+        monitor = self._monitor
+        now, key, rank = monitor.clock(), target.attempt_key, target.registration.rank
+        tables = {}
+        events, hashes = body.rows_of("events"), body.rows_of("hashes")
+        if gaps := monitor.losses.of_body(target, body, events):
+            tables["events"] = rows_table("events", gaps)
+        if (tensors := monitor.versions.of_tensors(target, plans)) is not None:
+            tables["tensors"] = tensors
+        first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events)
+        monitor.stalls.add(key, rank, events, now)
+        monitor.replicas.add(hashes, now)
+        monitor.stragglers.add(key, rank, body)
+        # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must
+        # agree.
+        monitor.batcher.add_body(body, now)
+        monitor.batcher.add(tables, now)
+        target.cursor, target.last_ts = body.last, body.last_ts
+        target.uncommitted.append((body.last, body.rows))
+        monitor.poll_budget.learn(records=body.records, rows=body.rows, size=inflated)
+        monitor.metrics.count(RECORDS_INGESTED, body.records)
+        monitor.metrics.count(BYTES_INGESTED, size)
+        monitor.metrics.fired(key[0], rank, firings(events))
+        monitor.metrics.ages.happened(key[0], latest_events([*events, *gaps]))
+        monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
+        scalars = body.nested.get("scalars")
+        monitor.tails.add(body)
+        columns, steps = scalars and scalars.columns, None
+        if scalars is not None:
+            records = scalars.records
+            steps = lambda position: body.columns["step"][int(records[position])].as_py()  # noqa: E731 - called here
+        monitor.meter(key).observe(rank, columns, body.last_ts, body.last_step, steps)
+        for symptom in first_causes:
+            if monitor.incidents.observe(symptom, now) is not None:
+                monitor.poll_now(symptom.run, None)
+        for reason, error, at, step in exits:
+            monitor.runs.exited(key, rank, reason, error, at=at, step=step, incarnation=target.incarnation)
+        if exits:
+            monitor.batcher.want_flush()

@@ -2,22 +2,26 @@
 
 An attempt is stalled when its state is `stalled`, or when a rank reports that its training hangs. If a rank detects a
 hang, or if the service requests it, the records of the rank contain stacks, flight records and hang events. A blocking
-rank is named only if these reports identify it. The module performs no I/O; the caller passes the time.
+rank is named only if these reports identify it. `StallTracker` performs no I/O; the caller passes the time.
+`request_stacks` requests stacks from ranks concurrently: a rank that does not respond does not delay the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_contract.model.stacks import FlightRecord, StackDump, Standing
+from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.detect.incidents import parse_details
 from rankscope_ingest.pipeline.rows import Row
 from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.incident import Incident, run_incident
-from rankscope_ingest.runs.models import Attempt, AttemptKey
+from rankscope_ingest.runs.models import Attempt, AttemptKey, Target
 from rankscope_ingest.runs.text import hang_reason, last_reports, wait_places
 from rankscope_storage.base.rule_names import RUN_STALLED
 
@@ -237,3 +241,74 @@ def _incident(attempt: Attempt, reports: Mapping[int, Report], now: float) -> In
         ),
         opened_at=now,
     )
+
+
+MAX_REQUESTS: Final = 64
+"""Maximum number of ranks whose stacks are requested at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankAnswer:
+    """Response of one rank to a request for its stacks, or the reason why there is no response."""
+
+    rank: int
+    host: str
+    pid: int
+    document: dict[str, Any] | None = None
+    error: str | None = None
+
+    def to_document(self) -> dict[str, Any]:
+        """Return the entry of this rank in the JSON response to POST /api/v1/stacks."""
+        process = {"rank": self.rank, "host": self.host, "pid": self.pid}
+        return process | ({"error": self.error} if self.document is None else self.document)
+
+
+def parse_stacks_request(body: bytes) -> tuple[str, list[int] | None]:
+    """Return the run and the requested ranks of a POST /api/v1/stacks body.
+
+    The ranks are None if the stacks of all ranks are requested. Raises RegistrationError with an example of a valid
+    body if `body` is malformed.
+    """
+    try:
+        document = json.loads(body)
+        run, ranks = document["run"], document.get("ranks")
+        good = isinstance(run, str) and (ranks is None or all(type(rank) is int for rank in ranks))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        good = False
+    if not good:
+        raise RegistrationError(
+            400,
+            'send a JSON object such as {"run": "…", "ranks": [0, 1]}; without "ranks", all ranks are asked for stacks',
+        )
+    return run, ranks
+
+
+async def request_stacks(
+    fetch: Callable[[str], Awaitable[dict[str, Any]]],
+    targets: Iterable[Target],
+    key: AttemptKey,
+    ranks: Collection[int] | None,
+) -> list[RankAnswer]:
+    """Request the stacks of the live ranks of an attempt concurrently; return the responses in the order of the ranks.
+
+    `ranks` are the ranks from which stacks are requested; None means all live ranks. `fetch` sends POST /stacks to the
+    URL of a rank and returns the response. If `fetch` raises FetchError, the error becomes the result of the rank.
+    """
+    limit = asyncio.Semaphore(MAX_REQUESTS)
+
+    async def request(target: Target) -> RankAnswer:
+        process = target.registration
+        document = error = None
+        try:
+            async with limit:
+                document = await fetch(process.url)
+        except FetchError as failure:
+            error = _NO_RESPONSE if failure.reason == "timeout" else str(failure)
+        return RankAnswer(rank=process.rank, host=process.host, pid=process.pid, document=document, error=error)
+
+    live = [one for one in targets if one.attempt_key == key and not one.is_gone and not one.is_dead]
+    chosen = [target for target in live if ranks is None or target.registration.rank in ranks]
+    return sorted(await asyncio.gather(*map(request, chosen)), key=lambda answer: answer.rank)
+
+
+_NO_RESPONSE: Final = "no response: C code may hold its interpreter (docs/hangs.md describes how to look at it)"

@@ -18,7 +18,7 @@ from aiohttp import web
 from rankscope_contract.wire import channel
 from rankscope_contract.wire.channel import Registration, RegistrationReply
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.detect.stall_handler import RankAnswer, parse_stacks_request
+from rankscope_ingest.detect.stall_tracker import RankAnswer, parse_stacks_request
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.network.auth import OwnName, challenge, refuse_web_pages, token_guard
 from rankscope_ingest.remote_write.handler import written_headers

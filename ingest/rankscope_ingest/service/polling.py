@@ -23,8 +23,7 @@ from rankscope_ingest.base.background import Job, cancel, start_task
 from rankscope_ingest.base.config import ServiceConfig, StaticTarget
 from rankscope_ingest.base.errors import FetchError, RegistrationError
 from rankscope_ingest.base.tls import client_tls
-from rankscope_ingest.detect.record_sink import RecordSink
-from rankscope_ingest.detect.run_monitor import RunMonitor
+from rankscope_ingest.detect.run_monitor import RecordSink, RunMonitor
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.http_client import PageFetcher, parse_target_url
 from rankscope_ingest.pipeline.batcher import Batcher

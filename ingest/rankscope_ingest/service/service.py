@@ -30,7 +30,7 @@ from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import RegistrationError, ServiceError
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.detect.stall_handler import RankAnswer, StallHandler
+from rankscope_ingest.detect.stall_tracker import RankAnswer, request_stacks
 from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.http.routes import alarms, make_application
 from rankscope_ingest.live.goodput import WITHOUT_TIME, GoodputReader, read_goodput
@@ -40,6 +40,7 @@ from rankscope_ingest.network.auth import own_names
 from rankscope_ingest.network.connections import serving
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
+from rankscope_ingest.notify.messages import resolved_message
 from rankscope_ingest.notify.notifiers import Notifier
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
@@ -51,7 +52,7 @@ from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_ingest.remote_write.handler import RemoteWrite, answer
 from rankscope_ingest.remote_write.senders import recording
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.models import Target
+from rankscope_ingest.runs.models import AttemptKey, Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.polling import ExternalExporters, Polling
 from rankscope_ingest.status_page.collect import Status, StatusCollector
@@ -222,7 +223,7 @@ class Api:
     polling: Polling
     pipeline: Pipeline
     external_exporters: ExternalExporters
-    stalls: StallHandler
+    fetcher: Fetcher
     faults: BackgroundFaults
     deliveries: Deliveries
     url: str = ""
@@ -263,7 +264,7 @@ class Api:
 
         `ranks` are the ranks from which stacks are requested; None means all live ranks.
         """
-        return await self.stalls.request(run, attempt, ranks)
+        return await request_stacks(self.fetcher.stacks, self.targets(), (run, attempt), ranks)
 
     async def remote_read(self, request: web.Request) -> web.StreamResponse:
         """Respond to a remote-read request of Prometheus."""
@@ -371,7 +372,6 @@ class Service:
         )
         hooks = Hooks(deliveries=deliveries, on_commit=self._on_commit_of_log)
         self._following = partial(following, config, writer, notifiers, hooks)
-        self._stalls = StallHandler(self._monitor, self._announcer, fetcher.stacks, spawn=self._spawn)
         self._exporters = ExternalExporters(config, batcher, metrics)
         self._api = Api(
             config=config,
@@ -380,7 +380,7 @@ class Service:
             polling=self._polling,
             pipeline=self._pipeline,
             external_exporters=self._exporters,
-            stalls=self._stalls,
+            fetcher=fetcher,
             faults=self._faults,
             deliveries=deliveries,
         )
@@ -433,7 +433,7 @@ class Service:
             Job("settling incidents", self._settle_seconds, self._settle_incidents),
             Job("updating runs", UPDATE_SECONDS, self._update_runs),
             Job("resolving incidents", UPDATE_SECONDS, self._monitor.resolve_incidents),
-            Job("checking for stalls", UPDATE_SECONDS, self._stalls.check),
+            Job("checking for stalls", UPDATE_SECONDS, self._check_stalls),
             Job("measuring the lag of ranks", UPDATE_SECONDS, self._api.status.look),
             Job("reading goodput", UPDATE_SECONDS, self._api.goodput.read_if_due, starts_immediately=True),
             Job("maintenance of the store", UPDATE_SECONDS, self._pipeline.maintain, starts_immediately=True),
@@ -456,6 +456,23 @@ class Service:
         if failures := self._monitor.update_runs():
             self._announce(failures)
             self._monitor.resolve_incidents()  # the failures that these replace, in the same commit
+
+    def _check_stalls(self) -> None:
+        """Start the requests for stacks and the notifications that are due for stalled attempts."""
+        actions = self._monitor.stalls.check(self._monitor.runs.attempts(), self._monitor.clock())
+        for key, ranks in actions.to_request:
+            self._spawn(self._collect_stacks(key, ranks))
+        for incident in actions.due:
+            self._spawn(self._announcer.announce(incident))
+        for incident, has_continued in actions.over:
+            notice = resolved_message(incident, has_continued=has_continued, place=self._announcer.place())
+            self._spawn(self._announcer.resolve(incident, notice))
+
+    async def _collect_stacks(self, key: AttemptKey, ranks: Collection[int]) -> None:
+        # Stacks also arrive as events in the records, and only these are evaluated.
+        for response in await self._api.ask_stacks(*key, ranks):
+            if response.error is not None:
+                self._monitor.stalls.add_refusal(key, response.rank, response.error, self._monitor.clock())
 
     def _announce(self, incidents: Iterable[Incident]) -> None:
         for incident in incidents:

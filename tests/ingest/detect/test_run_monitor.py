@@ -11,8 +11,7 @@ from tests.ingest.conftest import encode_records
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import FetchError
 from rankscope_ingest.detect.history import History
-from rankscope_ingest.detect.record_sink import RecordSink
-from rankscope_ingest.detect.run_monitor import RunMonitor
+from rankscope_ingest.detect.run_monitor import RecordSink, RunMonitor
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.record_channel.bodies import RowContext, check
 from rankscope_ingest.record_channel.client import open_stream

@@ -16,8 +16,13 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, StackDump, ThreadStack
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.base.errors import RegistrationError
-from rankscope_ingest.detect.stall_handler import parse_stacks_request, request_stacks
-from rankscope_ingest.detect.stall_tracker import QUIET_SECONDS, WAIT_SECONDS, StallTracker
+from rankscope_ingest.detect.stall_tracker import (
+    QUIET_SECONDS,
+    WAIT_SECONDS,
+    StallTracker,
+    parse_stacks_request,
+    request_stacks,
+)
 from rankscope_ingest.notify.messages import incident_message, resolved_message
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.runs.incident import Incident
@@ -289,11 +294,11 @@ async def test_live_ranks_receive_the_token_and_answers_are_sorted_by_rank(serve
 
     url = await serve(answer)
     targets = [target(2, url), target(0, url), target(1, url, health=Health.GONE)]
-    answers = await request_stacks(fetcher.stacks, targets)
+    answers = await request_stacks(fetcher.stacks, targets, KEY, None)
 
     assert [(0, 70), (2, 72)] == [(each.rank, each.pid) for each in answers]
     assert [{"rank": 0, "host": "node", "pid": 70, "stacks": {"threads": []}}] == [
-        each.to_document() for each in await request_stacks(fetcher.stacks, targets, [0, 1, 5])
+        each.to_document() for each in await request_stacks(fetcher.stacks, targets, KEY, [0, 1, 5])
     ]
     assert {"Bearer secret"} == set(asked)
 
@@ -310,7 +315,7 @@ async def test_answer_of_a_rank_without_stacks_contains_the_reason(serve, fetche
     async def answer(_):
         return web.Response(status=status, text=body, headers={"Location": "http://127.0.0.1:1/"})
 
-    (given,) = await request_stacks(fetcher.stacks, [target(3, await serve(answer))])
+    (given,) = await request_stacks(fetcher.stacks, [target(3, await serve(answer))], KEY, None)
 
     assert words in given.to_document()["error"]
     assert None is given.document
@@ -327,7 +332,7 @@ async def test_rank_that_times_out_delays_no_other_rank(serve, fetcher):
         return web.Response(text=json.dumps({"stacks": 1}))
 
     ranks = [target(rank, await serve(answer)) for rank, answer in enumerate((never, immediate))]
-    hung, healthy = await request_stacks(fetcher.stacks, ranks)
+    hung, healthy = await request_stacks(fetcher.stacks, ranks, KEY, None)
     ended.set()  # the server waits for its last response
 
     assert "C code may hold its interpreter" in str(hung.error)
@@ -335,7 +340,7 @@ async def test_rank_that_times_out_delays_no_other_rank(serve, fetcher):
 
 
 async def test_stacks_are_requested_only_in_allowed_networks(fetcher):
-    (given,) = await request_stacks(fetcher.stacks, [target(0, "http://192.0.2.1:80")])
+    (given,) = await request_stacks(fetcher.stacks, [target(0, "http://192.0.2.1:80")], KEY, None)
 
     assert "allowed_networks" in str(given.error)
 

@@ -13,7 +13,6 @@ from tests.ingest.runs.life_steps import KEY, LIMITS, START
 from rankscope_contract.model.events import RunState
 from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, GroupProgress, StackDump, ThreadStack
 from rankscope_contract.wire.channel import Registration
-from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.incidents import FailureAlerts
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.notify.messages import incident_message
@@ -100,7 +99,7 @@ def flight(seq: int, *, is_pending: bool, world: int) -> FlightRecord:
 
 
 def event(kind: str, details: str, message: str = "") -> Any:
-    return rows_table("events", [{"run": "r", "type": kind, "message": message, "details": details}])
+    return [{"run": "r", "type": kind, "message": message, "details": details}]
 
 
 NEEDED = {"sleeps": {"flight", "stacks"}, "earlier": {"flight"}, "died": {"heartbeat"}}
