@@ -1,8 +1,4 @@
-"""The running service: start its components, run the periodic jobs, and drain the service when it is stopped.
-
-`Pipeline` is the path of received rows to the store.
-
-`Api` builds the responses of the service to HTTP requests. It implements the protocol `Backend` of the HTTP routes.
+"""The running service: start its components, run the periodic jobs, answer HTTP requests, and drain at the end.
 
 `following` follows the logs in the sections [[watch]] of the configuration.
 """
@@ -11,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -22,7 +18,7 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from rankscope_contract.model.events import RunState
-from rankscope_contract.wire.channel import Registration, RegistrationReply
+from rankscope_contract.wire import channel
 from rankscope_contract.wire.tls import Reloading
 from rankscope_ingest.base import memory, tls
 from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, WakeUp, cancel, run_jobs, start_task
@@ -30,136 +26,240 @@ from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import RegistrationError, ServiceError
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.run_monitor import RunMonitor
-from rankscope_ingest.detect.stall_tracker import RankAnswer, request_stacks
+from rankscope_ingest.detect.stall_tracker import RankAnswer, parse_stacks_request, request_stacks
 from rankscope_ingest.http.pages import Pages
-from rankscope_ingest.http.routes import alarms, make_application
-from rankscope_ingest.live.goodput import WITHOUT_TIME, GoodputReader, read_goodput
+from rankscope_ingest.http.routes import (
+    MAX_REQUEST_BYTES,
+    Handler,
+    errors_as_text,
+    json_response,
+    per_rank,
+    refuse_compressed,
+)
+from rankscope_ingest.live.goodput import GoodputReader, read_goodput
 from rankscope_ingest.live.progress import Progress, RunProgress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
-from rankscope_ingest.network.auth import own_names
+from rankscope_ingest.network.auth import OwnName, own_names, refuse_web_pages, token_guard
 from rankscope_ingest.network.connections import serving
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import resolved_message
 from rankscope_ingest.notify.notifiers import Notifier
-from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
-from rankscope_ingest.pipeline.maintenance_schedule import MaintenanceSchedule, retention_job
-from rankscope_ingest.pipeline.rows import Stamp
+from rankscope_ingest.pipeline.batcher import PendingBatch
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.remote_read.handler import RemoteRead
-from rankscope_ingest.remote_write.handler import RemoteWrite, answer
+from rankscope_ingest.remote_write.handler import answer
 from rankscope_ingest.remote_write.senders import recording
 from rankscope_ingest.runs.incident import Incident
-from rankscope_ingest.runs.models import AttemptKey, Target
+from rankscope_ingest.runs.models import AttemptKey, Health, Target
 from rankscope_ingest.runs.text import Place, title
-from rankscope_ingest.service.polling import ExternalExporters, Polling
+from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Polling, make_batcher
 from rankscope_ingest.status_page.collect import Status, StatusCollector
+from rankscope_ingest.status_page.page import page
+from rankscope_ingest.targets.registry import parse_registration
 from rankscope_ingest.watch.session import check_logs, watching
 from rankscope_ingest.watch.watcher import Hooks, LogStatus
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base import service_catalogue
-from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.rule_names import RULES_OF_RUNS
-from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE
-from rankscope_view.site import Site
+from rankscope_view.site import HEADERS, Site
 
-_RETRY_SECONDS: Final = 1.0
-
-
-def make_batcher(config: ServiceConfig) -> Batcher:
-    """Return a batcher that uses the limits of the configuration section [ingest]."""
-    return Batcher(
-        flush_rows=config.ingest.flush_rows,
-        flush_after_seconds=config.ingest.flush_after_seconds,
-        max_pending_rows=config.ingest.max_pending_rows,
-    )
+_PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_STACKS_REFUSED: Final = (
+    "stacks show the code that processes execute, and this service accepts requests of all machines: set [service]"
+    " token, and RANKSCOPE_TOKEN for the ranks and for this command"
+)
 
 
-class Pipeline:
-    """The component that writes to the store, and the components that pass rows to it.
+@dataclass(kw_only=True)
+class Api:
+    """The components of the service that answer HTTP requests, its URL, and whether it is draining."""
 
-    Other components add rows to `batcher`.
-    """
+    config: ServiceConfig
+    metrics: ServiceMetrics
+    monitor: RunMonitor
+    polling: Polling
+    pipeline: Pipeline
+    external_exporters: ExternalExporters
+    fetcher: Fetcher
+    faults: BackgroundFaults
+    deliveries: Deliveries
+    url: str = ""
+    is_draining: bool = False
 
-    def __init__(
-        self,
-        config: ServiceConfig,
-        writer: Writer,
-        batcher: Batcher,
-        metrics: ServiceMetrics,
-        *,
-        stamp: Callable[[], Stamp],
-        on_commit: Callable[[PendingBatch, Commit], None],
-    ) -> None:
-        """Create the flusher and the remote-write receiver.
-
-        `on_commit` is called after each commit of a batch. `stamp` returns the time and arrival number of a row that
-        the pipeline itself creates, such as a quarantine event.
-        """
-        self._config = config
-        self._writer = writer
-        self._metrics = metrics
-        self._on_commit = on_commit
-        self.batcher = batcher
-        self.commits = 0
-        self.commits_of_time = 0
-        self.rows_stored = 0
-        aside = Quarantine(Path(config.store.path), stamp=stamp, count=lambda rows: metrics.count(ROWS_SET_ASIDE, rows))
-        self.flusher = Flusher(writer, batcher, on_commit=self._on_batch, clock=time.monotonic, aside=aside)
-        self.remote_write = RemoteWrite(
-            config.remote_write, writer, metrics, on_commit=self._on_remote_write, clock=time.monotonic, aside=aside
+    def __post_init__(self) -> None:
+        """Create the readers of the store: remote read, goodput, and the status of the service."""
+        store, pipeline = self.config.store, self.pipeline
+        self.read = RemoteRead(store.path, self.config.remote_read)
+        self.goodput = GoodputReader(lambda: read_goodput(store.path), lambda: pipeline.commits_of_time)
+        self.status = StatusCollector(
+            self,
+            store,
+            url=lambda: self.url,
+            rows_pending=lambda: pipeline.rows_pending,
+            goodput=lambda: self.goodput.ratios,
+            total=self.metrics.total,
+            refused_senders=pipeline.remote_write.senders.listed,
         )
 
-    @property
-    def rows_pending(self) -> int:
-        """Return the number of rows that are not committed yet."""
-        return self.batcher.pending_rows + self.remote_write.pending_rows
+    def application(self, pages: Pages, is_own_name: OwnName | None) -> web.Application:
+        """Return the aiohttp application of the service.
 
-    @property
+        If the service has a token, all paths except the health page require the token. `is_own_name` returns whether a
+        host name in a request is a name of this service. If it is None, all host names are accepted.
+        """
+        guards = [
+            recording(self.pipeline.remote_write.senders, self.metrics),
+            errors_as_text,
+            token_guard(self.config.token),
+            refuse_web_pages(is_own_name),
+            refuse_compressed,
+        ]
+        place = replace(pages.place, is_live=True)
+
+        def shown(part: Callable[[Status], Any]) -> Handler:
+            async def handler(_: web.Request) -> web.Response:
+                return json_response(part(await self.status.current()))
+
+            return handler
+
+        async def status_page(_: web.Request) -> web.Response:
+            text = await asyncio.to_thread(page, place, await self.status.current())
+            return web.Response(text=text, content_type="text/html", headers=HEADERS)
+
+        application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
+        application.add_routes(
+            [
+                web.post(channel.REGISTER_PATH, self.register),
+                web.post(channel.POKE_PATH, self.poke),
+                web.post(channel.RUN_STACKS_PATH, self.stacks),
+                web.post(channel.REMOTE_READ_PATH, self.read.answer),
+                web.post(channel.REMOTE_WRITE_PATH, self.remote_write),
+                web.get(channel.SERVICE_DISCOVERY_PATH, self.discovery),
+                *(web.get(base + channel.SERVICE_PAGE_PATH, status_page) for base in dict.fromkeys(("", pages.base))),
+                web.get(channel.STATUS_PATH, shown(lambda status: asdict(status.service))),
+                web.get(channel.TARGETS_PATH, shown(lambda status: [asdict(target) for target in status.targets])),
+                web.get(channel.RUNS_PATH, shown(lambda status: [run.document() for run in status.runs])),
+                web.get(channel.EXPORTERS_PATH, shown(lambda status: list(status.exporters))),
+                web.get(channel.HEALTH_PATH, self.health),
+                web.get(channel.METRICS_PATH, self.metrics_page),
+            ]
+        )
+        pages.add_to(application)
+        return application
+
+    async def register(self, request: web.Request) -> web.Response:
+        """Accept a registration or heartbeat of a rank."""
+        registration = parse_registration(await request.read())
+        if self.is_draining:
+            raise RegistrationError(503, "the service is stopping: retry later")
+        target = await self.polling.register(registration)
+        reply, target.has_notice = self.monitor.registry.reply(target), False
+        reply = replace(reply, notice=self.monitor.shared_names.get(registration.run))
+        return web.Response(text=reply.to_json(), content_type="application/json")
+
+    async def poke(self, request: web.Request) -> web.Response:
+        """Poll a rank immediately."""
+        try:
+            incarnation = json.loads(await request.read())["incarnation"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise RegistrationError(
+                400, 'a poke (a request to poll a rank now) must be a JSON object such as {"incarnation": "…"}'
+            ) from error
+        if not self.polling.poke(str(incarnation)):
+            raise RegistrationError(
+                404, f"no process with incarnation {incarnation!r} is registered: register the process first"
+            )
+        return web.Response(status=204)
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        """Respond with the Python stacks of ranks, unless other machines can send requests without a token."""
+        if not self.config.service.is_guarded:
+            raise RegistrationError(403, _STACKS_REFUSED)
+        run, ranks = parse_stacks_request(await request.read())
+        progress = {progress.run: progress for progress in self.runs()}
+        if run not in progress:
+            raise RegistrationError(404, f"run {run!r} is unknown; known runs: {', '.join(progress) or 'none'}")
+        known = progress[run]
+        answers = await self.request_stacks((run, known.attempt), ranks)
+        return json_response(asdict(known) | {"ranks": [answer.to_document() for answer in answers]})
+
+    async def request_stacks(self, key: AttemptKey, ranks: Collection[int] | None) -> list[RankAnswer]:
+        """Request the stacks of the live ranks of an attempt, of all if `ranks` is None."""
+        return await request_stacks(self.fetcher.stacks, self.targets(), key, ranks)
+
+    async def remote_write(self, request: web.Request) -> web.Response:
+        """Store the samples of a remote-write request of Prometheus."""
+        return await answer(self.pipeline.remote_write, self.metrics, request)
+
+    async def discovery(self, request: web.Request) -> web.Response:
+        """Respond with the metrics pages of the ranks, for Prometheus."""
+        if (per := request.query.get("per", "rank")) != "rank":
+            raise RegistrationError(400, f"per={per} is not supported: use /sd, which lists each rank")
+        return json_response(per_rank(self.targets()))
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Respond whether the service works normally."""
+        trouble = self.degraded()
+        status = {"status": "ok"} if trouble is None else {"status": "degraded", "reason": trouble}
+        return json_response(status, status=200 if trouble is None else 503)
+
+    async def metrics_page(self, _: web.Request) -> web.Response:
+        """Respond with the service's metrics in the Prometheus text format."""
+        latest = list(self.monitor.runs.latest().values())
+        self.metrics.show_exporters(exporter.is_up for exporter in self.external_exporters.followed)
+        self.metrics.show(self.targets(), latest, self.runs(), self.pipeline.rows_pending)
+        failed = {attempt.key for attempt in latest if attempt.state is RunState.FAILED}
+        self.metrics.show_failures(one for one in self.monitor.incidents.open() if one.attempt_key in failed)
+        self.metrics.show_goodput(self.goodput.ratios, {attempt.run for attempt in latest})
+        return web.Response(body=self.metrics.page(), headers={"Content-Type": _PAGE_TYPE})
+
+    def targets(self) -> Iterable[Target]:
+        """Return all targets that the service polls or has polled recently."""
+        return self.polling.targets
+
+    def exporters(self) -> Iterable[Mapping[str, object]]:
+        """Return the scrape state of each external exporter, as one JSON object per exporter."""
+        return self.external_exporters.described()
+
+    def runs(self) -> tuple[RunProgress, ...]:
+        """Return the progress of each run."""
+        return self.monitor.progress()
+
     def degraded(self) -> str | None:
-        """Return the reason why the store accepts rows more slowly than they arrive.
+        """Return the reason why the service is degraded, or None if it works normally."""
+        return self.pipeline.degraded or self.faults.recent()
 
-        Return None if the store is fast enough.
-        """
-        is_full = "rows arrive faster than the store commits them: polling waits for commits"
-        return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
+    def undelivered(self) -> str | None:
+        """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
+        return self.deliveries.trouble()
 
-    async def watermark(self, incarnation: str) -> int:
-        """Return the sequence number of the last committed record of a process. Retry until the store can be read."""
-        while True:
-            try:
-                return await self.flusher.watermark(incarnation)
-            except StoreError as error:
-                # A failed read of the store must not cause a rank to be read from the beginning.
-                log.warning("watermark cannot be read from the store, retrying: %s", error)
-                await asyncio.sleep(_RETRY_SECONDS)
+    def alarms(self) -> list[str]:
+        """Return the problems of the service that the list of runs shows at its top."""
+        found = []
+        if reason := self.degraded():
+            found.append(f"The service is degraded: {reason}")
+        if undelivered := self.undelivered():
+            found.append(f"Notifications: {undelivered}")
+        found += [f"Run names: {run.notice}" for run in self.runs() if run.notice]
+        if failing := [target for target in self.targets() if target.health is Health.FAILING]:
+            names = ", ".join(target.name for target in failing[:3])
+            found.append(f"{len(failing):,} rank{'' if len(failing) == 1 else 's'} cannot be polled: {names}")
+        if lost := sum(progress.records_lost for progress in self.runs()):
+            found.append(f"{lost:,} {'record was' if lost == 1 else 'records were'} lost")
+        return found
 
-    def maintain(self) -> Coroutine[Any, Any, None]:
-        """Run compaction, vacuum and retention of the store until the coroutine is cancelled."""
-        schedule = MaintenanceSchedule(
-            self._writer,
-            time.monotonic(),
-            retain=retention_job(self._config),
-            retain_seconds=self._config.retention.every_seconds,
-            on_compaction=self._metrics.compacted,
+    def progress(self) -> Progress:
+        """Return a snapshot of the service: its URL, the progress of runs, and the numbers of targets and rows."""
+        return Progress(
+            url=self.url,
+            runs=self.runs(),
+            targets=sum(not target.is_gone for target in self.targets()),
+            rows_pending=self.pipeline.rows_pending,
+            rows_stored=self.pipeline.rows_stored,
+            degraded=self.degraded(),
         )
-        return schedule.run(lambda: self.commits)
-
-    def _on_batch(self, batch: PendingBatch, commit: Commit) -> None:
-        self._count(commit)
-        self._on_commit(batch, commit)
-
-    def _on_remote_write(self, _: PendingBatch, commit: Commit) -> None:
-        self._count(commit)
-        if commit.rows:
-            self._metrics.committed(commit.rows, commit.seconds, time.time_ns() // 1000)
-
-    def _count(self, commit: Commit) -> None:
-        self.commits += 1
-        self.commits_of_time += bool(commit.rows.keys() - WITHOUT_TIME)
-        self.rows_stored += sum(commit.rows.values())
 
 
 log = logging.getLogger(__name__)
@@ -208,116 +308,6 @@ async def following(
         stop.set()
         await asyncio.wait([task], timeout=2 * FINISH_SECONDS)
         await cancel([task])
-
-
-@dataclass(kw_only=True)
-class Api:
-    """Implementation of the HTTP API of the service.
-
-    An instance holds the components of the service, its URL, and whether it is draining.
-    """
-
-    config: ServiceConfig
-    metrics: ServiceMetrics
-    monitor: RunMonitor
-    polling: Polling
-    pipeline: Pipeline
-    external_exporters: ExternalExporters
-    fetcher: Fetcher
-    faults: BackgroundFaults
-    deliveries: Deliveries
-    url: str = ""
-    is_draining: bool = False
-
-    def __post_init__(self) -> None:
-        """Create the readers of the store: remote read, goodput, and the status of the service."""
-        store, pipeline = self.config.store, self.pipeline
-        self.read = RemoteRead(store.path, self.config.remote_read)
-        self.goodput = GoodputReader(lambda: read_goodput(store.path), lambda: pipeline.commits_of_time)
-        self.status = StatusCollector(
-            self,
-            store,
-            url=lambda: self.url,
-            rows_pending=lambda: pipeline.rows_pending,
-            goodput=lambda: self.goodput.ratios,
-            total=self.metrics.total,
-            refused_senders=pipeline.remote_write.senders.listed,
-        )
-
-    async def register(self, registration: Registration) -> RegistrationReply:
-        """Accept a registration or heartbeat of a rank and return the reply.
-
-        Raises RegistrationError if it is rejected.
-        """
-        if self.is_draining:
-            raise RegistrationError(503, "the service is stopping: retry later")
-        target = await self.polling.register(registration)
-        reply, target.has_notice = self.monitor.registry.reply(target), False
-        return replace(reply, notice=self.monitor.shared_names.get(registration.run))
-
-    def poke(self, incarnation: str) -> bool:
-        """Poll the target with this incarnation id immediately; return False if the service has no such target."""
-        return self.polling.poke(incarnation)
-
-    async def ask_stacks(self, run: str, attempt: int, ranks: Collection[int] | None) -> list[RankAnswer]:
-        """Request the stacks of the live ranks of an attempt; return one result per rank.
-
-        `ranks` are the ranks from which stacks are requested; None means all live ranks.
-        """
-        return await request_stacks(self.fetcher.stacks, self.targets(), (run, attempt), ranks)
-
-    async def remote_read(self, request: web.Request) -> web.StreamResponse:
-        """Respond to a remote-read request of Prometheus."""
-        return await self.read.answer(request)
-
-    async def remote_write(self, request: web.Request) -> web.Response:
-        """Store the samples of a remote-write request of Prometheus."""
-        return await answer(self.pipeline.remote_write, self.metrics, request)
-
-    def targets(self) -> Iterable[Target]:
-        """Return all targets that the service polls or has polled recently."""
-        return self.polling.targets
-
-    def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as one JSON object per exporter."""
-        return self.external_exporters.described()
-
-    def runs(self) -> tuple[RunProgress, ...]:
-        """Return the progress of each run."""
-        return self.monitor.progress()
-
-    async def current_status(self) -> Status:
-        """Return the status of the service, its runs and its targets."""
-        return await self.status.current()
-
-    def metrics_page(self) -> bytes:
-        """Return the service's metrics in the Prometheus text format."""
-        latest = list(self.monitor.runs.latest().values())
-        self.metrics.show_exporters(exporter.is_up for exporter in self.external_exporters.followed)
-        self.metrics.show(self.targets(), latest, self.runs(), self.pipeline.rows_pending)
-        failed = {attempt.key for attempt in latest if attempt.state is RunState.FAILED}
-        self.metrics.show_failures(one for one in self.monitor.incidents.open() if one.attempt_key in failed)
-        self.metrics.show_goodput(self.goodput.ratios, {attempt.run for attempt in latest})
-        return self.metrics.page()
-
-    def degraded(self) -> str | None:
-        """Return the reason why the service is degraded, or None if it works normally."""
-        return self.pipeline.degraded or self.faults.recent()
-
-    def undelivered(self) -> str | None:
-        """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
-        return self.deliveries.trouble()
-
-    def progress(self) -> Progress:
-        """Return a snapshot of the service: its URL, the progress of runs, and the numbers of targets and rows."""
-        return Progress(
-            url=self.url,
-            runs=self.runs(),
-            targets=sum(not target.is_gone for target in self.targets()),
-            rows_pending=self.pipeline.rows_pending,
-            rows_stored=self.pipeline.rows_stored,
-            degraded=self.degraded(),
-        )
 
 
 T = TypeVar("T")
@@ -387,7 +377,7 @@ class Service:
 
         section = config.service
         site = Site(Path(config.store.path), base=section.base_path, has_service=True)
-        self._pages = Pages(site, section.base_path, alarms=lambda: alarms(self._api), tails=self._monitor.tails)
+        self._pages = Pages(site, section.base_path, alarms=self._api.alarms, tails=self._monitor.tails)
 
     async def serve(
         self,
@@ -470,7 +460,7 @@ class Service:
 
     async def _collect_stacks(self, key: AttemptKey, ranks: Collection[int]) -> None:
         # Stacks also arrive as events in the records, and only these are evaluated.
-        for response in await self._api.ask_stacks(*key, ranks):
+        for response in await self._api.request_stacks(key, ranks):
             if response.error is not None:
                 self._monitor.stalls.add_refusal(key, response.rank, response.error, self._monitor.clock())
 
@@ -555,9 +545,7 @@ class Service:
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[None]:
         section = self._config.service
-        names = own_names(section)
-        application = make_application(self._api, self._pages, self._config.token, names, is_guarded=section.is_guarded)
-        application.middlewares.insert(0, recording(self._pipeline.remote_write.senders, self._api.metrics))
+        application = self._api.application(self._pages, own_names(section))
         async with serving(application, section, self._tls) as self._api.url:
             yield
 

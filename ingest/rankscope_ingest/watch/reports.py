@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import NotifySection, RunsSection, WatchSection
-from rankscope_ingest.detect.incidents import IncidentTracker
-from rankscope_ingest.detect.incidents import symptoms
+from rankscope_ingest.detect.incidents import IncidentTracker, symptoms
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import resolved_message

@@ -16,7 +16,7 @@ from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.record_channel.bodies import RowContext, check
 from rankscope_ingest.record_channel.client import open_stream
 from rankscope_ingest.runs.incident import Incident, Symptom
-from rankscope_ingest.service.service import make_batcher
+from rankscope_ingest.service.polling import make_batcher
 
 
 def run_monitor(wall, last_ordinal=0, clock=lambda: 0.0, poll_now=lambda run, rank: None):
