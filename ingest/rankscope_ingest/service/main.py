@@ -196,28 +196,23 @@ async def _serve_until_read(config: ServiceConfig, copies: Path, progress: Calla
 
     Return the number of stored rows.
     """
-    stop = asyncio.Event()
-    rows_stored = 0
+    stop, total = asyncio.Event(), _count(copies)
+    known, changed_at, is_stuck = (total, 0), time.monotonic(), False
 
-    def count(now: Progress) -> None:
-        nonlocal rows_stored
-        rows_stored = now.rows_stored
+    def follow(now: Progress) -> None:
+        nonlocal known, changed_at, is_stuck
+        left = _count(copies)
+        progress(total - left)
+        if known != (known := (left, now.rows_stored)):
+            changed_at = time.monotonic()
+        is_stuck |= time.monotonic() > changed_at + IDLE_SECONDS
+        if is_stuck or not left:
+            stop.set()
 
-    service = asyncio.create_task(run(config, stop=stop, on_progress=count))
-    left = total = _count(copies)
-    known, changed_at = (left, rows_stored), time.monotonic()
-    try:
-        while left and not service.done():
-            await asyncio.sleep(_SCAN_SECONDS)
-            left = _count(copies)
-            progress(total - left)
-            if known != (known := (left, rows_stored)):
-                changed_at = time.monotonic()
-            elif time.monotonic() > changed_at + IDLE_SECONDS:
-                raise IngestError(f"{left} of {total} spools could not be stored within {IDLE_SECONDS:g} s")
-    finally:
-        stop.set()
-        await service
+    await run(config, stop=stop, on_progress=follow)
+    left, rows_stored = known
+    if left and is_stuck:
+        raise IngestError(f"{left} of {total} spools could not be stored within {IDLE_SECONDS:g} s")
     if left:
         raise IngestError(f"interrupted: {left} of {total} spools are not stored; run the command again")
     return rows_stored
