@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from rankscope.access.service import Response, UnreachableError
-from rankscope.commands.doctor import run_checks
-from rankscope.doctor.checks import Environment, fail, is_healthy, ok, report_lines, warn
-from rankscope.doctor.endpoints import Endpoints, find_endpoints
+from rankscope.doctor.checks import run_checks
+from rankscope.doctor.report import CheckResult, Endpoints, Environment, State, find_endpoints, is_healthy, report_lines
 from rankscope.up.machine import StateDir, listeners
 from rankscope_ingest.base.config_file import load_config
 
@@ -225,8 +224,10 @@ def test_a_store_that_is_a_url_is_an_error():
 
 
 def test_only_failed_checks_are_unhealthy():
-    assert is_healthy([ok("a", "x"), warn("a", "y")])
-    assert not is_healthy([ok("a", "x"), fail("a", "y", "z")])
+    ok, warning, failure = (CheckResult("a", state, "x") for state in State)
+
+    assert is_healthy([ok, warning])
+    assert not is_healthy([ok, failure])
 
 
 def test_required_versions_come_from_the_package_metadata():

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from rankscope.access.service import load_settings
-from rankscope.doctor import checks, endpoints, prometheus, ranks, service
-from rankscope.doctor.checks import CheckResult, Environment
-from rankscope.doctor.endpoints import Endpoints, explicit_addresses, find_endpoints
+from rankscope.doctor.checks import run_checks
+from rankscope.doctor.report import (
+    CheckResult,
+    Environment,
+    State,
+    as_json_text,
+    explicit_addresses,
+    find_endpoints,
+    is_healthy,
+    report_lines,
+)
 from rankscope.shell.errors import CommandError
 from rankscope.shell.options import OptionalStore
 
@@ -44,26 +51,16 @@ def doctor(
     """
     try:
         settings = load_settings(config, store, None, None)
-        read = [checks.ok(CONFIGURATION, f"{config} is valid")] if config else []
+        read = [CheckResult(CONFIGURATION, State.OK, f"{config} is valid")] if config else []
     except CommandError as error:
         # Run the other checks anyway, with the settings from outside of the file.
         settings = load_settings(None, store, None, None)
-        read = [checks.fail(CONFIGURATION, str(error), "see docs/configuration.md for the valid keys")]
+        remedy = "see docs/configuration.md for the valid keys"
+        read = [CheckResult(CONFIGURATION, State.FAIL, str(error), remedy)]
     where = find_endpoints(
         settings, state, given=explicit_addresses(url, prometheus, alertmanager), is_explicit=config is not None
     )
     outcome = [*read, *run_checks(Environment(where.client_tls), where)]
-    print(checks.as_json(outcome) if as_json else "\n".join(checks.report_lines(outcome)))
-    if not checks.is_healthy(outcome):
+    print(as_json_text(outcome) if as_json else "\n".join(report_lines(outcome)))
+    if not is_healthy(outcome):
         raise typer.Exit(1)
-
-
-def run_checks(environment: Environment, where: Endpoints) -> Iterator[CheckResult]:
-    """Yield the results of all checks, in the order of the report."""
-    yield from endpoints.machine(environment)
-    yield from service.service(environment, where.service, where.token)
-    yield from service.store(environment, where.store)
-    yield from ranks.ranks(environment, where.service, where.token)
-    yield from prometheus.prometheus(environment, where.prometheus)
-    yield from prometheus.alertmanager(environment, where.alertmanager)
-    yield from endpoints.ports(environment, where.ports)
