@@ -39,7 +39,7 @@ FOLDERS: Final = ("exporter", "ingest", "storage", "view", "dashboards", "cli")
 TRAINING: Final = "step, training thread"
 TIMERS: Final = ("rankscope-http", "rankscope-watchdog", "rankscope-hardware", "asyncio_")
 IGNORED: Final = (
-    *("<module>", "run_jobs", "Pages._prepare", "_Connections.sweep"),
+    *("<module>", "run_jobs.<locals>.repeat", "Pages._prepare", "_Connections.sweep"),
     *("PhaseCounters.due", "_AnswerEnds.log"),
 )
 """Functions that do not count, with all that they call: imports, periodic work, and the end of an answer by HTTP."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import logging
 import math
@@ -145,62 +144,35 @@ def start_task(
     return asyncio.create_task(guarded(), name=task)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """A function that `run_jobs` calls repeatedly.
+    """A function that `run_jobs` calls repeatedly, with a pause of `seconds` from the end of a call to the next one.
 
-    `interval` is the number of seconds from the end of one call to the start of the next call, or a callable that
-    returns this number. `run_jobs` calls the callable again whenever a job ends or `wake_up` is set. If `function` is a
-    coroutine function, it runs as a separate task, so that other jobs do not wait for it. Such a task may run until it
-    is cancelled; `interval` is then the pause after a fault before the function is called again.
+    A coroutine function may run until it is cancelled; `seconds` is then the pause after a fault.
     """
 
     name: str
-    interval: float | Callable[[], float]
+    seconds: float
     function: Callable[[], object]
     starts_immediately: bool = field(default=False, kw_only=True)
-    ended_at: float = field(default=math.nan, init=False)
-    task: asyncio.Future[None] | None = field(default=None, init=False)
-
-    def due_at(self) -> float:
-        """Return the monotonic time in seconds at which this job must be called next; infinity while this job runs."""
-        if self.task is not None:
-            return math.inf
-        return self.ended_at + (self.interval() if callable(self.interval) else self.interval)
 
 
-async def run_jobs(
-    jobs: Sequence[Job], faults: BackgroundFaults, wake_up: WakeUp, *, clock: Callable[[], float] = time.monotonic
-) -> None:
-    """Call each job at its interval until this coroutine is cancelled. Report exceptions to `faults`.
+async def run_jobs(jobs: Sequence[Job], faults: BackgroundFaults) -> None:
+    """Call each job in a task of its own until this coroutine is cancelled. Report exceptions to `faults`."""
 
-    Setting `wake_up` makes this coroutine evaluate the intervals of all jobs again before the next job is due.
-    """
-    began = clock()
-    for job in jobs:
-        job.ended_at = -math.inf if job.starts_immediately else began
-
-    def finish(job: Job, task: asyncio.Future[None]) -> None:
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            faults.report(job.name, error)
-        job.task, job.ended_at = None, clock()
-        wake_up.set()
-
-    def start(job: Job) -> None:
-        result = job.function()
-        if inspect.isawaitable(result):
-            job.task = asyncio.ensure_future(result)
-            job.task.add_done_callback(lambda task: finish(job, task))
-
-    try:
+    async def repeat(job: Job) -> None:
+        if not job.starts_immediately:
+            await asyncio.sleep(job.seconds)
         while True:
-            for job in jobs:
-                if job.due_at() <= clock():
-                    faults.attempt(job.name, functools.partial(start, job))
-                    job.ended_at = clock()
-            await wake_up.wait(min(job.due_at() for job in jobs) - clock())
-    finally:
-        await cancel([job.task for job in jobs if job.task is not None])
+            try:
+                result = job.function()
+                if inspect.isawaitable(result):
+                    await result
+            except Exception as error:  # noqa: BLE001 - it is logged and reported
+                faults.report(job.name, error)
+            await asyncio.sleep(job.seconds)
+
+    await asyncio.gather(*map(repeat, jobs))
 
 
 class ReadBudget:

@@ -453,7 +453,7 @@ class RemoteRead:
             loop = asyncio.get_running_loop()
             cancel = CancelToken()
             ends_at = loop.time() + self._read_seconds
-            answering = asyncio.ensure_future(asyncio.to_thread(self._answer, body, cancel))
+            answering = loop.run_in_executor(None, self._answer, body, cancel)
             try:
                 while not answering.done():
                     if _is_disconnected(request):

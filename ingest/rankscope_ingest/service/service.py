@@ -21,7 +21,7 @@ from rankscope_contract.model.events import RunState
 from rankscope_contract.wire import channel
 from rankscope_contract.wire.tls import Reloading
 from rankscope_ingest.base import memory, tls
-from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, WakeUp, cancel, run_jobs, start_task
+from rankscope_ingest.base.background import FAULTS, BackgroundFaults, Job, cancel, run_jobs, start_task
 from rankscope_ingest.base.config import ServiceConfig
 from rankscope_ingest.base.errors import RegistrationError, ServiceError
 from rankscope_ingest.detect.history import History
@@ -313,10 +313,8 @@ async def following(
 T = TypeVar("T")
 
 SETTLE_SECONDS: Final = 0.1
-"""Interval in seconds at which the service checks which incidents it can announce.
+"""Interval in seconds at which the service checks which incidents it can announce."""
 
-The interval applies while an incident waits for records of other ranks.
-"""
 UPDATE_SECONDS: Final = 1.0
 """Interval in seconds at which the states of all runs are updated. Most other jobs have the same interval."""
 
@@ -338,7 +336,6 @@ class Service:
         self._config = config
         self._history = history
         self._tls = tls
-        self._wake_up = WakeUp()
         self._background: set[asyncio.Task[Any]] = set()
         metrics = ServiceMetrics()
         self._faults = BackgroundFaults(
@@ -397,7 +394,7 @@ class Service:
             work = [
                 flushing,
                 asyncio.create_task(self._pipeline.remote_write.run()),
-                asyncio.create_task(run_jobs(self._jobs(on_progress), self._faults, self._wake_up)),
+                asyncio.create_task(run_jobs(self._jobs(on_progress), self._faults)),
             ]
             stopping = asyncio.create_task(stop.wait())
             for incident in self._history.unsent:
@@ -420,7 +417,7 @@ class Service:
 
     def _jobs(self, on_progress: Callable[[Progress], None] | None) -> list[Job]:
         jobs = [
-            Job("settling incidents", self._settle_seconds, self._settle_incidents),
+            Job("settling incidents", SETTLE_SECONDS, self._settle_incidents),
             Job("updating runs", UPDATE_SECONDS, self._update_runs),
             Job("resolving incidents", UPDATE_SECONDS, self._monitor.resolve_incidents),
             Job("checking for stalls", UPDATE_SECONDS, self._check_stalls),
@@ -435,9 +432,6 @@ class Service:
         if on_progress is not None:
             jobs.append(Job("reporting progress", UPDATE_SECONDS, lambda: on_progress(self._api.progress())))
         return jobs
-
-    def _settle_seconds(self) -> float:
-        return SETTLE_SECONDS if self._monitor.incidents.unsettled() else UPDATE_SECONDS
 
     def _settle_incidents(self) -> None:
         self._announce(self._monitor.due_incidents())
@@ -478,8 +472,6 @@ class Service:
         task.add_done_callback(self._background.discard)
 
     def _poll_now(self, run: str, rank: int | None) -> None:
-        if rank is None:  # an incident was opened
-            self._wake_up.set()
         self._polling.poll_now(run, rank)
 
     def _on_commit(self, batch: PendingBatch, commit: Commit) -> None:

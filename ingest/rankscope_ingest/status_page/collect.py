@@ -182,7 +182,7 @@ class LabelReader:
         If the store does not respond in time, return the tags and notes of the previous read.
         """
         if self._query is None and self._budget.is_due:
-            self._query = asyncio.ensure_future(asyncio.to_thread(self._read))
+            self._query = asyncio.get_running_loop().run_in_executor(None, self._read)
         if self._query is not None:
             await asyncio.wait([self._query], timeout=TIMEOUT_SECONDS)
             if self._query.done():

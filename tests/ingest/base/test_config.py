@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope_ingest.base.background import RECENT_SECONDS, BackgroundFaults, Job, ReadBudget, WakeUp, run_jobs
+from rankscope_ingest.base.background import RECENT_SECONDS, BackgroundFaults, Job, ReadBudget, run_jobs
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError
 
@@ -143,7 +143,7 @@ def test_run_name_that_ranks_could_not_have_is_rejected_in_one_sentence(tmp_path
 
 @contextlib.asynccontextmanager
 async def running(*jobs: Job, faults: BackgroundFaults | None = None):
-    task = asyncio.create_task(run_jobs(jobs, faults or BackgroundFaults(), WakeUp()))
+    task = asyncio.create_task(run_jobs(jobs, faults or BackgroundFaults()))
     async with asyncio.timeout(10):
         yield task
     task.cancel()
