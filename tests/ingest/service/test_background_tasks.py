@@ -41,7 +41,7 @@ TASKS = {  # Each background task of the service, and a method of it that raises
     "sending live updates to a page": (LiveTails, "changed"),
 }
 
-AWAITED = {"base/background.py": 1, "service/main.py": 1, "service/service.py": 5, "watch/session.py": 3}
+AWAITED = {"base/background.py": 1, "service/service.py": 5, "watch/session.py": 3}
 """Numbers of tasks by file that their function awaits, so that errors are raised there."""
 
 SOURCES = Path(rankscope_ingest.__file__).parent
