@@ -16,10 +16,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -222,72 +221,43 @@ _LOSS_SCHEMA: Final = pa.schema(
         "labels": pa.string(),
         "attempt": pa.int32(),
         "rank": pa.int32(),
+        "micro_step": pa.int32(),
         "first_step": pa.int64(),
         "last_step": pa.int64(),
         "is_logged_once": pa.bool_(),
     }
 )
-_LOSS_SERIES: Final = ["run", "labels", "attempt", "rank"]
+
+
+def _without_repetitions(facts: pa.Table) -> pa.Table:
+    """Replace the list of the logged steps of each series by whether no step is repeated."""
+    lists = (steps.values.to_numpy() for steps in facts.column("steps"))
+    is_logged_once = [bool((np.diff(np.sort(steps)) > 0).all()) for steps in lists]  # SQL would take twice as long
+    return facts.append_column("is_logged_once", pa.array(is_logged_once, pa.bool_()))
+
+
+_LOSSES: Final = FileFact(
+    "scalars",
+    "run, coalesce(labels, '') AS labels, coalesce(attempt, 0) AS attempt, coalesce(rank, -1) AS rank, "
+    "coalesce(micro_step, -1) AS micro_step, min(step) AS first_step, max(step) AS last_step, "
+    "list(step) AS steps",
+    where=LOSSES,
+    schema=_LOSS_SCHEMA,
+    refine=_without_repetitions,
+)
 
 
 def are_logged_once(files: Sequence[str], runs: Collection[str] | None, run_sql: RunSql) -> bool:
     """Return whether no rank logged the loss of a step of `runs` (None: all runs) in `files` twice.
 
-    `run_sql` executes SQL.
+    Step ranges of one series that overlap in two files may contain the same step. `run_sql` executes SQL.
     """
     facts = _LOSSES.of(files, run_sql)
     if runs is not None:
         facts = facts.filter(pc.is_in(facts.column("run"), pa.array(list(runs), pa.string())))
-    return bool(pc.all(facts.column("is_logged_once"), min_count=0).as_py()) and not _overlap(facts)
-
-
-def _overlap(facts: pa.Table) -> bool:
-    """Return whether the step ranges of one series overlap in two files, so that both may contain the same step.
-
-    All micro-batches of a step are in one record and thus in one file.
-    """
-    series = [_numbered(facts.column(name)) for name in _LOSS_SERIES]
-    first, last = (facts.column(name).to_numpy() for name in ("first_step", "last_step"))
-    order = np.lexsort((first, *series))
-    is_same = np.logical_and.reduce([numbers[order][1:] == numbers[order][:-1] for numbers in series])
-    return bool(np.any(is_same & (first[order][1:] <= last[order][:-1])))
-
-
-def _numbered(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    numbers: npt.NDArray[Any] = pc.dictionary_encode(column.combine_chunks(), null_encoding="encode").indices.to_numpy()
-    return numbers
-
-
-def _loss_series(facts: pa.Table) -> pa.Table:
-    """Return one row per file and loss series: its first and last step, and whether no step is repeated.
-
-    `facts` has one row per file, loss series and micro-batch, with the list of the logged steps.
-    """
-    lists = facts.column("steps").combine_chunks()
-    steps, ends = lists.flatten().to_numpy(), np.cumsum(lists.value_lengths().to_numpy())
-    begins = ends - lists.value_lengths().to_numpy()
-    rises = np.append(True, steps[1:] > steps[:-1])[: steps.size]
-    rises[begins] = True
-    is_logged_once = np.logical_and.reduceat(rises, begins)
-    for place in np.flatnonzero(~is_logged_once):  # possibly only unsorted, because several threads read them
-        of_one = np.sort(steps[begins[place] : ends[place]])
-        is_logged_once[place] = (of_one[1:] > of_one[:-1]).all()
-    columns = {
-        "first_step": (np.minimum.reduceat(steps, begins), "min"),
-        "last_step": (np.maximum.reduceat(steps, begins), "max"),
-        "is_logged_once": (is_logged_once, "all"),
-    }
-    for name, (column, _) in columns.items():
-        facts = facts.append_column(name, pa.array(column))
-    keys = ["filename", *_LOSS_SERIES]
-    series = facts.group_by(keys).aggregate([(name, function) for name, (_, function) in columns.items()])
-    return series.rename_columns([*keys, *columns])
-
-
-_LOSSES: Final = FileFact(
-    "scalars",
-    "run, labels, coalesce(attempt, 0) AS attempt, rank, micro_step, list(step) AS steps",
-    where=LOSSES,
-    schema=_LOSS_SCHEMA,
-    refine=_loss_series,
-)
+    ordered = facts.sort_by([(name, "ascending") for name in _LOSS_SCHEMA.names])
+    before, after = ordered.slice(0, max(0, ordered.num_rows - 1)), ordered.slice(1)
+    is_repeated = pc.less_equal(after["first_step"], before["last_step"])
+    for name in ("run", "labels", "attempt", "rank", "micro_step"):
+        is_repeated = pc.and_(is_repeated, pc.equal(after[name], before[name]))
+    return bool(pc.all(facts["is_logged_once"], min_count=0).as_py() and not pc.any(is_repeated, min_count=0).as_py())
