@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import functools
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_storage.base.errors import FilesGoneError, QueryError, damage, damaged_file, local_folder
 from rankscope_storage.base.fsync import sync_to_disk
@@ -33,7 +30,7 @@ from rankscope_storage.connection.pool import (
 )
 from rankscope_storage.connection.view_binding import BoundViews
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.snapshot import FileFilter, RowRanges, Snapshot, of_run
+from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query.column_scan import RowGroups, row_groups
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
@@ -105,10 +102,14 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         These are the files that can contain rows of `runs`, if there are any, and not the one at the path `without`. A
         damaged file that is left out cannot make a query of other rows fail.
         """
-        kept = functools.reduce(operator.or_, map(of_run, runs)) if runs else pc.scalar(True)
-        if without is not None:
-            kept &= pc.field("path") != without.removeprefix(f"{self.path}/")
-        self._snapshot, self._pinned = Snapshot(self.path, self.version, self._snapshot.files.filter(kept)), True
+        wanted = RowRanges(frozenset(runs) or None)
+        files = [
+            file
+            for file in self._snapshot.files.to_pylist()
+            if wanted.may_hold(file) and f"{self.path}/{file['path']}" != without
+        ]
+        kept = pa.Table.from_pylist(files, self._snapshot.files.schema)
+        self._snapshot, self._pinned = Snapshot(self.path, self.version, kept), True
 
     def undamaged(self, read: Callable[[], T], runs: Collection[str] = ()) -> tuple[T, list[str]]:
         """Return the result of `read`, which queries this connection, and a message about each damaged data file.
@@ -162,7 +163,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
     def files(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> list[str]:
         """Return the paths of Parquet files that can contain rows of `dataset`, `run` and the closed range `steps`."""
         self._refresh()
-        return self._snapshot.paths(FileFilter(dataset, run, steps))
+        return self._snapshot.paths(dataset, RowRanges.of(run, steps))
 
     def files_table(self, dataset: str, *, run: str | None = None, steps: tuple[int, int] | None = None) -> pa.Table:
         """Return a table of the data files that can contain rows of `dataset`, `run` and the closed range `steps`.
@@ -171,7 +172,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         of each file.
         """
         self._refresh()
-        return self._snapshot.of(FileFilter(dataset, run, steps))
+        return self._snapshot.of(dataset, RowRanges.of(run, steps))
 
     def relation(
         self,
@@ -188,7 +189,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         view. The statement still needs conditions in its WHERE clause, because the files also contain other rows.
         """
         self._refresh()
-        return f"({files_select(dataset, self._snapshot.paths(FileFilter(dataset, run, steps, times)))})"
+        return f"({files_select(dataset, self._snapshot.paths(dataset, RowRanges.of(run, steps, times)))})"
 
     def row_groups(
         self, dataset: str, runs: Sequence[str], equal: Mapping[str, Sequence[Any]], others: Collection[str] = ()

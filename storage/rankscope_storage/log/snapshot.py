@@ -1,7 +1,6 @@
 """The data files of one version of a store, and the selection of files that can contain certain rows.
 
-The selection uses the ranges of columns that the Delta log stores for each file. `FileFilter` selects by arguments of a
-caller, and `RowRanges` by predicates of a statement. This module does no I/O.
+The selection uses the ranges of columns that the Delta log stores for each file. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -27,68 +26,46 @@ The last row of a file can be later than the stored maximum by this much."""
 
 
 @dataclass(frozen=True, slots=True)
-class FileFilter:
-    """Selects the files that can contain rows of `dataset` and `run` within the closed ranges `steps` and `times`.
-
-    None selects any value.
-    """
-
-    dataset: str
-    run: str | None = None
-    steps: tuple[int, int] | None = None
-    times: tuple[dt.datetime, dt.datetime] | None = None
-
-    def expression(self) -> pc.Expression:
-        """Return the Arrow predicate that selects the files that can contain rows which this filter selects.
-
-        It applies to the table `Snapshot.files`, which has a row per data file with its dataset and ranges of run, step
-        and time.
-        """
-        wanted = pc.field("dataset") == self.dataset
-        if self.run is not None:
-            wanted &= of_run(self.run)
-        if self.steps is not None:
-            wanted &= _may_overlap("step", *self.steps)
-        if self.times is not None:
-            wanted &= _may_overlap("ts", self.times[0] - LOG_TIME_STEP, self.times[1])
-        return wanted
-
-
-@dataclass(frozen=True, slots=True)
 class RowRanges:
-    """Selects rows of `runs` (None: all runs) in the closed ranges `attempts` and `steps`.
+    """Selects rows of `runs` (None: all runs) in the closed ranges `attempts`, `steps` and `times` (None: all times).
 
-    A null attempt or step is in every range.
+    A null attempt, step or time is in every range.
     """
 
     runs: frozenset[str] | None = None
     attempts: tuple[float, float] = _ALL
     steps: tuple[float, float] = _ALL
+    times: tuple[dt.datetime, dt.datetime] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        run: str | None = None,
+        steps: tuple[float, float] | None = None,
+        times: tuple[dt.datetime, dt.datetime] | None = None,
+    ) -> RowRanges:
+        """Return the ranges of the rows of `run` in the closed ranges `steps` and `times`; None selects any value."""
+        return cls(None if run is None else frozenset([run]), steps=steps or _ALL, times=times)
 
     def may_hold(self, file: Mapping[str, Any]) -> bool:
-        """Return whether `file` can contain a row in these ranges of run, attempt and step.
+        """Return whether `file` can contain a row in these ranges of run, attempt, step and time.
 
         `file` has the minima and maxima of these columns in one data file.
         """
         low, high = file["run_min"], file["run_max"]
         if self.runs is not None and low is not None and not any(low <= run <= high for run in self.runs):
             return False
-        return _overlaps(file, "attempt", self.attempts) and _overlaps(file, "step", self.steps)
+        times = self.times and (self.times[0] - LOG_TIME_STEP, self.times[1])
+        return (
+            _overlaps(file, "attempt", self.attempts)
+            and _overlaps(file, "step", self.steps)
+            and (times is None or _overlaps(file, "ts", times))
+        )
 
 
-def of_run(run: str) -> pc.Expression:
-    """Return the Arrow predicate that selects the files that can contain rows of `run`."""
-    return _may_overlap("run", run, run)
-
-
-def _overlaps(file: Mapping[str, Any], column: str, range_: tuple[float, float]) -> bool:
+def _overlaps(file: Mapping[str, Any], column: str, range_: tuple[Any, Any]) -> bool:
     low, high = file[f"{column}_min"], file[f"{column}_max"]
     return low is None or (bool(low <= range_[1]) and bool(high >= range_[0]))
-
-
-def _may_overlap(column: str, low: str | int | dt.datetime, high: str | int | dt.datetime) -> pc.Expression:
-    minimum, maximum = pc.field(f"{column}_min"), pc.field(f"{column}_max")
-    return minimum.is_null() | ((minimum <= high) & (maximum >= low))
 
 
 _COLUMNS: Final = {
@@ -108,7 +85,7 @@ _COLUMNS: Final = {
 }
 """By column of `Snapshot.files`: the name of the column in the actions of delta-rs, and its Arrow type."""
 
-_RANGES: Final = ["path", "run_min", "run_max", "attempt_min", "attempt_max", "step_min", "step_max"]
+_RANGES: Final = ["path", *(name for name in _COLUMNS if name.endswith(("_min", "_max")))]
 
 
 def snapshot_files(actions: pa.Table) -> pa.Table:
@@ -132,20 +109,22 @@ class Snapshot:
     root: Path
     version: int
     files: pa.Table
-    _by_dataset: dict[str, tuple[list[str], list[dict[str, Any]]]] = field(
+    _by_dataset: dict[str, tuple[pa.Table, list[str], list[dict[str, Any]]]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
-    def of(self, wanted: FileFilter) -> pa.Table:
-        """Return the rows of the table `files` for data files that can contain rows which `wanted` selects.
+    def of(self, dataset: str, wanted: RowRanges) -> pa.Table:
+        """Return the rows of the table `files` for data files that can contain rows of `dataset` in `wanted`.
 
         A file is always returned if the Delta log does not have its minima and maxima.
         """
-        return self.files.filter(wanted.expression())
+        files, _, rows = self._files_of(dataset)
+        return files.filter(pa.array(map(wanted.may_hold, rows), pa.bool_()))
 
-    def paths(self, wanted: FileFilter) -> list[str]:
-        """Return the absolute paths, for DuckDB, of the files that can contain rows which `wanted` selects."""
-        return self._absolute(self.of(wanted))
+    def paths(self, dataset: str, wanted: RowRanges) -> list[str]:
+        """Return the absolute paths, for DuckDB, of the files that can contain rows of `dataset` in `wanted`."""
+        _, paths, rows = self._files_of(dataset)
+        return [path for path, row in zip(paths, rows, strict=True) if wanted.may_hold(row)]
 
     def within(self, dataset: str, wanted: Sequence[RowRanges] | None) -> list[str]:
         """Return the absolute paths of files that can contain rows of `dataset` in one of the ranges `wanted`.
@@ -153,7 +132,7 @@ class Snapshot:
         If `wanted` is None, all files of the dataset are returned. If no file can contain such rows, one file of the
         dataset is returned, because DuckDB takes the columns of a view from a file.
         """
-        every, rows = self._files_of(dataset)
+        _, every, rows = self._files_of(dataset)
         if wanted is None:
             return every
         pairs = zip(every, rows, strict=True)
@@ -164,21 +143,19 @@ class Snapshot:
 
         `paths` are absolute paths that `within` returned.
         """
-        rows = dict(zip(*self._files_of(dataset), strict=True))
+        rows = dict(zip(*self._files_of(dataset)[1:], strict=True))
         return all((rows[path]["attempt_min"], rows[path]["attempt_max"]) == (0, 0) for path in paths)
 
     def contains(self, paths: Sequence[str]) -> bool:
         """Return whether all of `paths` are data files of this version of the store."""
         return set(paths) <= set(self.files.column("path").to_pylist())
 
-    def _absolute(self, files: pa.Table) -> list[str]:
-        return [f"{self.root}/{path}" for path in files.column("path").to_pylist()]
-
-    def _files_of(self, dataset: str) -> tuple[list[str], list[dict[str, Any]]]:
-        """Return the absolute paths and column ranges of the files of `dataset`. The result is cached."""
+    def _files_of(self, dataset: str) -> tuple[pa.Table, list[str], list[dict[str, Any]]]:
+        """Return the files of `dataset`, their absolute paths and their column ranges. The result is cached."""
         if dataset not in self._by_dataset:
-            rows = self.of(FileFilter(dataset)).select(_RANGES).to_pylist()
-            self._by_dataset[dataset] = [f"{self.root}/{row['path']}" for row in rows], rows
+            files = self.files.filter(pc.equal(self.files["dataset"], dataset))
+            rows = files.select(_RANGES).to_pylist()
+            self._by_dataset[dataset] = files, [f"{self.root}/{row['path']}" for row in rows], rows
         return self._by_dataset[dataset]
 
 

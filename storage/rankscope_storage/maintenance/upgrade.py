@@ -24,7 +24,7 @@ from rankscope_storage.files.encoding import STAGING, DataFile, discard, read_fi
 from rankscope_storage.files.sorting import file_mantissa_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.shard_lock import all_shards, shard_numbers
-from rankscope_storage.log.snapshot import FileFilter, Snapshot
+from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query.sql_script import write_sql_script
 from rankscope_storage.sql.launch_order import CLOCK_JUMPS, JUMPS
 from rankscope_storage.sql.scalar_history import IS_IMPORTED
@@ -206,7 +206,7 @@ def _database(snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
     database = duckdb.connect(config={"threads": 1})
     database.execute("SET TimeZone = 'UTC'")
     for dataset, columns in (("events", "*"), ("scalars", "* EXCLUDE (position)")):
-        files = snapshot.paths(FileFilter(dataset))
+        files = snapshot.paths(dataset, RowRanges())
         database.execute(f"CREATE VIEW {dataset} AS SELECT {columns} FROM ({files_select(dataset, files)})")
     database.execute(CLOCK_JUMPS)
     database.execute(_PLACES)
@@ -219,7 +219,7 @@ def _candidates(database: duckdb.DuckDBPyConnection, snapshot: Snapshot) -> list
     for source, datasets in ((JUMPS, _TIMED), ("place", ["scalars"])):
         runs = [run for (run,) in database.execute(f"SELECT DISTINCT run FROM {source}").fetchall()]
         for run, dataset in itertools.product(runs, datasets):
-            files = snapshot.of(FileFilter(dataset, run=run)).to_pylist()
+            files = snapshot.of(dataset, RowRanges.of(run)).to_pylist()
             found |= {file["path"]: DataFile.from_snapshot(file) for file in files}
     return list(found.values())
 

@@ -29,7 +29,7 @@ from rankscope_storage.files.sorting import SHARED_PREFIX, file_mantissa_bits, o
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import watermark_transaction
 from rankscope_storage.log.shard_lock import all_shards
-from rankscope_storage.log.snapshot import FileFilter
+from rankscope_storage.log.snapshot import RowRanges
 
 _RETRIES: Final = 5
 """Number of consecutive refused commits after which an edit of a run fails."""
@@ -120,7 +120,7 @@ def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Syn
         incarnations: set[str] = set()
         try:
             for dataset in DATASETS:
-                for file in log.snapshot().of(FileFilter(dataset, run=rewrite.run)).to_pylist():
+                for file in log.snapshot().of(dataset, RowRanges.of(rewrite.run)).to_pylist():
                     own, others = _divided(log.root, file, rewrite.run)
                     kept = changed(own)
                     if own.num_rows and kept is not own:
