@@ -192,8 +192,7 @@ async def _follow(
 ) -> list[LogStatus]:
     from rankscope_ingest.base.stop_signals import stop_on_signals
     from rankscope_ingest.notify.notifiers import make_notifiers
-    from rankscope_ingest.watch.session import check_logs, watching
-    from rankscope_ingest.watch.watcher import Hooks
+    from rankscope_ingest.watch.watcher import Hooks, check_logs, watching
     from rankscope_storage.api.store import Store as StoreFolder
 
     section, ask = settings.notify, view.ask if sys.stdin.isatty() else None

@@ -50,7 +50,7 @@ from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.service.service import Service
 from rankscope_ingest.targets.registry import check_registration
-from rankscope_ingest.watch.session import check_logs
+from rankscope_ingest.watch.watcher import check_logs
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Writer

@@ -58,8 +58,7 @@ from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Pollin
 from rankscope_ingest.status_page.collect import Status, StatusCollector
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
-from rankscope_ingest.watch.session import check_logs, watching
-from rankscope_ingest.watch.watcher import Hooks, LogStatus
+from rankscope_ingest.watch.watcher import Hooks, LogStatus, check_logs, watching
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.rule_names import RULES_OF_RUNS

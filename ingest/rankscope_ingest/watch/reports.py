@@ -30,8 +30,7 @@ from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident, Lo
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values
 from rankscope_ingest.runs.tracker import RunTracker
-from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.files import LogUnreadableError
+from rankscope_ingest.watch.files import LogAddress, LogUnreadableError
 from rankscope_ingest.watch.intake import LogIntake, WatchStore
 from rankscope_ingest.watch.judge import ENDS, Condition, LogRow, LogRows, Verdict
 from rankscope_ingest.watch.ssh import UntrustedHostError

@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.files import FileState, LogUnreadableError, MachineClock, rotated_names
+from rankscope_ingest.watch.files import FileState, LogAddress, LogUnreadableError, MachineClock, rotated_names
 
 if TYPE_CHECKING:
     import asyncssh

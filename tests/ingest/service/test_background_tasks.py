@@ -23,7 +23,7 @@ from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_ingest.scrape.discovery import ExporterList
 from rankscope_ingest.scrape.scraper import Scraper
 from rankscope_ingest.spools.orphan_spools import Spools
-from rankscope_ingest.watch.session import WatchSession
+from rankscope_ingest.watch.watcher import WatchSession
 
 TASKS = {  # Each background task of the service, and a method of it that raises in the test
     "accepting connections": (_Connections, "_begin"),
@@ -41,7 +41,7 @@ TASKS = {  # Each background task of the service, and a method of it that raises
     "sending live updates to a page": (LiveTails, "changed"),
 }
 
-AWAITED = {"base/background.py": 1, "service/service.py": 5, "watch/session.py": 3}
+AWAITED = {"base/background.py": 1, "service/service.py": 5, "watch/watcher.py": 1}
 """Numbers of tasks by file that their function awaits, so that errors are raised there."""
 
 SOURCES = Path(rankscope_ingest.__file__).parent

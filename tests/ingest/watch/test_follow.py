@@ -12,7 +12,7 @@ from tests.ingest.watch.conftest import Replay, Sshd, imported_rows, keygen, lat
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.watch.files import LogUnreadableError
-from rankscope_ingest.watch.session import check_logs
+from rankscope_ingest.watch.watcher import check_logs
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect

@@ -23,8 +23,7 @@ from tests.ingest.watch.conftest import Replay, Sshd, Watch, imported_rows
 
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.notify.notifiers import make_notifiers
-from rankscope_ingest.watch.address import LogAddress
-from rankscope_ingest.watch.files import MachineClock
+from rankscope_ingest.watch.files import LogAddress, MachineClock
 from rankscope_ingest.watch.judge import Condition, LogRows, judge
 from rankscope_ingest.watch.ssh import RemoteFile, SshHost
 from rankscope_storage.connection import connect
