@@ -113,10 +113,6 @@ class _Phase(enum.Enum):
     """The last request is answered, and the next one has not begun."""
 
 
-_ORDER: Final = {_Phase.IDLE: 0, _Phase.NEW: 1, _Phase.HEAD: 1, _Phase.BODY: 1}
-"""Order in which connections are closed to make room for others. One with an answer under way is not closed."""
-
-
 class Connection(asyncio.Protocol):
     """One connection: passes all events to the protocol of aiohttp, and knows which part of a request it waits for."""
 
@@ -167,10 +163,6 @@ class Connection(asyncio.Protocol):
         self._enter(_Phase.ANSWER if request.content.is_eof() else _Phase.BODY)
         return request.path in _RESERVED_PATHS or self._server.admit(self)
 
-    def on_answer(self) -> None:
-        """Note that the handler has begun to answer."""
-        self._enter(_Phase.ANSWER)
-
     def on_answered(self) -> None:
         """Note that the answer is complete."""
         self._request = None
@@ -182,12 +174,15 @@ class Connection(asyncio.Protocol):
         """Return whether the TLS handshake is not complete."""
         return self._transport is None
 
-    def rank(self) -> tuple[int, float] | None:
-        """Return the order in which this connection is closed to make room; None if it is not closed for that."""
+    def rank(self) -> tuple[bool, float] | None:
+        """Return the order in which this connection is closed to make room, idle ones first.
+
+        Return None if it is not closed for that, because an answer is under way.
+        """
         self._look()
         if self._phase is _Phase.IDLE and self._transport is not None and self._transport.get_write_buffer_size():
             return None  # the last bytes of an answer
-        return None if self._phase is _Phase.ANSWER else (_ORDER[self._phase], self._since)
+        return None if self._phase is _Phase.ANSWER else (self._phase is not _Phase.IDLE, self._since)
 
     def is_overdue(self, now: float, limits: Limits) -> bool:
         """Return whether the client has exceeded a time limit at `now`."""
@@ -367,7 +362,6 @@ async def accepting(
     requests.parent = log
     requests.addFilter(is_logged)
     application.middlewares.insert(0, _note_head)
-    application.on_response_prepare.append(_note_answer)
     runner = web.AppRunner(
         application,
         access_log=log,
@@ -410,11 +404,6 @@ async def _note_head(
         if request.transport is not None and not request.transport.is_closing():
             raise
         return web.Response()  # it is not sent; aiohttp would log a traceback for each lost connection
-
-
-async def _note_answer(request: web.BaseRequest, _: web.StreamResponse) -> None:
-    if (connection := _connection(request)) is not None:
-        connection.on_answer()
 
 
 def _connection(request: web.BaseRequest) -> Connection | None:

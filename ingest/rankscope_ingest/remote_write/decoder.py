@@ -143,22 +143,14 @@ _OVERSIZED: Final = KnownSeries("", "", None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedRequest:
-    """The samples of one request, and the numbers of samples, exemplars, histograms and metadata that are dropped."""
+    """The samples of one request, and the numbers of dropped items by reason, the label of their counter."""
 
     series: Sequence[KnownSeries]
     times_ms: npt.NDArray[np.int64]
     values: npt.NDArray[np.float64]
-    metadata: int = 0
-    exemplars: int = 0
-    histograms: int = 0
-    oversized: int = 0
-    repeats: Sequence[tuple[KnownSeries, int]] = ()
+    dropped: Counter[str]
+    repeats: Sequence[tuple[KnownSeries, int]]
     """Series and times of the samples that repeat the latest sample of their series, and are not in `series`."""
-
-    @property
-    def repeated(self) -> int:
-        """Return the number of samples that are not stored again."""
-        return len(self.repeats)
 
     @property
     def rows(self) -> int:
@@ -171,7 +163,7 @@ class DecodedRequest:
 
         Repeated samples are included, because they are stored already, or are committed before or with this request.
         """
-        return len(self.series) + self.repeated
+        return len(self.series) + len(self.repeats)
 
     def forget(self) -> frozenset[tuple[KnownSeries, int]]:
         """Note that these samples are not stored, so that they are not dropped when they are received again.
@@ -246,10 +238,10 @@ class WriteReader:
                 )
             one = known(key) or self._learn_2(key, symbols.labels(references))
             dropped["metadata"] += symbols.has_metadata(received.metadata)
-            dropped["histograms"] += len(received.histograms)
+            dropped["histogram"] += len(received.histograms)
             for exemplar in received.exemplars:
                 symbols.labels(exemplar.labels_refs)
-                dropped["exemplars"] += 1
+                dropped["exemplar"] += 1
             yield one, received.samples
 
     def _decoded(
@@ -289,7 +281,7 @@ class WriteReader:
             times_ms=np.array(times, np.int64),
             values=np.array(values, np.float64),
             repeats=repeats,
-            **dropped,
+            dropped=dropped + Counter(repeated=len(repeats)),
         )
 
     @property
@@ -309,9 +301,9 @@ class WriteReader:
                     f"field {unknown.field_number} of a TimeSeries has the unexpected wire type {unknown.wire_type}"
                 )
         if fields.exemplars or fields.histograms:
-            for name in ("exemplars", "histograms"):
-                dropped[name] += len(getattr(fields, name))
-                fields.ClearField(name)
+            dropped.update(exemplar=len(fields.exemplars), histogram=len(fields.histograms))
+            fields.ClearField("exemplars")
+            fields.ClearField("histograms")
             head = fields.SerializeToString()
         if (one := self._by_head.get(head)) is not None:
             return one

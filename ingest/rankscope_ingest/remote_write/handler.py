@@ -447,15 +447,7 @@ class RemoteWrite:
 
     def _count(self, decoded: DecodedRequest) -> None:
         self._counts.count(REMOTE_WRITE_SAMPLES, decoded.rows)
-        for reason, count in (
-            ("exemplar", decoded.exemplars),
-            ("histogram", decoded.histograms),
-            ("metadata", decoded.metadata),
-            ("oversized", decoded.oversized),
-            ("repeated", decoded.repeated),
-        ):
-            if not count:
-                continue
+        for reason, count in decoded.dropped.items():
             self._counts.count(REMOTE_WRITE_DROPPED, count, reason)
             if reason in _WARNINGS and reason not in self._warned:
                 self._warned.add(reason)

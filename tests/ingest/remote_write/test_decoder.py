@@ -75,9 +75,12 @@ def test_decoded_samples_equal_those_of_the_reference_messages(requests):
         first, second = reader.read(data), reader.read(data)
 
         assert expected_rows(data) == rows(first)
-        assert second.rows + second.repeated == first.rows
-        assert (sum(one[2] for one in series), sum(one[3] for one in series)) == (first.exemplars, first.histograms)
-        assert len(metadata) == first.metadata
+        assert second.written == first.rows
+        assert (sum(one[2] for one in series), sum(one[3] for one in series)) == (
+            first.dropped["exemplar"],
+            first.dropped["histogram"],
+        )
+        assert len(metadata) == first.dropped["metadata"]
 
 
 def test_fields_of_a_sample_may_have_any_order():
@@ -108,7 +111,7 @@ def test_repeated_sample_is_dropped_also_with_another_order_of_labels():
     reader.read(write_request((UP, several)))
     last = reader.read(write_request((UP, several[1:])))
 
-    assert (1, 0, 1) == (again.repeated, other.repeated, last.repeated)
+    assert (1, 0, 1) == (again.dropped["repeated"], other.dropped["repeated"], last.dropped["repeated"])
     assert [("a:9100", "up", '{"job":"node"}', NOW + 1, bits(1.0))] == rows(again)
     assert [NOW + 1, NOW - 5] == other.times_ms.tolist()
 
@@ -142,7 +145,7 @@ def test_inactive_series_are_swept_from_a_full_cache(version):
         active = range(300, 400) if at >= 20 else range(50, 150) if at else range(150)
         requests = one_round(at, active, series_per_request=10 - at % 2 * 2, write=write)
         _, again = ([read(request) for request in requests] for _ in range(2))
-        repeated.append(sum(one.repeated for one in again))
+        repeated.append(sum(one.dropped["repeated"] for one in again))
 
     assert [100] * 10 == repeated[30:]
 
@@ -153,7 +156,7 @@ def test_series_with_long_labels_use_the_capacity_of_several():
     for _ in range(2):
         decoded = [reader.read(one) for one in one_round(0, range(20), series_per_request=1, text="x" * 10_000)]
 
-    assert 3 == sum(one.repeated for one in decoded)
+    assert 3 == sum(one.dropped["repeated"] for one in decoded)
 
 
 def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
@@ -163,8 +166,10 @@ def test_series_with_too_many_or_too_long_labels_is_dropped_and_counted():
     data = write_request((many, [(NOW, 1.0)]), (UP, [(NOW, 1.0)]), (long, [(NOW, 1.0)]))
     first, second = reader.read(data), WriteReader().read(data)
 
-    assert (2, 2) == (first.oversized, second.oversized)
-    assert 3 == reader.read(write_request((many, [(NOW, 1.0)]), (long, [(NOW, 1.0), (NOW + 1, 2.0)]))).oversized
+    assert (2, 2) == (first.dropped["oversized"], second.dropped["oversized"])
+    assert (
+        3 == reader.read(write_request((many, [(NOW, 1.0)]), (long, [(NOW, 1.0), (NOW + 1, 2.0)]))).dropped["oversized"]
+    )
     assert expected_rows(write_request((UP, [(NOW, 1.0)]))) == rows(first)
 
 
@@ -260,10 +265,10 @@ def test_same_samples_in_both_versions_give_equal_rows(requests):
             one, two = first.read(write_request(*series)), second.read_2(write_request_2(*series), LIMIT)
 
             assert rows(one) == rows(two)
-            assert (one.written, one.repeated, one.exemplars, one.histograms) == (
-                *(two.written, two.repeated, two.exemplars, two.histograms),
+            assert (one.written, one.dropped["repeated"], one.dropped["exemplar"], one.dropped["histogram"]) == (
+                *(two.written, two.dropped["repeated"], two.dropped["exemplar"], two.dropped["histogram"]),
             )
-            assert len(series) == two.metadata
+            assert len(series) == two.dropped["metadata"]
 
 
 def test_series_is_recognized_in_another_symbol_table_and_version():
@@ -275,7 +280,7 @@ def test_series_is_recognized_in_another_symbol_table_and_version():
 
     assert ["a:9100"] * 3 == [one.series[0].target for one in decoded]
     assert 1 == len({one.series[0] for one in decoded})
-    assert 1 == reader.read(write_request((UP, [(NOW + 3, STALE)]))).repeated
+    assert 1 == reader.read(write_request((UP, [(NOW + 3, STALE)]))).dropped["repeated"]
 
 
 def test_symbols_that_are_joined_differently_are_different_series():
@@ -320,7 +325,7 @@ def test_malformed_request_of_version_2_is_rejected_with_the_reason(data, why):
     with pytest.raises(DecodeError, match=why):
         reader.read_2(data, LIMIT)
 
-    assert 0 == reader.read_2(write_request_2((UP, [(NOW, 1.0), (NOW, 2.0)])), LIMIT).repeated
+    assert 0 == reader.read_2(write_request_2((UP, [(NOW, 1.0), (NOW, 2.0)])), LIMIT).dropped["repeated"]
 
 
 # Senders that get only refusals: when they are logged and listed, and when no longer.
