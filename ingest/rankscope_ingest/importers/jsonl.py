@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import enum
 import json
 import math
 import re
@@ -48,28 +47,12 @@ _OPEN: Final = re.compile(rb"\{'\w[^{}]*,$|^\{$")
 """A regular expression for the first line of an object that is printed over several lines."""
 _PART: Final = re.compile(rb"\s*(?:['\"\[\]{}\d-]|null|true|false|NaN|Infinity)")
 """A regular expression for the beginning of a further line of such an object."""
-_TEXT_CHARACTERS: Final = 200
 _ABOVE_CHARACTERS: Final = 400
 _PRINTED: Final = "{'"  # no JSON object begins with it
 
 
-class Kind(enum.StrEnum):
-    """The kind of a line of a log.
-
-    Lines of the kinds BLANK, OTHER_JSON and NONE contain no record. The lines of each kind are counted, and the counts
-    are stored with the run under these names.
-    """
-
-    JSON = "objects"
-    FOUND = "objects after other text"
-    PRINTED = "printed dictionaries"
-    OTHER_JSON = "non_object_lines"
-    BLANK = "blank_lines"
-    NONE = "unparsable_lines"
-
-
-Line = tuple[Kind, Mapping[str, Any] | None]
-"""The kind of a line, and the object on the line; the object is None if the line contains no object."""
+Line = tuple[bool, Mapping[str, Any] | None]
+"""Whether a line is JSON as a whole, and the object on it; the object is None if the line contains no object."""
 
 
 class JsonLines:
@@ -87,13 +70,13 @@ class JsonLines:
         if path.is_dir():
             return NOT_MINE
         lines = sampled_objects(path, head)
-        objects = [(kind, document) for kind, document in lines if document is not None]
+        objects = [document for _, document in lines if document is not None]
         reader = _Objects(Faults())
-        records = sum(any(map(_is_record, reader.opened(0, document))) for _, document in objects if document)
+        records = sum(any(map(_is_record, reader.opened(0, document))) for document in objects if document)
         share = len(objects) / max(1, len(lines))
         if not objects or (not records and share < 0.5):  # programs and prose contain braces, too
             return NOT_MINE
-        because = f"{len(objects)} of {len(lines)} sampled lines are {objects[0][0]}, {records} are training records"
+        because = f"{len(objects)} of {len(lines)} sampled lines contain an object, {records} are training records"
         if not records:
             return Detection(0.3 * share, because)
         usual = 0.05 if path.suffix in _SUFFIXES else 0.0
@@ -117,8 +100,8 @@ class _Objects(LineParser):
 
     def __init__(self, faults: Faults) -> None:
         super().__init__(faults)
-        self.counts = {str(kind): 0 for kind in (Kind.BLANK, Kind.OTHER_JSON, Kind.NONE)}
-        self._first: Kind | None = None
+        self.counts = {"blank_lines": 0, "non_object_lines": 0, "unparsable_lines": 0}
+        self._is_json: bool | None = None  # is the first record a JSON line
         self._bars = Bars()
         self._text = Lines(faults)
         self._open = ""  # the lines of a printed dictionary that ends on a later line
@@ -128,8 +111,8 @@ class _Objects(LineParser):
         match = None if self._open or self._above else self.forms.match(line)
         if match is None:
             return None
-        kind, is_plain = match[0].effects
-        is_plain = is_plain and kind is self._first and (kind is not Kind.PRINTED or not self._bars.has_position)
+        is_json, is_plain = match[0].effects
+        is_plain = is_plain and is_json is self._is_json and (is_json or not self._bars.has_position)
         return match if is_plain else None
 
     def documents(self, number: int, line: bytes) -> Sequence[Mapping[str, Any]]:
@@ -146,22 +129,19 @@ class _Objects(LineParser):
             return ()
         if len(rows := rows_on(line)) > 1:
             return [document for row in rows for document in self.documents(number, row)]
-        kind, document = self._parsed(line)
-        if self._first is Kind.JSON is kind and document is not None:
-            return self.opened(number, document)
-        is_bar = kind in {Kind.NONE, Kind.PRINTED} and self._bars.see(line.decode(errors="replace"))
-        if kind is Kind.BLANK:
-            self.counts[Kind.BLANK] += 1
-            return ()
-        if document is None or (self._first is Kind.JSON and kind is not Kind.JSON):
-            self.counts[Kind.OTHER_JSON if kind is Kind.OTHER_JSON else Kind.NONE] += 1
-            if not is_bar:
-                self.faults.add(number, f"{_reason(kind, document)}: {shown(line)}")
+        is_json, document = self._parsed(line)
+        is_bar = not is_json and self._bars.see(line.decode(errors="replace"))
+        if document is None or (self._is_json and not is_json):
+            kind = "non_object_lines" if is_json else "unparsable_lines" if line.strip() else "blank_lines"
+            self.counts[kind] += 1
+            if line.strip() and not is_bar:
+                reason = "a printed dictionary among JSON lines" if document is not None else "not a JSON object"
+                self.faults.add(number, f"{'JSON, but not an object' if is_json else reason}: {shown(line)}")
             return ()
         found = self.opened(number, document)
-        if self._first is None and any(map(_is_record, found)):
-            self._first = kind
-        return [self._bars.with_step(each) if kind is Kind.PRINTED else each for each in found]
+        if self._is_json is None and any(map(_is_record, found)):
+            self._is_json = is_json
+        return found if is_json else [self._bars.with_step(each) for each in found]
 
     def opened(self, number: int, document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """Return the records in an object: itself, or those on the line of text that it carries."""
@@ -169,7 +149,7 @@ class _Objects(LineParser):
         if not (is_driver or has_values(text)):
             return (opened(document),)
         line = text.encode(errors="replace").rstrip()
-        _, inner = parse_line(line) if b"{" in line else (Kind.NONE, None)
+        _, inner = parse_line(line) if b"{" in line else (False, None)
         found = self._text.documents(number, line) if inner is None else self.opened(number, inner)
         if not (found or is_driver):
             return (opened(document),)
@@ -177,20 +157,20 @@ class _Objects(LineParser):
 
     def _parsed(self, line: bytes) -> Line:
         if (match := self.forms.match(line)) is not None:
-            kind, _ = match[0].effects
-            return kind, match[0].values(match[1], {})
-        kind, document = parse_line(line)
+            is_json, _ = match[0].effects
+            return is_json, match[0].values(match[1], {})
+        is_json, document = parse_line(line)
         if document is not None and b"\r" not in line:
             self.forms.see(line, [_reading])
-        return kind, document
+        return is_json, document
 
 
 def _reading(text: str) -> Reading | None:
-    """Return the reading of a line; its effects are the kind and whether the document is the record, unopened."""
-    kind, document = parse_line(text.encode())
+    """Return the reading of a line; its effects: is it JSON, and is the document the record, unopened."""
+    is_json, document = parse_line(text.encode())
     if document is None:
         return None
-    return Reading(document, (kind, text_in(document) is None and opened(document) is document))
+    return Reading(document, (is_json, text_in(document) is None and opened(document) is document))
 
 
 def sampled_objects(path: Path, head: bytes | None = None) -> list[Line]:
@@ -215,43 +195,42 @@ def joined(before: bytes, line: bytes) -> tuple[bytes, bool]:
 
 
 def parse_line(line: bytes) -> Line:
-    """Return the kind of `line` and the object on it; the object is None if the line contains no object."""
+    """Return whether `line` is JSON as a whole, and the object on it; None if the line contains no object."""
     text = line.strip()
     if not text:
-        return Kind.BLANK, None
+        return False, None
     decoded = text.decode(errors="replace")
     if decoded.startswith(_PRINTED):
-        return _object_in_text(decoded)
+        return False, _object_in_text(decoded)
     try:
         document = DECODER.decode(decoded)
     except (json.JSONDecodeError, RecursionError):
         standard = standard_numbers(decoded) if decoded.startswith("{") else decoded
-        return _object_in_text(decoded) if standard == decoded else parse_line(standard.encode())
-    return (Kind.JSON, document) if isinstance(document, dict) else (Kind.OTHER_JSON, None)
+        return (False, _object_in_text(decoded)) if standard == decoded else parse_line(standard.encode())
+    return True, document if isinstance(document, dict) else None
 
 
 def rows_on(line: bytes) -> Sequence[bytes]:
     """Return the objects on `line` if it has several, of two writers or between carriage returns; else the line."""
     if b"\r" in line:
         rows = [row for row in line.split(b"\r") if row.lstrip().startswith(b"{")]
-        if len(rows) > 1 and all(parse_line(row)[0] is Kind.JSON for row in rows):
+        if len(rows) > 1 and all(is_json and document for is_json, document in map(parse_line, rows)):
             return rows
     if line.count(b"{") > 1 and len(rows := _BETWEEN_OBJECTS.split(line)) > 1 and parse_line(line)[1] is None:
         return rows if all(parse_line(row)[1] for row in rows) else (line,)
     return (line,)
 
 
-def _object_in_text(text: str) -> Line:
-    """Return the kind of a log line that is not JSON as a whole, and the dictionary that is printed in it.
+def _object_in_text(text: str) -> Mapping[str, Any] | None:
+    """Return the dictionary that is printed in a log line that is not JSON as a whole; None if it contains none.
 
-    The dictionary is None if the line contains none. If a progress bar has printed several states on the line,
+    If a progress bar has printed several states on the line,
     separated by carriage returns, the dictionary of the last state is returned.
     """
     begin, end = text.find("{", text.rfind("\r{") + 1), text.rfind("}") + 1
     if begin < 0 or end <= begin:
-        return Kind.NONE, None
+        return None
     inner = text[begin:end]
-    kind = Kind.FOUND
     document: Any = None
     stop = -1
     if not inner.startswith(_PRINTED):
@@ -260,11 +239,11 @@ def _object_in_text(text: str) -> Line:
             document, stop = DECODER.raw_decode(standard)
             inner = standard
     if stop < 0:
-        document, stop, kind = printed_dict(inner), len(inner), Kind.PRINTED
+        document, stop = printed_dict(inner), len(inner)
     # Text behind an object comes from another writer, which interrupted this one: their parts cannot be separated.
     if stop != len(inner) or not isinstance(document, dict):
-        return Kind.NONE, None
-    return kind, {**_fields_before(text[:begin], document), **document}
+        return None
+    return {**_fields_before(text[:begin], document), **document}
 
 
 def _fields_before(text: str, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,16 +263,6 @@ def _is_record(document: Mapping[str, Any]) -> bool:
     )
 
 
-def _reason(kind: Kind, document: Mapping[str, Any] | None) -> str:
-    if kind is Kind.OTHER_JSON:
-        return "JSON, but not an object"
-    return "a printed dictionary among JSON lines" if document is not None else "not a JSON object"
-
-
-class _NotAValueError(ValueError):
-    """Raised for a `repr` other than that of a dictionary, list, tuple, text, number, boolean or None."""
-
-
 def printed_dict(text: str) -> dict[str, Any] | None:
     """Return the dictionary whose `repr` is `text`; None for any other text."""
     if len(text) > MAX_CHARACTERS:
@@ -309,44 +278,30 @@ def printed_dict(text: str) -> dict[str, Any] | None:
 
 
 def _value(node: ast.expr) -> Any:
+    """Return the value of a node of a syntax tree: None, text, a number, a list or a dictionary; ... for another one.
+
+    Other values in a dictionary are left out if it contains a number.
+    """
     match node:
         case ast.Constant(value=value) if value is None or isinstance(value, str | int | float):
             return value
-        case ast.Dict(keys=keys, values=values):
-            return _items(keys, values)
+        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
+            found = {str(ast.literal_eval(key)): _value(each) for key, each in zip(keys, values, strict=True) if key}
+            known = {key: each for key, each in found.items() if each is not ...}
+            if len(known) == len(found) or any(isinstance(each, int | float) for each in known.values()):
+                return known
         case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_value(item) for item in items]
-        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _NAMES:
-            return _NAMES[name]
+            listed = [_value(item) for item in items]
+            return ... if ... in listed else listed
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return _NAMES.get(name, ...)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             value = _value(operand)
             if isinstance(value, int | float):
                 return -value if isinstance(sign, ast.USub) else value
         case ast.Call(func=ast.Name(id=kind) | ast.Attribute(attr=kind), args=[first, *_]) if _NUMERIC.fullmatch(kind):
             return _value(first)
-    raise _NotAValueError
-
-
-def _items(keys: Sequence[ast.expr | None], values: Sequence[ast.expr]) -> dict[str, Any]:
-    """Return the dictionary with these keys and values, which are nodes of a Python syntax tree.
-
-    If the dictionary contains a number, values of unsupported types are returned as text. If it contains no number, a
-    value of an unsupported type raises _NotAValueError.
-    """
-    items: dict[str, Any] = {}
-    unknown: dict[str, str] = {}
-    for key, node in zip(keys, values, strict=True):
-        if not (isinstance(key, ast.Constant) and isinstance(key.value, str | int)):
-            raise _NotAValueError
-        name = str(key.value)
-        try:
-            items[name] = _value(node)
-        except _NotAValueError:
-            items[name] = None
-            unknown[name] = ast.unparse(node)[:_TEXT_CHARACTERS]
-    if unknown and not any(isinstance(value, int | float) for value in items.values()):
-        raise _NotAValueError
-    return items | unknown
+    return ...
 
 
 IMPORTER = JsonLines()

@@ -55,6 +55,8 @@ _MAX_FACTS: Final = 200
 _FACT_CHARACTERS: Final = 8192
 _LISTED_FILES: Final = 20
 _NEXT_ENTRY: Final = re.compile(r"\}\s*(?:,\s*(?=\{)|(?=\]))")
+_NEXT_OBJECT: Final = re.compile(rb"\}\s*\n\{")
+"""A regular expression for the beginning of another object, as in a log with one object per line."""
 _NEXT_KEY: Final = re.compile(r",\s*(?=\"\w{1,64}\"\s*:)")
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 _MAX_DEPTH: Final = 3
@@ -76,7 +78,7 @@ class TrainerState:
         if head.startswith(b"PK\x03\x04"):
             return Detection(0.99, f"an archive with {STATE_FILE}") if _is_archive(path) else NOT_MINE
         text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-        if text.startswith(b"{") and _has_history(text):
+        if text.startswith(b"{") and b'"log_history"' in text and not _NEXT_OBJECT.search(text):
             return Detection(0.98, 'the file is a JSON object with the key "log_history"')
         if text.startswith(b"{") and path.name == STATE_FILE:
             return Detection(0.9, f"the name {STATE_FILE}")
@@ -122,7 +124,7 @@ class _Reading:
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
         self._branches: list[_Branch] = []
-        self._objects = ObjectReader()
+        self._objects = ObjectReader(faults)
         self._entries = 0
         self._facts: dict[str, Any] = {}
         self._files: list[str] = []
@@ -144,9 +146,8 @@ class _Reading:
                     continue
                 is_first = builder is None
                 builder = builder or BlockBuilder(branch.source)
+                self._objects.line = self._window.line_here
                 self._objects.add(entry, builder, attempt=branch.attempt)
-                if self._objects.ambiguous:
-                    self._objects.report_ambiguous(self._faults, self._window.line_here)
                 if is_first and follower.has_branched:
                     message = f"{state.label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
                     builder.event(EventType.NOTE, Severity.WARNING, redacted_text(message))
@@ -233,30 +234,6 @@ def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
             faults.add(window.line_here, f"an entry is not valid JSON and is skipped: {error}")
             window.resume_at(_NEXT_ENTRY)
     window.take("]")
-
-
-def _has_history(head: bytes) -> bool:
-    """Return whether `head` is the beginning of one JSON object with the key `log_history`.
-
-    The result is false if another object follows in `head`, as in a log with one object per line. In such a log, an
-    object may have this key too, for example the last object that ms-swift writes.
-    """
-    window = JsonWindow(iter((head,)))
-    found = False
-    try:
-        window.take("{")
-        while window.peek() != "}":
-            found |= window.value() == HISTORY
-            window.take(":")
-            window.value()
-            if window.peek() != "}":
-                window.take(",")
-        window.take("}")
-        return found and window.peek() != "{"
-    except Cut:
-        return found
-    except Malformed:
-        return found or (b'"log_history"' in head and b"\n{" not in head)
 
 
 def _begins_with_entry(head: bytes) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.decisions import MAX_BYTES, MAX_RECORDS, Choices, Dates, decide_dates
+from rankscope_ingest.importers.common.decisions import MAX_BYTES, MAX_RECORDS, Dates, decide_dates
 from rankscope_ingest.importers.common.failures import FailureLine, FailureLines
 from rankscope_ingest.importers.common.forms import Form, Forms, Match
 from rankscope_ingest.importers.common.importer import (
@@ -117,7 +117,7 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
         faults.notes.append(
             "records of several writers alternate: each writer is an attempt; the last is shown by default"
         )
-    if objects.keys:
+    if objects.nulls:
         run = objects.run({"lines": faults.lines, **records.parser.counts})
         state, reason = (run.state, run.reason) if run.state or not failures.ending else failures.ending
         yield dataclasses.replace(run, state=state, reason=reason)
@@ -131,7 +131,7 @@ class _LogRecords:
     """
 
     def __init__(self, faults: Faults, parser: LineParser) -> None:
-        self.objects = ObjectReader(Choices.from_json(faults.choices or {}), faults.unkept)
+        self.objects = ObjectReader(faults)
         self.failures = FailureLines()
         self.builder = BlockBuilder()
         self.parser = parser
@@ -220,9 +220,9 @@ class _LogRecords:
             if not self._is_decided:
                 self._wait(number, document, match)
                 continue
+            self.objects.line = number
             self.objects.add(document, self.builder, match=match)
-            if self.objects.ambiguous or self.failures.ending:
-                self._added(number)
+            self._continue()
         # The text of a failure may follow a progress bar on its line.
         if (not has_objects or b"it/s" in line or b"s/it" in line) and self.failures.is_possible(line):
             found = [(number, failure) for failure in self._failures_on(line)]
@@ -276,14 +276,13 @@ class _LogRecords:
             if isinstance(item, FailureLine):
                 self._add_failure(item)
             else:
+                self.objects.line = number
                 self.objects.add(item.document, self.builder, record=item, match=match)
-                self._added(number)
+                self._continue()
         self._waiting.clear()
         self._waiting_failures.clear()
 
-    def _added(self, number: int) -> None:
-        if self.objects.ambiguous:
-            self.objects.report_ambiguous(self._faults, number)
+    def _continue(self) -> None:
         if self.failures.ending and self.objects.progress.has_advanced:
             self.failures.record_seen()
 

@@ -25,7 +25,7 @@ from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.decisions import LOSS, RANK, Choices, Clock, Dates, decide, is_training
 from rankscope_ingest.importers.common.failures import ENDS
 from rankscope_ingest.importers.common.forms import Form, Match
-from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun
+from rankscope_ingest.importers.common.importer import FROM_LOG, BlockBuilder, Faults, ImportedRun, NameCounts
 from rankscope_ingest.importers.common.log_names import (
     EPOCH,
     EVALUATION_SPLITS,
@@ -53,7 +53,6 @@ from rankscope_ingest.importers.common.values import (
     seconds,
 )
 
-MAX_KEYS: Final = 1000
 MAX_NAMES: Final = 1000
 """Number of different names of scalars that are stored of one log. Values of further names are counted."""
 
@@ -87,29 +86,25 @@ _Added = tuple[str, Named, float | list[float | None]]
 class ObjectReader:
     """Converts the objects of one log, in order, to records, and collects the facts about the run that they contain."""
 
-    def __init__(self, choices: Choices = Choices(), unkept: Counter[str] | None = None) -> None:  # noqa: B008 - frozen
-        self.choices = choices
+    def __init__(self, faults: Faults) -> None:
+        """Read the objects of a log for which `faults` has the decision of an earlier import, if there is one."""
+        self._faults = faults
+        self.choices = Choices.from_json(faults.choices or {})
         """The decision about the log: which counter is the step, and which quantity is the loss."""
         self.clock = Clock(Dates())
         """Converts the times of the log whose date is not complete."""
         self.contradictions: Counter[str] = Counter()
         """For each contradiction of later records with the decision, the number of these records."""
-        self.keys: dict[str, int] = {}
+        self.nulls = NameCounts()
         """For each key of the log, the number of null values. A null value is an absent value."""
-        self.omitted: dict[str, int] = {}
-        """For each key of a list or an object that was too long or too deep to be stored, the number of its values."""
-        self.ambiguous: list[str] = []
-        """Messages to the user about numbers such as `1,234`, which are ambiguous and therefore not stored.
-
-        A message is removed when `report_ambiguous` has reported it.
-        """
+        self.line = 0
+        """The number of the line of the next object, for messages about it."""
         self.config: Any = None
         self.progress = TrainingProgress()
-        self._steps = StepCounter(choices, self.contradictions)
+        self._steps = StepCounter(self.choices, self.contradictions)
         self._names = Names()
         self._streams = StepStreams()
         self.layouts = Layouts()
-        self._unkept: Counter[str] = Counter() if unkept is None else unkept
         self._stored: set[str] = set()
         self._has_other_loss = False
         self._rows: dict[int | None, int] = {}  # per rank, the number of records that contain a number
@@ -190,8 +185,7 @@ class ObjectReader:
         if record.undated and record.ts is None:
             self._take_time(record, record.undated)
         for key, value in document.items():
-            if key in self.keys or len(self.keys) < MAX_KEYS:
-                self.keys[key] = self.keys.get(key, 0) + (value is None)
+            self.nulls[key] += value is None
         if self.choices.has_adapter_rank and record.rank is not None:
             record.numbers[RANK], record.rank = float(record.rank), None
         step_key = self._steps.key_of(record)
@@ -220,9 +214,6 @@ class ObjectReader:
             self._add_event(record.event, document, builder)
         added = self._add_numbers(record, builder)
         self.layouts.names_changed(self._names.version)
-        for key in record.omitted:
-            if key in self.omitted or len(self.omitted) < MAX_KEYS:
-                self.omitted[key] = self.omitted.get(key, 0) + 1
         if not added and record.event is None:
             builder.event(
                 EventType.NOTE,
@@ -301,8 +292,8 @@ class ObjectReader:
         `facts` are facts about the import, such as the number of lines; `sections` are further values by name. Both are
         stored in the `config` of the run.
         """
-        absent = {key: count for key, count in self.keys.items() if count}
-        about = {**facts, "keys": sorted(self.keys), "null_values": absent, "omitted_values": self.omitted}
+        absent = {key: count for key, count in self.nulls.items() if count}
+        about = {**facts, "keys": sorted(self.nulls), "null_values": absent}
         if self._rows:
             about["step"] = "number of the record"
         config = {"import": about, "log": self.config, **sections}
@@ -312,15 +303,6 @@ class ObjectReader:
             planned_steps=self.progress.planned_steps,
             config=json_text(config, limit=4 * MAX_JSON),
         )
-
-    def report_ambiguous(self, faults: Faults, line: int) -> None:
-        """Add the collected messages about ambiguous numbers such as `1,234` to `faults`, and forget them.
-
-        `line` is the line number of the record that contains these numbers.
-        """
-        for text in self.ambiguous:
-            faults.add(line, text)
-        self.ambiguous.clear()
 
     def _take_step(self, record: Record, chosen: str | None) -> int | None:
         """Return the value of the counter `chosen`, and add the other counters to the numbers of the record.
@@ -345,7 +327,7 @@ class ObjectReader:
         """Add all numbers of `record`, including numbers in text, as scalars. Return them."""
         taken: set[str] = set()
         added = []
-        self._unkept.update(record.omitted)
+        self._faults.unkept.update(record.omitted)
         values: dict[str, Any] = {**record.numbers, **record.texts}
         is_evaluation = record.split in EVALUATION_SPLITS or bool(record.sets)
         for key, value in values.items():
@@ -355,7 +337,7 @@ class ObjectReader:
                 continue
             named, numbers = found
             if self._refuses(named[0].name):
-                self._unkept[key] += 1
+                self._faults.unkept[key] += 1
                 continue
             _add_scalars(key, numbers, named, builder)
             if key == self.choices.loss and not isinstance(numbers, list) and not is_evaluation:
@@ -367,11 +349,12 @@ class ObjectReader:
     def _from_text(self, key: str, text: str, named: Named) -> tuple[Named, float] | None:
         """Return the stored name of `key` and the number in `text`; None if the text is no number or does not fit."""
         if named[0].unit not in _COUNTS and is_ambiguous(text):
-            self.ambiguous.append(f"{key}: {redacted_text(text)} may have a decimal comma and is not stored")
+            message = f"{key}: {redacted_text(text)} may have a decimal comma and is not stored"
+            self._faults.add(self.line, message)
             return None
         read = _number_in_text(text, named[0])
         if read is None:
-            self._unkept.update([key] if quantity(text) or seconds(text) is not None else [])
+            self._faults.unkept.update([key] if quantity(text) or seconds(text) is not None else [])
             return None
         return (read[0], _labels(read[0], key)), read[1]
 
