@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -208,6 +208,9 @@ _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor"
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
 
+Fired = tuple[int, AnomalyRule, float]
+"""The number of a row, a rule that fires for it, and the baseline before the row; NaN without one."""
+
 
 class RuleEvaluator:
     """Applies anomaly rules to the rows of one import, and holds the baseline of each series of values.
@@ -235,7 +238,9 @@ class RuleEvaluator:
         events = []
         if "scalars" in tables:
             events += self._scalars(tables["scalars"])
-            events += self._curve_events(tables)
+            for firing in self._curves.evaluate(tables):
+                fired = zip(firing.rows.tolist(), firing.medians.tolist(), strict=True)
+                events += _events(tables["scalars"], [(row, firing.rule, median) for row, median in fired])
         if "tensor_stats" in tables:
             evaluated["tensor_stats"], found = self._tensors(tables["tensor_stats"])
             events += found
@@ -244,43 +249,21 @@ class RuleEvaluator:
             evaluated["events"] = pa.concat_tables([table.cast(table_schema("events")) for table in events])
         return evaluated
 
-    def _curve_events(self, tables: Mapping[str, pa.Table]) -> list[pa.Table]:
-        found = []
-        for firing in self._curves.evaluate(tables):
-            rows = tables["scalars"].take(pa.array(firing.rows))
-            names, values = (rows.column(name).to_pylist() for name in ("name", "value"))
-            message = [
-                firing.rule.message(name, value, median)
-                for name, value, median in zip(names, values, firing.medians.tolist(), strict=True)
-            ]
-            columns = {"op": pa.array(names), "value": pa.array(values), "baseline": pa.array(firing.medians)}
-            found.append(_events(rows, firing.rule, columns | {"message": pa.array(message)}))
-        return found
-
     def _scalars(self, table: pa.Table) -> list[pa.Table]:
         names = table.column("name").cast(pa.string())
         same_rules: dict[tuple[AnomalyRule, ...], list[str]] = defaultdict(list)
         for name in names.unique().to_pylist():
             same_rules[tuple(rule for each in self._rules if (rule := each.for_scalar(name)) is not None)].append(name)
-        firings: dict[AnomalyRule, list[tuple[int, float]]] = defaultdict(list)
+        firings: list[Fired] = []
         for rules, alike in same_rules.items():
             chosen = pc.and_(pc.is_in(names, pa.array(alike, pa.string())), pc.is_valid(table.column("value")))
             rows = np.flatnonzero(chosen.to_numpy())
-            for row, rule, baseline in self._scalar_firings(table.take(pa.array(rows)), rules):
-                firings[rule].append((int(rows[row]), baseline))
-        found = []
-        for rule, fired in firings.items():
-            rows_fired = table.take(pa.array([row for row, _ in fired], pa.int64()))
-            op, value = rows_fired.column("name").cast(pa.string()), rows_fired.column("value")
-            message = pc.binary_join_element_wise(f"{rule.name}: ", op, " is ", value.cast(pa.string()), "")
-            baseline = pa.array([_known(baseline) for _, baseline in fired], pa.float64())
-            found.append(
-                _events(rows_fired, rule, {"op": op, "value": value, "baseline": baseline, "message": message})
-            )
-        return found
+            found = self._scalar_firings(table.take(pa.array(rows)), rules)
+            firings += [(int(rows[row]), rule, baseline) for row, rule, baseline in found]
+        return _events(table, firings)
 
-    def _scalar_firings(self, rows: pa.Table, rules: Sequence[AnomalyRule]) -> Iterator[tuple[int, AnomalyRule, float]]:
-        """Yield (row, rule, baseline) for each scalar in `rows` for which one of `rules` fires."""
+    def _scalar_firings(self, rows: pa.Table, rules: Sequence[AnomalyRule]) -> Iterator[Fired]:
+        """Yield a firing for each scalar in `rows` for which one of `rules` fires."""
         values = rows.column("value").to_numpy()
         if any(rule.needed_values() is not None for rule in rules):
             keys = zip(*(rows.column(name).to_pylist() for name in _SCALAR_SERIES), strict=True)
@@ -307,7 +290,7 @@ class RuleEvaluator:
         for place, op in enumerate(JUDGED_OPS):
             values = table.column(op).to_pylist()
             baselines: list[float | None] = []
-            firings: list[tuple[int, AnomalyRule, float]] = []
+            firings: list[Fired] = []
             for row, (key, value) in enumerate(zip(keys, values, strict=True)):
                 evaluator = self._evaluators(key)[place]
                 firing = None if value is None else evaluator.observe(value)
@@ -316,7 +299,7 @@ class RuleEvaluator:
                     firings.append((row, firing.rule, firing.baseline))
             position = table.column_names.index(f"{op}_baseline")
             table = table.set_column(position, table.schema.field(position), pa.array(baselines, pa.float32()))
-            found += _firing_events(table, op, firings)
+            found += _events(table, firings, op)
         return table, found
 
     def _evaluators(self, key: tuple[Any, ...]) -> tuple[SeriesEvaluator, ...]:
@@ -343,7 +326,7 @@ class RuleEvaluator:
                 open_rows &= ~fires
                 if op in _COUNTS:
                     free &= ~fires
-                found += _firing_events(table, op, [(int(row), rule, math.nan) for row in np.flatnonzero(fires)])
+                found += _events(table, [(int(row), rule, math.nan) for row in np.flatnonzero(fires)], op)
             if op == _COUNTS[-1]:
                 free = np.ones(len(table), np.bool_)
         return found
@@ -354,48 +337,40 @@ def _covered(rule: AnomalyRule, kinds: pa.ChunkedArray, op: str) -> npt.NDArray[
     return np.asarray(pc.is_in(kinds, pa.array(covered_kinds, pa.string())).to_numpy())
 
 
-def _firing_events(table: pa.Table, op: str, firings: Sequence[tuple[int, AnomalyRule, float]]) -> list[pa.Table]:
-    """Return anomaly events for the firings, one table per rule.
-
-    A firing is a triple: the number of a row, the rule that fires, and the baseline before this row.
-    """
-    found = []
-    for rule in dict.fromkeys(rule for _, rule, _ in firings):
-        chosen = [(row, baseline) for row, other, baseline in firings if other is rule]
-        rows = table.take(pa.array([row for row, _ in chosen], pa.int64()))
-        value = rows.column(op).cast(pa.float64())
-        kind, tensor = (rows.column(name).cast(pa.string()) for name in ("kind", "tensor"))
-        message = pc.binary_join_element_wise(
-            f"{rule.name} on ", kind, " of ", tensor, f": {op} is ", value.cast(pa.string()), ""
-        )
-        columns = {
-            "kind": kind,
-            "tensor": tensor,
-            "op": pa.array([op] * len(chosen)),
-            "value": value,
-            "baseline": pa.array([_known(baseline) for _, baseline in chosen], pa.float64()),
-            "vpp_stage": rows.column("vpp_stage"),
-            "message": message,
-        }
-        found.append(_events(rows, rule, columns))
-    return found
-
-
-def _events(rows: pa.Table, rule: AnomalyRule, columns: Mapping[str, Any]) -> pa.Table:
-    """Return one anomaly event of `rule` per row of `rows`, with the values in `columns`.
+def _events(table: pa.Table, firings: Iterable[Fired], op: str | None = None) -> list[pa.Table]:
+    """Return the anomaly events of firings in `table`, one table per rule; `op` is the column of values of tensors.
 
     Run, attempt, rank, step and time are those of the row. Event columns without a value are null.
     """
-    count = rows.num_rows
-    given = {name: rows.column(name) for name in _PLACE} | dict(columns)
-    same = {"type": EventType.ANOMALY.value, "severity": str(rule.severity), "rule": rule.name}
-    given |= {name: pa.array([value] * count) for name, value in same.items()}
-    given["threshold"] = pa.array([rule.limit()] * count, pa.float64())
-    schema = table_schema("events")
-    arrays = [
-        given[field.name].cast(field.type) if field.name in given else pa.nulls(count, field.type) for field in schema
-    ]
-    return pa.table(arrays, schema=schema)
+    by_rule: dict[AnomalyRule, list[tuple[int, float]]] = defaultdict(list)
+    for row, rule, baseline in firings:
+        by_rule[rule].append((row, baseline))
+    found, schema = [], table_schema("events")
+    for rule, fired in by_rule.items():
+        count, rows = len(fired), table.take(pa.array([row for row, _ in fired], pa.int64()))
+        value = rows.column(op or "value").cast(pa.float64())
+        given = {name: rows.column(name) for name in _PLACE} | {"value": value}
+        given["baseline"] = pa.array([_known(baseline) for _, baseline in fired], pa.float64())
+        same = {"type": EventType.ANOMALY.value, "severity": str(rule.severity), "rule": rule.name, "op": op}
+        given |= {name: pa.array([text] * count, pa.string()) for name, text in same.items()}
+        given["threshold"] = pa.array([rule.limit()] * count, pa.float64())
+        if op is None:
+            given["op"] = rows.column("name").cast(pa.string())
+            subject: tuple[Any, ...] = (f"{rule.name}: ", given["op"])
+        else:
+            given |= {name: rows.column(name).cast(pa.string()) for name in ("kind", "tensor")}
+            given["vpp_stage"] = rows.column("vpp_stage")
+            subject = (f"{rule.name} on ", given["kind"], " of ", given["tensor"], f": {op}")
+        given["message"] = pc.binary_join_element_wise(*subject, " is ", value.cast(pa.string()), "")
+        if isinstance(rule, CurveRule):
+            compared = zip(*(given[name].to_pylist() for name in ("op", "value", "baseline")), strict=True)
+            given["message"] = pa.array([rule.message(*each) for each in compared])
+        arrays = [
+            given[field.name].cast(field.type) if field.name in given else pa.nulls(count, field.type)
+            for field in schema
+        ]
+        found.append(pa.table(arrays, schema=schema))
+    return found
 
 
 def _known(baseline: float) -> float | None:
