@@ -8,17 +8,17 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
 
 from rankscope.shell.errors import USAGE, CommandError, suggestion
 from rankscope.shell.streams import progress_bar
 
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
-    from rankscope_ingest.importers import Importer, ImportReport, LogGroup, Options
+    from rankscope_ingest.importers import Choices, Importer, ImportReport, LogGroup, Options
 
 LISTED_LOGS: Final = 20
 """Largest number of logs of which each result is printed, and largest number of printed messages about more logs."""
@@ -172,7 +172,7 @@ class Log:
     path: Path
     importer: Importer
     run: str
-    choices: Mapping[str, Any] | None = None
+    choices: Choices | None = None
     """The decision about the log, which --reimport has derived from all of its records."""
 
 

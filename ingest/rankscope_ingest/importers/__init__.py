@@ -18,16 +18,17 @@ import functools
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.model.redaction import redacted_name
 from rankscope_ingest.base.errors import IngestError
+from rankscope_ingest.importers.common.decisions import Choices
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
     Detection,
@@ -79,7 +80,7 @@ class Replaceable:
     kind: str
     attempts: frozenset[int]
     """The attempts whose rows without an incarnation are from this log alone; their `source_kind` is `kind`."""
-    choices: Mapping[str, Any] | None
+    choices: Choices | None
     """The decision that all records of the log suggest, if they contradict the one over its first records."""
 
 
@@ -265,6 +266,7 @@ __all__ = [
     "IMPORT_RULES",
     "NOT_MINE",
     "NO_END",
+    "Choices",
     "Detection",
     "Fault",
     "Faults",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope_ingest.importers import Faults, ImportedBlock, find_importer
+from rankscope_ingest.importers.common.decisions import Choices
 
 WORDS = {
     "file", "format", "about", "rows", "losses", "first_step", "last_step", "attempts", "ranks", "planned_steps",
@@ -88,7 +89,7 @@ def differences(
     return wrong
 
 
-def read(path: Path, choices: Mapping[str, Any] | None = None) -> tuple[list[dict[str, Any]], Faults]:
+def read(path: Path, choices: Choices | None = None) -> tuple[list[dict[str, Any]], Faults]:
     """Return the scalars of a log in its order, and the object that describes how it was read."""
     faults = Faults(choices=choices)
     blocks = [item for item in find_importer(path).read(path, faults) if isinstance(item, ImportedBlock)]

@@ -64,7 +64,7 @@ def test_example_of_a_tool_is_read(tmp_path, tool):
     path.write_text(tool["example"] + "\n", encoding="utf-8")
     rows, faults = read(path)
     losses = [row for row in rows if row["name"] == "loss"]
-    steps = faults.choices["steps"]
+    steps = faults.choices.steps
 
     assert rows
     assert (tool.get("loss") == "") == (not losses)

@@ -91,13 +91,9 @@ class Choices:
     losses: tuple[str, ...] = ()
     """The quantities among which no loss could be chosen."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the decision as an object for the details of the import event."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Choices:
-        """Return the decision that `to_json` has written. Fields of a later release are ignored."""
+        """Return the decision with the fields in `document`. Fields of a later release are ignored."""
         known: dict[str, Any] = {name: document[name] for name in Choices.__dataclass_fields__ if name in document}
         for name in known.keys() & {"steps", "refused", "losses"}:
             known[name] = tuple(known[name])
@@ -304,13 +300,9 @@ class Dates:
     why: str = ""
     """The reason for the decision, as a message to the user."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the decision as an object for the details of the import event."""
-        return dataclasses.asdict(self)
-
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Dates:
-        """Return the decision that `to_json` has written. Fields of a later release are ignored."""
+        """Return the decision with the fields in `document`. Fields of a later release are ignored."""
         return Dates(**{name: document[name] for name in Dates.__dataclass_fields__ if name in document})
 
 

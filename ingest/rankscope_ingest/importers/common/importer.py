@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_ingest.base.tables import rows_table, table_schema
+from rankscope_ingest.importers.common.decisions import Choices
 from rankscope_ingest.importers.common.row_layout import Rows, Series
 
 KEPT_FAULTS: Final = 20
@@ -166,13 +167,13 @@ class Faults:
 
     The values of further names than 1,000 are counted together as `other names`.
     """
-    choices: Mapping[str, Any] | None = None
+    choices: Choices | None = None
     """The decision about step and loss of the log, for the import event.
 
     The caller sets the decision of an earlier import of the same log; without one, the function that reads the log sets
     it.
     """
-    revised: Mapping[str, Any] | None = None
+    revised: Choices | None = None
     """The decision that all records of the log suggest, if they contradict `choices`. --reimport uses it."""
     options: Options = Options()
     """The options of the user."""

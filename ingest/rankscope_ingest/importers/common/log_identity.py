@@ -8,6 +8,7 @@ which contains the number and digests of the bytes read, and the state from whic
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -22,6 +23,7 @@ import pyarrow.compute as pc
 from rankscope_contract.model.events import EventType
 from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_name
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_ingest.importers.common.decisions import Choices
 from rankscope_ingest.importers.common.failures import ending_after, failure_event
 from rankscope_ingest.importers.common.lines import open_log, readable
 from rankscope_storage.base.datasets import IMPORT_PREFIX, IMPORTED_FROM
@@ -89,8 +91,8 @@ class KnownImport:
 
     The log shares the records before it with another log, for which they are stored.
     """
-    choices: Mapping[str, Any] | None = None
-    """The decision about the step and the loss of the log; `decisions.Choices` describes it."""
+    choices: Choices | None = None
+    """The decision about the step and the loss of the log."""
     state: Mapping[str, Any] | None = None
     """State behind the last complete line, from which the next import reads on; None if it reads the complete log."""
     axis: Mapping[str, Any] | None = None
@@ -100,6 +102,7 @@ class KnownImport:
         """Return these facts as the JSON text that is stored in `details` of the import event."""
         ends = [[rank, end.attempt, end.step, end.ts] for rank, end in self.ends.items()][:_LISTED_ENDS]
         named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "ends"}
+        named["choices"] = None if self.choices is None else dataclasses.asdict(self.choices)
         return json.dumps({**named, "ends": ends}, sort_keys=True)
 
     @staticmethod
@@ -111,6 +114,7 @@ class KnownImport:
             marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
             known = {name: document[name] for name in KnownImport.__dataclass_fields__ if name not in _ADDED}
             known |= {name: document[name] for name in _ADDED if name in document}
+            known["choices"] = Choices.from_json(known["choices"]) if known.get("choices") else None
             known.setdefault("is_settled", document.get("fingerprint") is not None)  # of an earlier release
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the details of an import event are invalid: {error!r}") from error

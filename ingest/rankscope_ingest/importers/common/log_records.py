@@ -112,7 +112,7 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
         f"{contradiction} ({count:,} records): --reimport decides again"
         for contradiction, count in objects.contradictions.items()
     )
-    faults.revised = revised.to_json() if (revised := objects.revised()) else None
+    faults.revised = objects.revised()
     if objects.are_writers_interleaved:
         faults.notes.append(
             "records of several writers alternate: each writer is an attempt; the last is shown by default"
@@ -258,7 +258,7 @@ class _LogRecords:
             rows = [record for _, record, _ in self._waiting if isinstance(record, Record)]
             loss, dates = self._faults.options.loss, self._dates()
             self.objects.choose(rows, loss=loss, dates=dates)
-            self._faults.choices = self.objects.choices.to_json()
+            self._faults.choices = self.objects.choices
             self._is_decided = True
             self._add_waiting()
 

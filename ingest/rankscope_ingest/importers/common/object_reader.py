@@ -89,7 +89,7 @@ class ObjectReader:
     def __init__(self, faults: Faults) -> None:
         """Read the objects of a log for which `faults` has the decision of an earlier import, if there is one."""
         self._faults = faults
-        self.choices = Choices.from_json(faults.choices or {})
+        self.choices = faults.choices or Choices()
         """The decision about the log: which counter is the step, and which quantity is the loss."""
         self.clock = Clock(Dates())
         """Converts the times of the log whose date is not complete."""

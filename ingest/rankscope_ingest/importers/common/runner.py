@@ -185,7 +185,7 @@ def import_records(
     is_live: bool = False,
     stored: StoredScalars | None = None,
     options: Options = Options(),  # noqa: B008 - frozen
-    choices: Mapping[str, Any] | None = None,
+    choices: Choices | None = None,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
@@ -233,12 +233,11 @@ def _check_choices(path: Path, before: KnownImport | None, options: Options) -> 
     """Raise IngestError if the user has chosen a loss or a year for a log that is stored with another one."""
     if before is None or before.choices is None:
         return
-    choices = Choices.from_json(before.choices)
     with errors_about(path):
         if options.loss is not None:
-            choices.check_loss(options.loss)
+            before.choices.check_loss(options.loss)
         if options.year is not None:
-            choices.check_year(options.year)
+            before.choices.check_year(options.year)
 
 
 @contextlib.contextmanager
@@ -255,7 +254,7 @@ def errors_about(path: Path) -> Iterator[None]:
 def _step_notes(before: KnownImport | None, faults: Faults) -> list[str]:
     if before is None or before.choices is None or faults.choices is None:
         return []
-    return Choices.from_json(faults.choices).step_notes(Choices.from_json(before.choices))
+    return faults.choices.step_notes(before.choices)
 
 
 def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
