@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -132,24 +131,20 @@ def _first_difference(imported: pa.Table, stored: pa.Table) -> int | None:
     the end of the shorter log are compared, and only names that both logs have. A record of the log that was imported
     before may be absent from `stored`, because its rows have expired.
     """
-    last = pc.min(pa.array([pc.max(table["seq"]).as_py() for table in (imported, stored)], pa.int64())).as_py()
     if not imported.num_rows or not stored.num_rows:
         return None
+    last = min(pc.max(table["seq"]).as_py() for table in (imported, stored))
     first, second = (
-        table.filter(
+        table.set_column(1, "step", table["step"].fill_null(-1)).filter(
             (pc.field("seq") <= last) & pc.field("name").isin(other["name"]) & pc.field("seq").isin(stored["seq"])
-        ).sort_by([("seq", "ascending"), ("name", "ascending"), ("value", "ascending")])
+        )
         for table, other in ((imported, stored), (stored, imported))
     )
-    length = min(first.num_rows, second.num_rows)
-    differs = np.zeros(length, bool)
-    for name in _COLUMNS:
-        one, other = (table[name].slice(0, length).to_numpy() for table in (first, second))
-        differs |= one != other if name == "name" else ~np.isclose(one, other, rtol=0, atol=0, equal_nan=True)
-    rows = np.flatnonzero(differs)
-    place = int(rows[0]) if rows.size else length
-    ends = [table["seq"][place].as_py() for table in (first, second) if place < table.num_rows]
-    return min(ends, default=None)
+    different = [
+        one.join(other, list(_COLUMNS), join_type="left anti")["seq"]
+        for one, other in ((first, second), (second, first))
+    ]
+    return min((pc.min(records).as_py() for records in different if len(records)), default=None)
 
 
 BATCH_ROWS: Final = 500_000
