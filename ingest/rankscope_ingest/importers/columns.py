@@ -18,7 +18,7 @@ from typing import Any, Final
 from rankscope_ingest.importers.common.decisions import is_typical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown
-from rankscope_ingest.importers.common.log_names import EPOCH, Role, role_of
+from rankscope_ingest.importers.common.log_names import is_counter
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.records import NAMES, opened
 from rankscope_ingest.importers.common.values import plain, quantity, whole
@@ -131,7 +131,7 @@ def layout_of(line: str, file: str) -> Layout | None:
         )
         is_heading = all(map(_HEADING_CELL.fullmatch, names)) and len(set(names)) == len(names)
         is_named = any(cell.lower() == _VALUE for cell in cells) or any(map(is_typical, names))
-        if is_heading and any(map(_is_counter, names)) and is_named:
+        if is_heading and any(map(is_counter, names)) and is_named:
             return Layout(names, separator, has_heading=True)
     return None
 
@@ -143,10 +143,6 @@ def _name_of(cell: str, file: str) -> str:
     return "wall_time" if cell == "Wall time" else cell
 
 
-def _is_counter(name: str) -> bool:
-    return role_of(name) is Role.STEP or name.lower() == EPOCH
-
-
 def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
     """Return the non-empty cells of `line` by column name; None if `line` is not a row of the table."""
     cells = cells_of(line, layout.separator)
@@ -155,8 +151,8 @@ def row_of(line: str, layout: Layout) -> dict[str, Any] | None:
     if layout.separator == ";":  # the separator of programs that write decimal commas
         cells = [cell.replace(",", ".") if _DECIMAL_COMMA.fullmatch(cell) else cell for cell in cells]
     row = {name: plain(cell) for name, cell in zip(layout.names, cells, strict=True) if cell}
-    steps = [value for name, value in row.items() if _is_counter(name)]
-    others = [value for name, value in row.items() if not _is_counter(name)]
+    steps = [value for name, value in row.items() if is_counter(name)]
+    others = [value for name, value in row.items() if not is_counter(name)]
     is_row = any(whole(step) is not None for step in steps) and any(
         not isinstance(value, str) or quantity(value) for value in others
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from rankscope_ingest.base.tables import rows_table, table_schema
@@ -316,10 +315,10 @@ class BlockBuilder:
             return None
         tables = {}
         if self._values:
-            series = np.frombuffer(self._value_names, np.int32)
+            series = pa.array(np.frombuffer(self._value_names, np.int32))
             columns = [
                 pa.array(np.frombuffer(self._values)),
-                *(_coded(each, series) for each in zip(*self._names, strict=True)),
+                *(_encoded(each).take(series) for each in _columns("scalars", _SCALAR_COLUMNS, self._names)),
             ]
             tables["scalars"] = self._table(self._value_records, ("value", *_SCALAR_COLUMNS), columns)
         if self._events:
@@ -345,13 +344,6 @@ def _columns(dataset: str, names: Sequence[str], rows: Any) -> list[pa.Array]:
 
 def _encoded(column: pa.Array) -> pa.Array:
     return column.dictionary_encode() if pa.types.is_string(column.type) else column
-
-
-def _coded(texts: Sequence[str | None], places: npt.NDArray[np.int32]) -> pa.DictionaryArray:
-    """Return a dictionary-encoded column with the texts at `places`."""
-    distinct = list(dict.fromkeys(text for text in texts if text is not None))
-    codes = np.array([-1 if text is None else distinct.index(text) for text in texts], np.int32)[places]
-    return pa.DictionaryArray.from_arrays(pa.array(codes, mask=codes < 0), pa.array(distinct, pa.string()))
 
 
 _SHOWN_NAMES: Final = 20

@@ -190,11 +190,6 @@ def in_unit(alias: Alias, unit: str) -> Alias:
     return Alias(alias.name, found.name, found.factor, None if unit == found.name else unit)
 
 
-def under_own_name(name: str) -> Alias:
-    """Return `name` as the stored name with the unit of its usual quantity, for logs that use it for another."""
-    return replace(canonical(name), name=redacted_name(name))
-
-
 def _split_unit(name: str) -> tuple[str, str | None]:
     found = _UNIT_AT_END.match(name)
     return (name, None) if found is None else (found["name"], found["unit"].strip())
@@ -286,6 +281,11 @@ def role_of(key: str) -> Role:
     if known is None and (key == BATCH or _COUNTER.fullmatch(key)):
         return Role.STEP
     return known or Role.VALUE
+
+
+def is_counter(name: str) -> bool:
+    """Return whether `name` is the name of a counter of steps or of epochs."""
+    return role_of(name) is Role.STEP or name.lower() == EPOCH
 
 
 _WHOLE_RUN: Final = r"^(?:on_)?(?:(?:train(?:ing|er)?|run|fit|job)[ _.-]?)?"
@@ -394,8 +394,8 @@ def _stored_name(key: str) -> Named:
 
 @functools.lru_cache(maxsize=4096)
 def own_name(key: str) -> Named:
-    """Return `key` unchanged as the stored name, with the stored unit of its quantity."""
-    alias = under_own_name(key)
+    """Return `key` unchanged as the stored name, with the unit of its usual quantity."""
+    alias = replace(canonical(key), name=redacted_name(key))
     return alias, alias.labels(key)
 
 

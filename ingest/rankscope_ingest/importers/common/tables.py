@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from rankscope_ingest.importers.common.log_names import EPOCH, Role, role_of
+from rankscope_ingest.importers.common.log_names import EPOCH, is_counter
 from rankscope_ingest.importers.common.pairs import EVALUATION_MARK, named_value
 from rankscope_ingest.importers.common.values import plain, quantity, seconds
 
@@ -51,7 +51,7 @@ class Boxes:
 
     def _without_frame(self, cells: list[str]) -> dict[str, Any] | None:
         """Return a row of a table with bars between its cells only, whose heading has the name of a counter."""
-        is_heading = len(cells) > 1 and all(map(_NAME.fullmatch, cells)) and any(map(_is_counter, cells))
+        is_heading = len(cells) > 1 and all(map(_NAME.fullmatch, cells)) and any(map(is_counter, cells))
         if is_heading or len(cells) == len(self._heading):
             return self._row(cells)
         self._heading = ()
@@ -75,14 +75,10 @@ class Boxes:
             self._section = cells[0] if cells[0].endswith("/") else self._section
         elif len(cells) % 2 == 0 and None not in numbers[1::2] and all(map(_NAME.fullmatch, cells[::2])):
             for name, number in zip(cells[::2], numbers[1::2], strict=True):
-                self._box[name if _is_counter(name) else f"{self._section}{name}"] = number
+                self._box[name if is_counter(name) else f"{self._section}{name}"] = number
         else:
             return None
         return {}
-
-
-def _is_counter(name: str) -> bool:
-    return role_of(name) is Role.STEP or name.lower() == EPOCH
 
 
 def _number(cell: str) -> Any:
