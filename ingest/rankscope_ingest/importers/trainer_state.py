@@ -105,10 +105,57 @@ class TrainerState:
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield each entry of the files at `path` once, in order, then the facts about the run."""
         states = find_states(path)
-        reading = _Reading(faults)
+        objects, entries = ObjectReader(faults), 0
+        branches: list[_Branch] = []
+        facts: dict[str, Any] = {}
+        cut: list[str] = []
         for position, state in enumerate(states, 1):
-            yield from reading.file(state, is_last=position == len(states))
-        yield reading.run()
+            follower = _Follower(branches, is_last=position == len(states))
+            builder: BlockBuilder | None = None
+            count = 0
+            with state.open() as file:
+                label, is_first = Path(state.label), not faults.read_bytes
+                window = JsonWindow(read_chunks(file, label, faults, _CHUNK_BYTES, checks_text=is_first))
+                try:
+                    for entry in _entries(window, facts, faults):
+                        count += 1
+                        branch = follower.new(entry)
+                        if branch is None:
+                            continue
+                        has_branched = builder is None and follower.has_branched
+                        builder = builder or BlockBuilder(branch.source)
+                        objects.line = window.line_here
+                        objects.add(entry, builder, attempt=branch.attempt)
+                        if has_branched:
+                            text = f"{label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
+                            builder.event(EventType.NOTE, Severity.WARNING, redacted_text(text))
+                        if builder.is_full and (block := builder.take()):
+                            yield block
+                except Cut:
+                    cut.append(state.label)
+                    text = f"{label} is truncated: it ends inside a value, after {count:,} whole entries"
+                    faults.add(window.line_here, text)
+            entries = max(entries, count)
+            if builder and (block := builder.take()):
+                yield block
+        about = {"entries": entries, "cut": bool(cut), "files": [state.label for state in states[-_LISTED_FILES:]]}
+        modified = max((state.modified for state in states if state.modified is not None), default=None)
+        yield _run(objects.run(about, trainer_state=facts), facts, about, modified)
+
+
+def _run(run: ImportedRun, facts: Mapping[str, Any], about: Mapping[str, Any], modified: float | None) -> ImportedRun:
+    """Return `run` with the facts in its newest file, of which `modified` is the time of the last change."""
+    step, planned = whole(facts.get("global_step")), whole(facts.get("max_steps"))
+    is_planned = planned is not None and planned > 0
+    reached = is_planned and not about["cut"] and step is not None and step >= (planned or 0)
+    return replace(
+        run,
+        state=RunState.COMPLETED if reached else run.state,
+        reason="global_step has reached max_steps" if reached else run.reason,
+        planned_steps=planned if is_planned else None,
+        last_step=None if about["entries"] else step,
+        ended_at=None if modified is None else int(modified * 1e6),
+    )
 
 
 def _is_archive(path: Path) -> bool:
@@ -116,77 +163,6 @@ def _is_archive(path: Path) -> bool:
         return zipfile.is_zipfile(path) and bool(_in_archive(path))
     except (IngestError, OSError):
         return False
-
-
-class _Reading:
-    """Reads the files of one run, and holds the state between the files."""
-
-    def __init__(self, faults: Faults) -> None:
-        self._faults = faults
-        self._branches: list[_Branch] = []
-        self._objects = ObjectReader(faults)
-        self._entries = 0
-        self._facts: dict[str, Any] = {}
-        self._files: list[str] = []
-        self._cut: list[str] = []
-        self._modified: float | None = None
-        self._window = JsonWindow(iter(()))
-
-    def file(self, state: StateFile, *, is_last: bool) -> Iterator[Imported]:
-        """Yield the entries of the file `state` that none of the previously read files of the run contains."""
-        self._files.append(state.label)
-        if state.modified is not None:
-            self._modified = max(self._modified or 0.0, state.modified)
-        follower = _Follower(self._branches, is_last=is_last)
-        builder: BlockBuilder | None = None
-        with state.open() as file:
-            for entry in self._entries_of(file, state):
-                branch = follower.new(entry)
-                if branch is None:
-                    continue
-                is_first = builder is None
-                builder = builder or BlockBuilder(branch.source)
-                self._objects.line = self._window.line_here
-                self._objects.add(entry, builder, attempt=branch.attempt)
-                if is_first and follower.has_branched:
-                    message = f"{state.label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
-                    builder.event(EventType.NOTE, Severity.WARNING, redacted_text(message))
-                if builder.is_full and (block := builder.take()):
-                    yield block
-        if builder and (block := builder.take()):
-            yield block
-
-    def run(self) -> ImportedRun:
-        """Return the facts about the run in its newest file."""
-        about = {"entries": self._entries, "cut": bool(self._cut), "files": self._files[-_LISTED_FILES:]}
-        found = self._objects.run(about, trainer_state=self._facts)
-        step, planned = whole(self._facts.get("global_step")), whole(self._facts.get("max_steps"))
-        is_planned = planned is not None and planned > 0
-        reached = is_planned and not self._cut and step is not None and step >= (planned or 0)
-        return replace(
-            found,
-            state=RunState.COMPLETED if reached else found.state,
-            reason="global_step has reached max_steps" if reached else found.reason,
-            planned_steps=planned if is_planned else None,
-            last_step=None if self._entries else step,
-            ended_at=None if self._modified is None else int(self._modified * 1e6),
-        )
-
-    def _entries_of(self, file: IO[bytes], state: StateFile) -> Iterator[Mapping[str, Any]]:
-        is_first = not self._faults.read_bytes
-        chunks = read_chunks(file, Path(state.label), self._faults, _CHUNK_BYTES, checks_text=is_first)
-        self._window = window = JsonWindow(chunks)
-        count = 0
-        try:
-            for entry in _entries(window, self._facts, self._faults):
-                count += 1
-                yield entry
-        except Cut:
-            self._cut.append(state.label)
-            self._faults.add(
-                window.line_here, f"{state.label} is truncated: it ends inside a value, after {count:,} whole entries"
-            )
-        self._entries = max(self._entries, count)
 
 
 def _entries(window: JsonWindow, facts: MutableMapping[str, Any], faults: Faults) -> Iterator[Mapping[str, Any]]:
