@@ -40,15 +40,6 @@ Mark = tuple[int, str]
 _TAIL_BYTES: Final = 1 << 16
 _TAIL_LINES: Final = (1, 4, 16, 64)
 
-_ADDED: Final = (
-    "imported_from",
-    "is_settled",
-    "begins_at",
-    "choices",
-    "state",
-    "axis",
-)  # import events of earlier releases do not have these fields
-
 _KNOWN: Final = """\
 SELECT run, arg_max(details, ordinal) AS details FROM events WHERE {} AND type = $type
 GROUP BY run, incarnation ORDER BY min(ordinal)"""
@@ -110,15 +101,14 @@ class KnownImport:
         """Return the facts in `text`, which `to_json` has written. Raises ValueError for any other text."""
         try:
             document = json.loads(text)
-            ends = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
-            marks = tuple((int(size), str(digest)) for size, digest in document["marks"])
-            known = {name: document[name] for name in KnownImport.__dataclass_fields__ if name not in _ADDED}
-            known |= {name: document[name] for name in _ADDED if name in document}
+            known = {name: document[name] for name in KnownImport.__dataclass_fields__ if name in document}
+            known["ends"] = {rank: End(attempt, step, ts) for rank, attempt, step, ts in document["ends"]}
+            known["marks"] = tuple((int(size), str(digest)) for size, digest in document["marks"])
             known["choices"] = Choices.from_json(known["choices"]) if known.get("choices") else None
             known.setdefault("is_settled", document.get("fingerprint") is not None)  # of an earlier release
+            return KnownImport(**known)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the details of an import event are invalid: {error!r}") from error
-        return KnownImport(**(known | {"ends": ends, "marks": marks}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +182,11 @@ def identify(path: Path, run: str, known: Sequence[KnownImport], identity: str |
         return Source(incarnation=incarnation, before=before)
     name = stored_path(path).rpartition("/")[2]
     named = [log for log in known if log.path.rpartition("/")[2] == name and log.marks]
-    others = [log for log in known if log not in named and log.records]
-    for candidates in (named, others):
-        for log in sorted(candidates, key=lambda log: -log.marks[-1][0] if log.marks else 0):
-            if has_equal_beginning(path, log.marks):
-                return Source(incarnation=log.incarnation, before=log, begins_at=log.begins_at)
-    if (found := _without_beginning(path, [*named, *others])) is not None:
+    candidates = [*named, *(log for log in known if log not in named and log.records and log.marks)]
+    for log in sorted(candidates, key=lambda log: (log not in named, -log.marks[-1][0])):
+        if has_equal_beginning(path, log.marks):
+            return Source(incarnation=log.incarnation, before=log, begins_at=log.begins_at)
+    if (found := _without_beginning(path, candidates)) is not None:
         return found
     taken = {log.incarnation for log in known}
     free = (incarnation_of(path, run, generation=generation) for generation in itertools.count())

@@ -16,6 +16,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,9 +90,9 @@ class _Encoder:
         kind = next((name for name, kind in _CONTAINERS.items() if type(value) is kind), None)
         if kind is None:
             state = _attributes(value)
-            row = [_name_of(type(value)), *(self._of(part) for pair in state.items() for part in pair)]
+            row = [_name_of(type(value)), *map(self._of, chain(*state.items()))]
         elif isinstance(value, dict):
-            row = [kind, *(self._of(part) for pair in map(_masked, value.items()) for part in pair)]
+            row = [kind, *map(self._of, chain(*map(_masked, value.items())))]
         else:
             row = [kind, *map(self._of, value)]
         self._rows[number] = row
