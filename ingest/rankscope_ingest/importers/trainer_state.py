@@ -1,9 +1,9 @@
 """Import the Hugging Face Trainer's `trainer_state.json`: a file, a checkpoint, a run with its checkpoints, or a zip.
 
-Each entry of `log_history` is a record. The other values become the run's `config`, `planned_steps` and state. A file
-of any size is read in bounded memory. The complete entries of a truncated file are imported, and the truncation is
-reported as a fault. A list of entries without an enclosing object, NaN and Infinity are accepted. The Trainer logs no
-time, so records have none; the end of the run is the modification time of its newest file.
+Each entry of `log_history` is a record. The other values become the run's `config`, `planned_steps` and state. The
+complete entries of a truncated file are imported, and the truncation is reported as a fault. A list of entries without
+an enclosing object, NaN and Infinity are accepted. The Trainer logs no time, so records have none; the end of the run
+is the modification time of its newest file.
 
 Every checkpoint repeats the history of the earlier checkpoints, so only the entries that earlier checkpoints do not
 contain are imported. The histories of all checkpoints form a tree. Histories of one training agree up to the end of the
@@ -42,15 +42,14 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
 )
-from rankscope_ingest.importers.common.lines import open_log, read_chunks, readable
+from rankscope_ingest.importers.common.lines import open_log, read_whole, readable
 from rankscope_ingest.importers.common.object_reader import ObjectReader
-from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, json_text, whole
+from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, json_text, whole
 from rankscope_ingest.importers.jsonl import IMPORTER as JSON_LINES
 
 HISTORY: Final = "log_history"
 STATE_FILE: Final = "trainer_state.json"
 
-_CHUNK_BYTES: Final = 1 << 16  # after an error, the whole window is searched
 _MAX_FACTS: Final = 200
 _FACT_CHARACTERS: Final = 8192
 _LISTED_FILES: Final = 20
@@ -96,7 +95,7 @@ class TrainerState:
             return None
         with states[0].open() as file:
             try:
-                first = next(_entries(JsonWindow(read_chunks(file, path, Faults(), _CHUNK_BYTES)), {}, Faults()), None)
+                first = next(_entries(JsonReader(read_whole(file, path, Faults())), {}, Faults()), None)
             except Cut:
                 return None
         branch = None if first is None else _Follower([], is_last=True).new(first)
@@ -114,27 +113,27 @@ class TrainerState:
             builder: BlockBuilder | None = None
             count = 0
             with state.open() as file:
-                label, is_first = Path(state.label), not faults.read_bytes
-                window = JsonWindow(read_chunks(file, label, faults, _CHUNK_BYTES, checks_text=is_first))
+                text = JsonReader(read_whole(file, Path(state.label), faults))
                 try:
-                    for entry in _entries(window, facts, faults):
+                    for entry in _entries(text, facts, faults):
                         count += 1
                         branch = follower.new(entry)
                         if branch is None:
                             continue
                         has_branched = builder is None and follower.has_branched
                         builder = builder or BlockBuilder(branch.source)
-                        objects.line = window.line_here
+                        objects.line = text.line_here
                         objects.add(entry, builder, attempt=branch.attempt)
                         if has_branched:
-                            text = f"{label} differs from earlier checkpoints from here on: attempt {branch.attempt}"
-                            builder.event(EventType.NOTE, Severity.WARNING, redacted_text(text))
+                            differs = f"{state.label} differs from earlier checkpoints from here on"
+                            note = redacted_text(f"{differs}: attempt {branch.attempt}")
+                            builder.event(EventType.NOTE, Severity.WARNING, note)
                         if builder.is_full and (block := builder.take()):
                             yield block
                 except Cut:
                     cut.append(state.label)
-                    text = f"{label} is truncated: it ends inside a value, after {count:,} whole entries"
-                    faults.add(window.line_here, text)
+                    note = f"{state.label} is truncated: it ends inside a value, after {count:,} whole entries"
+                    faults.add(text.line_here, note)
             entries = max(entries, count)
             if builder and (block := builder.take()):
                 yield block
@@ -165,59 +164,57 @@ def _is_archive(path: Path) -> bool:
         return False
 
 
-def _entries(window: JsonWindow, facts: MutableMapping[str, Any], faults: Faults) -> Iterator[Mapping[str, Any]]:
+def _entries(text: JsonReader, facts: MutableMapping[str, Any], faults: Faults) -> Iterator[Mapping[str, Any]]:
     """Yield the entries of a file, and store its other values in `facts`.
 
     Invalid entries are recorded in `faults`. Raises Cut where a truncated file ends.
     """
-    if window.peek() == "[":
-        yield from _items(window, faults)
+    if text.peek() == "[":
+        yield from _items(text, faults)
         return
-    if window.peek() != "{":
-        raise IngestError(
-            f"the file is not a trainer_state.json: it begins with {window.peek()!r}, not with '{{' or '['"
-        )
-    window.take("{")
-    while window.peek() != "}":
+    if text.peek() != "{":
+        raise IngestError(f"the file is not a trainer_state.json: it begins with {text.peek()!r}, not with '{{' or '['")
+    text.take("{")
+    while text.peek() != "}":
         try:
-            key = window.value()
-            window.take(":")
-            if key == HISTORY and window.peek() == "[":
-                yield from _items(window, faults)
+            key = text.value()
+            text.take(":")
+            if key == HISTORY and text.peek() == "[":
+                yield from _items(text, faults)
             elif isinstance(key, str):
-                value = window.value()
+                value = text.value()
                 if len(facts) < _MAX_FACTS:
                     facts[redacted_name(key)] = json.loads(json_text(value, limit=_FACT_CHARACTERS))
-            if window.peek() != "}":
-                window.take(",")
+            if text.peek() != "}":
+                text.take(",")
         except Malformed as error:
-            faults.add(window.line_here, f"invalid JSON: {error}")
-            window.resume_at(_NEXT_KEY)
+            faults.add(text.line_here, f"invalid JSON: {error}")
+            text.resume_at(_NEXT_KEY)
 
 
-def _items(window: JsonWindow, faults: Faults) -> Iterator[Mapping[str, Any]]:
-    window.take("[")
-    while window.peek() != "]":
+def _items(text: JsonReader, faults: Faults) -> Iterator[Mapping[str, Any]]:
+    text.take("[")
+    while text.peek() != "]":
         try:
-            entry = window.value()
+            entry = text.value()
             if isinstance(entry, dict):
                 yield entry
             else:
-                faults.add(window.line_here, "an entry is not a JSON object and is skipped")
-            if window.peek() != "]":
-                window.take(",")
+                faults.add(text.line_here, "an entry is not a JSON object and is skipped")
+            if text.peek() != "]":
+                text.take(",")
         except Malformed as error:
-            faults.add(window.line_here, f"an entry is not valid JSON and is skipped: {error}")
-            window.resume_at(_NEXT_ENTRY)
-    window.take("]")
+            faults.add(text.line_here, f"an entry is not valid JSON and is skipped: {error}")
+            text.resume_at(_NEXT_ENTRY)
+    text.take("]")
 
 
 def _begins_with_entry(head: bytes) -> bool:
     """Return whether `head` is the beginning of a JSON list of objects with a step."""
-    window = JsonWindow(iter((head,)))
+    text = JsonReader(head)
     try:
-        window.take("[")
-        first = window.value()
+        text.take("[")
+        first = text.value()
     except (Cut, Malformed):
         return False
     return isinstance(first, dict) and "step" in first

@@ -177,17 +177,15 @@ def skip_hole(file: BinaryIO) -> int:
     return skipped
 
 
-def read_chunks(file: IO[bytes], path: Path, faults: Faults, size: int, *, checks_text: bool = True) -> Iterator[bytes]:
-    """Yield the bytes of `file` in chunks of `size` bytes and update `faults.read_bytes`.
+def read_whole(file: IO[bytes], path: Path, faults: Faults) -> bytes:
+    """Return the bytes of `file` and update `faults.read_bytes`.
 
-    With `checks_text`, raises IngestError that names `path` if the file is UTF-16, compressed or binary.
+    Raises IngestError that names `path` if the file is UTF-16, compressed or binary.
     """
-    while chunk := file.read(size):
-        if checks_text:
-            refuse_no_text(path, chunk[:_PROBE_BYTES])
-        checks_text = False
-        faults.read_bytes += len(chunk)
-        yield chunk
+    data = file.read()
+    refuse_no_text(path, data[:_PROBE_BYTES])
+    faults.read_bytes += len(data)
+    return data
 
 
 @contextmanager

@@ -1,16 +1,12 @@
-"""Parse values in logs: numbers, durations and times in text, and JSON documents of any size.
-
-The module opens no files. Callers pass text or, for `JsonWindow`, chunks of bytes.
-"""
+"""Parse values in logs: numbers, durations and times in text, and JSON documents. The module opens no files."""
 
 from __future__ import annotations
 
-import codecs
 import datetime as dt
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 MAX_JSON: Final = 65_536
@@ -186,13 +182,10 @@ def _iso(text: str) -> int | None:
     return (moment - _EPOCH) // dt.timedelta(microseconds=1)
 
 
-MAX_VALUE_CHARACTERS: Final = 1 << 24
-"""Maximum length of a single JSON value. A longer value is rejected, so that memory is bounded."""
-
 _MAX_DIGITS: Final = 400  # beyond float64 anyway
-_EDGE_CHARACTERS: Final = 16  # a token this close to the end of the window may continue after it
-_BLANK: Final = re.compile(r"[ \t\r\n]*")
-_STRUCTURE: Final = " \t\r\n,]}:"
+_EDGE_CHARACTERS: Final = 16  # a token this close to the end of a truncated text may be incomplete
+_BLANKS: Final = frozenset(" \t\r\n")
+_STRUCTURE: Final = _BLANKS | set(",]}:")
 
 
 def _whole(digits: str) -> int | float:
@@ -229,41 +222,31 @@ class Cut(Exception):  # noqa: N818 - a state of the text, not an error of the c
 
 
 class Malformed(Exception):  # noqa: N818 - as above
-    """Raised when a text is not valid JSON, or when one of its values is too long."""
+    """Raised when a text is not valid JSON."""
 
 
-class JsonWindow:
-    """Reads the values of a JSON text of any length one by one; the text before the current position is discarded.
+class JsonReader:
+    """Reads the values of a JSON text one by one.
 
-    Streaming JSON libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson,
-    issues 33 and 139). The decoder of the standard library accepts `NaN` and `Infinity`, but decodes only one complete
-    value at a time. This class therefore finds the beginning and the end of each value, and passes the value to the
-    decoder of the standard library.
+    JSON libraries reject `NaN` and `Infinity`, which Python prints, and stop at a truncated document (ijson, issues 33
+    and 139). The decoder of the standard library accepts `NaN` and `Infinity`, but decodes only a complete value. This
+    class therefore finds the beginning of each value, and passes the text from there on to that decoder.
     """
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")(errors="replace").decode
-        self._text = ""
+    def __init__(self, data: bytes) -> None:
+        self._text = data.decode("utf-8-sig", "replace")
+        self._is_standard = False  # the rest of the text has only numbers as Python spells them
         self._at = 0
         self._line = 1
         self._counted = 0  # the end of the part of which the line feeds are counted
-        self._ended = False
 
     def peek(self) -> str:
-        """Return the next character that is not white space, without consuming it.
-
-        Raises Cut at the end of the text.
-        """
-        if self._at < len(self._text) and (character := self._text[self._at]) > " ":
-            return character
-        while True:
-            blank = _BLANK.match(self._text, self._at)
-            self._at = blank.end() if blank else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._refill():
-                raise Cut
+        """Return the next character that is not white space. Raises Cut at the end of the text."""
+        while self._text[self._at : self._at + 1] in _BLANKS:
+            self._at += 1
+        if self._at >= len(self._text):
+            raise Cut
+        return self._text[self._at]
 
     def take(self, character: str) -> None:
         """Consume the next character. Raises Malformed if it is not `character`."""
@@ -277,83 +260,35 @@ class JsonWindow:
         Raises Cut if the text ends inside the value, and Malformed if the value is not valid JSON.
         """
         self.peek()
-        while True:
-            reason = "no value"
-            try:
-                value, end = DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                end, reason = error.pos, error.msg
-            except (RecursionError, ValueError) as error:
-                raise Malformed(str(error)) from error
-            else:
-                if self._is_whole(value, end):
-                    self._at = end
-                    return value
-            if reason == "Expecting value" and self._standardize():
-                continue
-            if end < len(self._text) - _EDGE_CHARACTERS and not reason.startswith("Unterminated"):
-                raise Malformed(reason)
-            self._more()
-
-    def _standardize(self) -> bool:
-        """Replace spellings such as `nan` and `inf` in the text after the current position by NaN and Infinity.
-
-        Return whether the replacement changed the text.
-        """
-        text = standard_numbers(rest := self._text[self._at :])
-        self._text = self._text[: self._at] + text
-        return text != rest
-
-    def _is_whole(self, value: Any, end: int) -> bool:
-        """Return whether `value`, which was decoded from the text before the position `end`, is complete.
-
-        A number is incomplete if more digits may follow it.
-        """
-        return isinstance(value, dict | list | str) or (end < len(self._text) and self._text[end] in _STRUCTURE)
+        reason = "no value"
+        try:
+            value, end = DECODER.raw_decode(self._text, self._at)
+        except json.JSONDecodeError as error:
+            end, reason = error.pos, error.msg
+        except (RecursionError, ValueError) as error:
+            raise Malformed(str(error)) from error
+        else:  # more digits may follow a number
+            if isinstance(value, dict | list | str) or self._text[end : end + 1] in _STRUCTURE:
+                self._at = end
+                return value
+        if reason == "Expecting value" and not self._is_standard:
+            self._text = self._text[: self._at] + standard_numbers(self._text[self._at :])
+            self._is_standard = True
+            return self.value()
+        if end < len(self._text) - _EDGE_CHARACTERS and not reason.startswith("Unterminated"):
+            raise Malformed(reason)
+        raise Cut
 
     def resume_at(self, pattern: re.Pattern[str]) -> None:
-        """Move the current position behind the next match of `pattern`.
-
-        Raises Cut if there is no match in the rest of the text.
-        """
-        self._at += 1
-        while (found := pattern.search(self._text, self._at)) is None:
-            self._at = max(self._at, len(self._text) - _EDGE_CHARACTERS)
-            if not self._refill():
-                raise Cut
-        self._at = found.end()
-
-    def _more(self) -> None:
-        if len(self._text) - self._at > MAX_VALUE_CHARACTERS:
-            raise Malformed(f"a JSON value has more than {MAX_VALUE_CHARACTERS:,} characters")
-        # The window doubles each time: a long value is then not scanned again for every chunk.
-        if not self._refill(len(self._text) - self._at):
+        """Move behind the next match of `pattern`. Raises Cut if there is no match in the rest of the text."""
+        found = pattern.search(self._text, self._at + 1)
+        if found is None:
             raise Cut
-
-    def _refill(self, characters: int = 1) -> bool:
-        """Discard the text before the current position, and read at least `characters` more characters in chunks.
-
-        Return whether any characters were read.
-        """
-        if self._ended:
-            return False
-        self._count_lines()
-        pieces, added = [self._text[self._at :]], 0
-        while added < characters and not self._ended:
-            chunk = next(self._chunks, b"")
-            self._ended = not chunk
-            pieces.append(self._decode(chunk, self._ended))
-            added += len(pieces[-1])
-        self._text = "".join(pieces)
-        self._at = self._counted = 0
-        return added > 0
+        self._at = found.end()
 
     @property
     def line_here(self) -> int:
         """The line number of the current position, from 1."""
-        self._count_lines()
-        return self._line
-
-    def _count_lines(self) -> None:
         self._line += self._text.count("\n", self._counted, self._at)
         self._counted = self._at
+        return self._line

@@ -17,12 +17,11 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import Kind
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, block_of
-from rankscope_ingest.importers.common.lines import read_chunks, read_lines
-from rankscope_ingest.importers.common.values import Cut, JsonWindow, Malformed, whole
+from rankscope_ingest.importers.common.lines import read_lines, read_whole
+from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
 from rankscope_msprobe.files.csv_layout import KIND_OF_TASK, SLOTS, STACKS_COLUMNS, our_step
 
-_CHUNK_BYTES: Final = 1 << 20
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<module>.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"size=\((?P<shape>[\d,\s]*)\), dtype=(?:torch\.)?(?P<dtype>\w+)")
 _MAX_STACK: Final = 1 << 20
@@ -52,7 +51,7 @@ def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
     If the file is damaged, the members before the damage are yielded.
     """
     with path.open("rb") as file:
-        window = JsonWindow(read_chunks(file, path, faults, _CHUNK_BYTES))
+        window = JsonReader(read_whole(file, path, faults))
         try:
             window.take("{")
             while window.peek() != "}":
