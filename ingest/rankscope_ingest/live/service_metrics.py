@@ -12,10 +12,12 @@ import re
 import time
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import RunState
@@ -88,21 +90,21 @@ class Ages:
         }
         return [labels for run in self._fired_at.keys() - runs for labels in self._fired_at.pop(run)]
 
-    def show(self, cleared: Callable[[MetricSpec], Gauge]) -> None:
-        """Set the gauges of the ages. `cleared` removes all series of the gauge of a metric and returns the gauge."""
+    def gauges(self) -> dict[MetricSpec, dict[tuple[str, ...], float]]:
+        """Return the values of the gauges of the ages, by label values."""
         now = self._clock()
-        losses, firings = cleared(service_catalogue.LOST_RECORDS_AGE), cleared(service_catalogue.ANOMALIES_INGESTED_AGE)
-        incidents = cleared(service_catalogue.INCIDENT_AGE)
-        for run, at in self._lost_at.items():
-            losses.labels(run).set(now - at)
-        for labels, at in (item for fired in self._fired_at.values() for item in fired.items()):
-            firings.labels(*labels).set(now - at)
-        events = cleared(service_catalogue.EVENT_LAST)
-        for run, times in self._events.items():
-            for kind, at in times.items():
-                events.labels(run, kind).set(at)
-        for labels, incident in self._incidents.items():
-            incidents.labels(*labels).set(now - incident.seen_at)
+        return {
+            service_catalogue.LOST_RECORDS_AGE: {(run,): now - at for run, at in self._lost_at.items()},
+            service_catalogue.ANOMALIES_INGESTED_AGE: {
+                labels: now - at for fired in self._fired_at.values() for labels, at in fired.items()
+            },
+            service_catalogue.EVENT_LAST: {
+                (run, kind): at for run, times in self._events.items() for kind, at in times.items()
+            },
+            service_catalogue.INCIDENT_AGE: {
+                labels: now - incident.seen_at for labels, incident in self._incidents.items()
+            },
+        }
 
 
 FAILURE_REASONS: Final = (
@@ -179,7 +181,7 @@ def _seconds(microseconds: int | None) -> float | None:
     return None if microseconds is None else microseconds / 1e6
 
 
-class ServiceMetrics:
+class ServiceMetrics(Collector):
     """Metrics of the service.
 
     Counters are increased when events happen; gauges are set when the metrics are scraped.
@@ -189,15 +191,28 @@ class ServiceMetrics:
         """Create the metrics of the service. `clock` returns the current time in monotonic seconds."""
         self.ages = Ages(clock)
         self._registry = CollectorRegistry()
-        self._families: dict[str, Any] = {}
+        self._registry.register(self)
+        self._counters: dict[MetricSpec, Counter] = {}
+        self._gauges: dict[MetricSpec, dict[tuple[str, ...], float]] = {}  # by label values
         for spec in (spec for spec in service_catalogue.CATALOG.values() if spec.page == "service"):
-            kind = Counter if spec.type == "counter" else Gauge
-            self._families[spec.name] = kind(spec.name, spec.help, spec.labels, registry=self._registry)
-        self._children: defaultdict[str, dict[tuple[str, str], Gauge]] = defaultdict(dict)
+            if spec.type == "counter":
+                self._counters[spec] = Counter(spec.name, spec.help, spec.labels, registry=None)
+            else:
+                self._gauges[spec] = {} if spec.labels else {(): 0.0}
         self._lost_runs: set[str] = set()
         for spec, values in _INITIAL_LABELS.items():
             for value in values:
-                self._series(spec, value)
+                self.count(spec, 0, value)
+
+    def collect(self) -> Iterator[Metric]:
+        for spec in service_catalogue.CATALOG.values():
+            if spec in self._counters:
+                yield from self._counters[spec].collect()
+            elif spec in self._gauges:
+                family = GaugeMetricFamily(spec.name, spec.help, labels=spec.labels)
+                for labels, value in self._gauges[spec].items():
+                    family.add_metric(labels, value)
+                yield family
 
     def page(self) -> bytes:
         """Return the metrics in the Prometheus text format."""
@@ -205,12 +220,15 @@ class ServiceMetrics:
 
     def total(self, spec: MetricSpec) -> float:
         """Return the sum of the values of all series of the metric `spec`."""
-        samples = (sample for family in self._families[spec.name].collect() for sample in family.samples)
+        if spec in self._gauges:
+            return sum(self._gauges[spec].values())
+        samples = (sample for family in self._counters[spec].collect() for sample in family.samples)
         return float(sum(sample.value for sample in samples if sample.name == spec.name))
 
     def count(self, spec: MetricSpec, amount: float, *labels: str) -> None:
         """Increase the counter `spec` by `amount`. `labels` are the values of its labels."""
-        self._series(spec, *labels).inc(amount)
+        counter = self._counters[spec]
+        (counter.labels(*labels) if labels else counter).inc(amount)
 
     def committed(self, rows: Mapping[str, int], seconds: float, wall: int) -> None:
         """Count one commit that took `seconds` and ended at `wall` (UTC µs).
@@ -218,8 +236,8 @@ class ServiceMetrics:
         `rows` contains the number of rows by dataset.
         """
         self.count(service_catalogue.COMMITS, 1)
-        self._series(service_catalogue.LAST_COMMIT).set(wall / 1e6)
-        self._series(service_catalogue.COMMIT_SECONDS).set(seconds)
+        self._gauges[service_catalogue.LAST_COMMIT] = {(): wall / 1e6}
+        self._gauges[service_catalogue.COMMIT_SECONDS] = {(): seconds}
         for dataset, count in rows.items():
             self.count(service_catalogue.ROWS_COMMITTED, count, dataset)
 
@@ -251,8 +269,8 @@ class ServiceMetrics:
         The result is True if the exporter was up, False if it was down, and None if it was not scraped yet.
         """
         tally = Tally(up)
-        for health, state in (("up", True), ("down", False), ("pending", None)):
-            self._series(service_catalogue.EXPORTERS, health).set(tally[state])
+        states = {"up": True, "down": False, "pending": None}
+        self._gauges[service_catalogue.EXPORTERS] = {(name,): tally[state] for name, state in states.items()}
 
     def show(
         self, targets: Iterable[Target], attempts: Sequence[Attempt], progress: Iterable[RunProgress], rows_pending: int
@@ -261,75 +279,43 @@ class ServiceMetrics:
 
         `attempts` and `progress` describe the latest launch of each run. The series of all other runs are removed.
         """
-        known = list(targets)
+        known, runs = list(targets), list(progress)
         health = Tally(target.health for target in known)
-        for condition in Health:
-            self._series(service_catalogue.TARGETS, condition).set(health[condition])
-        self._series(service_catalogue.ROWS_PENDING).set(rows_pending)
         followed = [(target.registration, target.lag_records) for target in known if not target.is_gone]
-        self._show_ranks(service_catalogue.LAG_RECORDS, {(rank.run, str(rank.rank)): lag for rank, lag in followed})
-        states, missing = self._cleared(service_catalogue.RUN_STATE), self._cleared(service_catalogue.RANKS_MISSING)
-        for attempt in attempts:
-            missing.labels(attempt.run).set(attempt.ranks_missing)
-            for state in RunState:
-                states.labels(attempt.run, state).set(state is attempt.state)
-        ranks = ((attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values())
-        self._show_ranks(
-            service_catalogue.RANK_VANISHED, {(run, str(rank.number)): rank.is_vanished for run, rank in ranks}
-        )
+        ranks = [(attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values()]
         self._keep_counters_of({attempt.run for attempt in attempts})
-        self.ages.show(self._cleared)
-        families = {spec: self._cleared(spec) for spec in _RUN_GAUGES}
-        for run in progress:
-            for spec, value_of in _RUN_GAUGES.items():
-                if (value := value_of(run)) is not None:
-                    families[spec].labels(run.run).set(value)
+        self._gauges |= self.ages.gauges() | {
+            service_catalogue.TARGETS: {(condition,): health[condition] for condition in Health},
+            service_catalogue.ROWS_PENDING: {(): rows_pending},
+            service_catalogue.LAG_RECORDS: {(rank.run, str(rank.rank)): lag for rank, lag in followed},
+            service_catalogue.RANKS_MISSING: {(attempt.run,): attempt.ranks_missing for attempt in attempts},
+            service_catalogue.RUN_STATE: {
+                (attempt.run, state): state is attempt.state for attempt in attempts for state in RunState
+            },
+            service_catalogue.RANK_VANISHED: {(run, str(rank.number)): rank.is_vanished for run, rank in ranks},
+        }
+        for spec, value_of in _RUN_GAUGES.items():
+            values = ((run.run, value_of(run)) for run in runs)
+            self._gauges[spec] = {(run,): value for run, value in values if value is not None}
 
     def show_failures(self, incidents: Iterable[Incident]) -> None:
         """Set the gauge of failed runs. `incidents` contains the announced incidents of runs that have failed."""
-        family = self._cleared(service_catalogue.RUN_FAILURE)
+        failures = self._gauges[service_catalogue.RUN_FAILURE] = {}
         for first in (incident.first for incident in incidents if incident.first.rule == RUN_FAILED):
             found = _REASON.match(first.message or "")
             reason = service_catalogue.UNKNOWN_RANK if found is None else found[1] or found[2]
-            family.labels(first.run, _rank(first), reason).set(1)
+            failures[first.run, _rank(first), reason] = 1.0
 
     def show_goodput(self, ratios: Mapping[str, float], runs: Collection[str]) -> None:
         """Set the gauge of the goodput for each run in `runs` whose goodput is in `ratios`."""
-        family = self._cleared(service_catalogue.RUN_GOODPUT)
-        for run in ratios.keys() & runs:
-            family.labels(run).set(ratios[run])
+        self._gauges[service_catalogue.RUN_GOODPUT] = {(run,): ratios[run] for run in ratios.keys() & runs}
 
     def _keep_counters_of(self, runs: set[str]) -> None:
         """Remove the counters of all runs that are not in `runs`."""
         for run in runs:
-            self._series(service_catalogue.LOST_RECORDS, run)  # at 0, so that increase() sees the first loss
+            self.count(service_catalogue.LOST_RECORDS, 0, run)  # so that increase() sees the first loss
         for run in self._lost_runs - runs:
-            self._families[service_catalogue.LOST_RECORDS.name].remove(run)
+            self._counters[service_catalogue.LOST_RECORDS].remove(run)
         self._lost_runs = runs
         for labels in self.ages.keep(runs):
-            self._families[service_catalogue.ANOMALIES_INGESTED.name].remove(*labels)
-
-    def _show_ranks(self, spec: MetricSpec, values: Mapping[tuple[str, str], float]) -> None:
-        """Set a gauge for each (run, rank), and remove all other series of the gauge.
-
-        Existing series are reused, because creating a series takes 20 times as long as setting its value.
-        """
-        children = self._children[spec.name]
-        for labels in children.keys() - values.keys():
-            self._families[spec.name].remove(*labels)
-            del children[labels]
-        for labels, value in values.items():
-            if (child := children.get(labels)) is None:
-                child = children[labels] = self._series(spec, *labels)
-            child.set(value)
-
-    def _series(self, spec: MetricSpec, *labels: str) -> Any:
-        """Return the series of `spec` with these label values. A series that does not exist is created with value 0."""
-        family = self._families[spec.name]
-        return family.labels(*labels) if labels else family
-
-    def _cleared(self, spec: MetricSpec) -> Gauge:
-        """Remove all series of the gauge and return it, so that series of earlier runs are no longer exported."""
-        family: Gauge = self._families[spec.name]
-        family.clear()
-        return family
+            self._counters[service_catalogue.ANOMALIES_INGESTED].remove(*labels)
