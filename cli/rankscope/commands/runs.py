@@ -16,10 +16,8 @@ from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
 from rankscope_storage.api import summaries
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.runs import edit as care
-from rankscope_storage.runs import tags
-from rankscope_storage.runs.edit import RewriteReport
-from rankscope_storage.runs.tags import TagsAndNote, TagsEdit, edit_tags, parse_tags
+from rankscope_storage.runs import edit, tags
+from rankscope_storage.runs.tags import TagsEdit, parse_tags
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.runs import end_sentence, open_sentence
 
@@ -81,39 +79,23 @@ def runs(
 
     rankscope runs merge 48151624 pretraining
     """
-    _run_action(action, names or [], store, tag or [], form, output, yes=yes)
-
-
-def _run_action(
-    action: Action,
-    given: Sequence[str],
-    store: Path,
-    tag: Sequence[str],
-    form: Format,
-    output: Path,
-    *,
-    yes: bool,
-) -> None:
+    given = names or []
     if tag and action != "list":
-        raise CommandError(
-            f"--tag filters the list of runs: write rankscope runs {action} {_NAMES[action]}",
-            code=USAGE,
-        )
-    if action == "list" and not given:
-        _list(store, tag, form, output)
-        return
+        usage = f"rankscope runs {action} {_NAMES[action]}"
+        raise CommandError(f"--tag filters the list of runs: write {usage}", code=USAGE)
     if not _fits(action, len(given)):
         raise CommandError(f"write: rankscope runs {action} {_NAMES[action]}".rstrip(), code=USAGE)
+    if action == "list":
+        _list(store, tag or (), form, output)
+        return
     with open_store(store) as connection:
         run = resolve_run(connection, given[0])
     if action == "show":
         _show(store, run, form, output)
     elif action in _LABELS:
-        _print_labels(_relabelled(store.absolute(), run, _wanted(action, given[1:])))
+        _relabel(store.absolute(), run, _wanted(action, given[1:]))
     elif action != "rm" or yes or typer.confirm(f"Remove all rows of {run!r} from {store}?"):
-        report = _change(action, store.absolute(), run, given[-1])
-        freed = f"; {report.bytes_freed:,} bytes will be freed by maintenance" if action == "rm" else ""
-        print(f"{report.rows:,} rows in {report.files_removed} files{freed}")
+        _rewrite(action, store.absolute(), run, given[-1])
     else:
         raise typer.Exit(1)
 
@@ -176,19 +158,18 @@ def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
     return tags.set_tags({key: value for key, _, value in pairs})
 
 
-def _relabelled(root: Path, run: str, change: TagsEdit) -> TagsAndNote:
+def _relabel(root: Path, run: str, change: TagsEdit) -> None:
     with store_errors():
-        return edit_tags(root, run, change, sync_to_disk)
-
-
-def _print_labels(labels: TagsAndNote) -> None:
+        labels = tags.edit_tags(root, run, change, sync_to_disk)
     print(f"tags  {'  '.join(f'{key}={value}' for key, value in labels.tags.items()) or 'none'}")
     print(f"note  {labels.note or 'none'}")
 
 
-def _change(action: Action, root: Path, run: str, other: str) -> RewriteReport:
+def _rewrite(action: Action, root: Path, run: str, other: str) -> None:
     with store_errors():
         if action == "rm":
-            return care.remove(root, run, sync_to_disk)
-        change = care.rename if action == "rename" else care.merge
-        return change(root, run, other, sync_to_disk)
+            report = edit.remove(root, run, sync_to_disk)
+        else:
+            report = {"rename": edit.rename, "merge": edit.merge}[action](root, run, other, sync_to_disk)
+    freed = f"; {report.bytes_freed:,} bytes will be freed by maintenance" if action == "rm" else ""
+    print(f"{report.rows:,} rows in {report.files_removed} files{freed}")

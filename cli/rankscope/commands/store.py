@@ -16,10 +16,10 @@ from rankscope.shell.options import WrittenStore as Folder
 from rankscope.shell.streams import progress_bar
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance.check import CheckReport, check
+from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import CompactionReport, compact
-from rankscope_storage.maintenance.repair import RepairReport, repair
-from rankscope_storage.maintenance.retention import RetentionReport, retain
+from rankscope_storage.maintenance.repair import repair
+from rankscope_storage.maintenance.retention import retain
 from rankscope_storage.maintenance.retention_policy import Retention
 from rankscope_storage.maintenance.stats import store_stats
 from rankscope_storage.maintenance.upgrade import upgrade
@@ -101,23 +101,19 @@ def store(
 def _check(root: Path, *, deep: bool) -> None:
     with progress_bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
-    _print_check(report)
-    if not report.is_intact:
-        raise typer.Exit(1)
-
-
-def _print_check(report: CheckReport) -> None:
     for finding in report.findings:
         print(f"{'damage' if finding.kind.is_damage else 'note'}: {finding.kind}: {finding.path}: {finding.text}")
     if report.version is None:
         print("the log cannot be read: the data files were not checked")
-        return
+        raise typer.Exit(1)
     damage = sum(finding.kind.is_damage for finding in report.findings)
     verdict = "no damage" if report.is_intact else f"damaged in {damage} place{'' if damage == 1 else 's'}"
     print(
         f"store version {report.version}: {report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes; "
         f"{verdict}"
     )
+    if not report.is_intact:
+        raise typer.Exit(1)
 
 
 def _stats(root: Path, by: By, form: Format, output: Path) -> None:
@@ -179,21 +175,15 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_ru
         report = retain(root, policy, sync_to_disk, now=now, dry_run=dry_run, progress=progress)
     write_rows(report.groups, form, output)
     if form == "table" and output == STANDARD_OUTPUT:
-        _print_retention(report, dry_run=dry_run)
+        old = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
+        kept = "maintenance of the store deletes the old files from disk after two hours"
+        print(f"would delete: {old}" if dry_run else f"deleted: {old}; {kept}")
+        if report.added_rows and not dry_run:
+            print(f"added rollups: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
     if report.failed:
         raise CommandError("; ".join(report.failed))
     if report.refused:
         raise CommandError("another process replaced some of the files: run the command again")
-
-
-def _print_retention(report: RetentionReport, *, dry_run: bool) -> None:
-    old = f"{report.files} files, {report.rows:,} rows, {report.size_bytes:,} bytes"
-    if dry_run:
-        print(f"would delete: {old}")
-        return
-    print(f"deleted: {old}; maintenance of the store deletes the old files from disk after two hours")
-    if report.added_rows:
-        print(f"added rollups: {report.added_rows:,} rows, {report.added_bytes:,} bytes")
 
 
 def _upgrade(root: Path) -> None:
@@ -203,10 +193,7 @@ def _upgrade(root: Path) -> None:
 
 
 def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:
-    _print_repair(repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force), dry_run=dry_run)
-
-
-def _print_repair(report: RepairReport, *, dry_run: bool) -> None:
+    report = repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force)
     would = "would be " if dry_run else ""
     if report.torn_entry:
         print(f"{would}moved to _damaged/: log entry {report.torn_entry} (torn; none of its rows were acknowledged)")
