@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import enum
 import json
-import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -59,12 +57,13 @@ def parse_alert(document: Mapping[str, Any], at: float) -> Alert:
 class AlertReceiver:
     """A server that receives alerts on a free loopback port while its context is open.
 
-    `alerts` has all received alerts. `new_alerts()` yields the alerts since its last call.
+    `alerts` has all received alerts. `new_alerts()` yields the alerts since its last call. `notify_url` is the address
+    for the `[notify]` section of the service, and `webhook_url` that for Alertmanager.
     """
 
     def __init__(self) -> None:
         self.alerts: list[Alert] = []
-        self._new: queue.SimpleQueue[Alert] = queue.SimpleQueue()
+        self._yielded = 0
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -77,39 +76,25 @@ class AlertReceiver:
                 """Do nothing instead of logging each request, because the demo prints the received alerts."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        address = f"127.0.0.1:{self._server.server_port}/alerts"
+        self.notify_url = f"json://{address}"
+        self.webhook_url = f"http://{address}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="receiver", daemon=True)
-
-    @property
-    def notify_url(self) -> str:
-        """Return the address of this server as an Apprise URL, for the `[notify]` section of the service."""
-        return f"json://{self._address}"
-
-    @property
-    def webhook_url(self) -> str:
-        """Return the address of this server as a webhook URL for Alertmanager."""
-        return f"http://{self._address}"
-
-    @property
-    def _address(self) -> str:
-        return f"127.0.0.1:{self._server.server_port}/alerts"
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def new_alerts(self) -> Iterator[Alert]:
         """Yield the alerts received since the last call, without waiting."""
-        while not self._new.empty():
-            yield self._new.get()
+        while self._yielded < len(self.alerts):
+            self._yielded += 1
+            yield self.alerts[self._yielded - 1]
 
     def _take(self, body: bytes) -> None:
-        alert = parse_alert(json.loads(body), time.time())
-        self.alerts.append(alert)
-        self._new.put(alert)
+        self.alerts.append(parse_alert(json.loads(body), time.time()))

@@ -80,6 +80,19 @@ limit 4""",
 )
 
 
+NEXT_STEPS: Final = """\
+Data: {data} (Parquet files and a Delta log). Logs and configuration: the same parent folder.
+
+  rankscope runs --store {store}
+  rankscope anomalies --store {store} --steps 120
+  rankscope serve {folder}/service.toml      # then, in another shell, with the printed address:
+  RANKSCOPE_INGEST_URL=http://… torchrun --standalone --nproc-per-node 2 examples/gpt_ddp.py --no-faults
+
+The command is .venv/bin/rankscope. README.md shows the three lines for your own script;
+docs/sql-cookbook.md contains more queries.
+"""
+
+
 def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequence[Alert]) -> bool:
     """Print the report of the demo; return whether all checks passed."""
     from rankscope_storage.api import summaries
@@ -114,9 +127,7 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
             f"{'ok  ' if check.holds else 'FAIL'}  {check.text}", markup=False, style=None if check.holds else "red"
         )
     _heading(console, "Next steps")
-    for line in _next_steps(folder, store):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print()
+    console.print(NEXT_STEPS.format(store=store, data=store.resolve(), folder=folder), markup=False, soft_wrap=True)
     show_page(console, page, store)
     return all(check.holds for check in outcome)
 
@@ -130,20 +141,6 @@ def _print_delays(console: Console, expected: ExpectedRun, query: Query, alerts:
         _heading(console, "Delay from the faulty step to the notification, per sender")
         for line in columns(("step", "rule", "sender", "delay"), found):
             console.print(line, markup=False, soft_wrap=True)
-
-
-def _next_steps(folder: Path, store: Path) -> Sequence[str]:
-    return (
-        f"Data: {store.resolve()} (Parquet files and a Delta log). Logs and configuration: the same parent folder.",
-        "",
-        f"  rankscope runs --store {store}",
-        f"  rankscope anomalies --store {store} --steps 120",
-        f"  rankscope serve {folder / 'service.toml'}      # then, in another shell, with the printed address:",
-        "  RANKSCOPE_INGEST_URL=http://… torchrun --standalone --nproc-per-node 2 examples/gpt_ddp.py --no-faults",
-        "",
-        "The command is .venv/bin/rankscope. README.md shows the three lines for your own script;",
-        "docs/sql-cookbook.md contains more queries.",
-    )
 
 
 def _heading(console: Console, text: str) -> None:
