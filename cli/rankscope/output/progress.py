@@ -31,8 +31,7 @@ TIMEOUT_SECONDS: Final = 2.0
 LINE_INTERVAL_SECONDS: Final = 5.0
 MAX_BARS: Final = 6
 
-_FIELDS: Final = frozenset(field.name for field in dataclasses.fields(RunProgress))
-_NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_FIELDS: Final = {field.name: str(field.type) for field in dataclasses.fields(RunProgress)}
 
 
 class View(contextlib.AbstractContextManager["View"]):
@@ -75,9 +74,11 @@ def fetch_runs(
 def _progress(run: Mapping[str, Any]) -> RunProgress:
     """Return the progress of one run, from an entry in the response of the service.
 
-    Fields that this release does not know are ignored.
+    Fields that this release does not know are ignored. The service writes NaN and Inf as strings.
     """
-    return RunProgress(**{key: _number(value, key) for key, value in run.items() if key in _FIELDS})
+    known = {key: value for key, value in run.items() if key in _FIELDS}
+    texts = {key: value for key, value in known.items() if isinstance(value, str) and "float" in _FIELDS[key]}
+    return RunProgress(**known | {key: float(value) for key, value in texts.items()})
 
 
 class PlainView(View):
@@ -127,23 +128,20 @@ class BarView(View):
         """Draw the bars of up to MAX_BARS live runs; if no run is live, draw that of the last element of `runs`."""
         shown = [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]
         if shown:
-            self._live.update(Group(*(part for run in shown for part in (_bar(run), _figures(run)))), refresh=True)
+            self._live.update(Group(*(part for run in shown for part in _bar(run))), refresh=True)
 
     def print_line(self, line: str) -> None:
         """Print `line` above the bars."""
         self._live.console.print(Text(masked(line)), soft_wrap=True)
 
 
-def _bar(run: RunProgress) -> Table:
+def _bar(run: RunProgress) -> Iterator[Table | Text]:
     row = Table.grid(padding=(0, 1))
     done = ProgressBar(total=run.planned_steps, completed=run.step or 0, width=30)
     left = "" if run.eta_seconds is None or not run.ranks_alive else f"{_duration(run.eta_seconds)} left"
     row.add_row(Text(printable(run.run), style="bold"), Text(printable(run.state)), done, Text(_steps(run)), Text(left))
-    return row
-
-
-def _figures(run: RunProgress) -> Text:
-    return Text("  " + "  ".join(figures(run)), no_wrap=True, overflow="ellipsis")
+    yield row
+    yield Text("  " + "  ".join(figures(run)), no_wrap=True, overflow="ellipsis")
 
 
 def progress_parts(run: RunProgress) -> Iterator[str]:
@@ -179,18 +177,6 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes}:{rest:02}"
-
-
-def _number(value: Any, key: str) -> Any:
-    """Return the value of the field `key` in the service's response, with strings for NaN and Inf as floats.
-
-    The text fields run, state and reason are not converted, because a run can be named NaN.
-    """
-    return (
-        _NON_FINITE.get(value, value)
-        if isinstance(value, str) and key not in ("run", "state", "reason", "nonfinite_loss")
-        else value
-    )
 
 
 class LineHandler(logging.Handler):

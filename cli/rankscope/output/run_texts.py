@@ -17,7 +17,6 @@ from rankscope_contract.model.collective_format import spans
 if TYPE_CHECKING:
     from rankscope_storage.api.summaries import AnomalyLine, AnomalyRow
     from rankscope_storage.diff.diff import Divergence
-    from rankscope_view.data.comparison import ComparedValue, Setting
     from rankscope_view.data.events import EventLine, EventLog
     from rankscope_view.data.summary import Summary
 
@@ -154,9 +153,10 @@ def compare_text(runs: Sequence[Summary], difference: Divergence | None, form: T
         )
     is_markdown = form == "markdown"
     names = [printable(one.run) for one in runs]
-    rows = [(value.name, *_value_texts(value)) for at, value in enumerate(values) if at < STATES or value.differs]
+    shown = [value for at, value in enumerate(values) if at < STATES or value.differs]
+    rows = [(value.name, *map(_value_text, value.values)) for value in shown]
     lines = list(_table("States, and values that differ", ("", *names), rows, is_markdown=is_markdown))
-    rows = [(printable(setting.key), *_setting_texts(setting)) for setting in settings]
+    rows = [(printable(setting.key), *map(_value_text, setting.values)) for setting in settings]
     title = f"Settings that differ ({len(settings)}; {equal} are equal)"
     lines += _table(title, ("", *names), rows, is_markdown=is_markdown)
     if difference is not None:
@@ -177,21 +177,11 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, is
         yield f"{title}: none"
 
 
-def _value_texts(value: ComparedValue) -> list[str]:
+def _value_text(value: float | str | None) -> str:
     from rankscope_view.pages.format import NOTHING, count, measure
 
-    shown = []
-    for one in value.values:
-        if one is None:
-            shown.append(NOTHING)
-        elif isinstance(one, float):
-            shown.append(measure(one))
-        else:
-            shown.append(count(one) if isinstance(one, int) else printable(one))
-    return shown
-
-
-def _setting_texts(setting: Setting) -> list[str]:
-    from rankscope_view.pages.format import NOTHING
-
-    return [NOTHING if value is None else printable(value) for value in setting.values]
+    if value is None:
+        return NOTHING
+    if isinstance(value, float):
+        return measure(value)
+    return count(value) if isinstance(value, int) else printable(value)

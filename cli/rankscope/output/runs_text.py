@@ -99,7 +99,7 @@ _APART = ("argv", "git_commit")
 # Only some versions of the run row contain the configuration, so take it from the newest one that does.
 _CONFIG = """\
 SELECT max_by(config, coalesce(ordinal, 0)) AS config FROM runs_history WHERE run = $run AND config IS NOT NULL"""
-_WHEN = ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "source_kind", "reason")
+_TIMES_AND_STEPS = ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "source_kind")
 
 
 def run_details(connection: Connection, run: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def run_details(connection: Connection, run: str) -> dict[str, Any]:
         "state": known["state"],
         "end": end_sentence(known["state"], open_) or None,
         "open_incidents": [sentence_of(one) for one in open_],
-        **{name: known[name] for name in _WHEN},
+        **{name: known[name] for name in (*_TIMES_AND_STEPS, "reason")},
         "tags": parse_tags(known["tags"]),
         "note": known["note"],
         **_code(started["config"]),
@@ -129,22 +129,20 @@ def run_details(connection: Connection, run: str) -> dict[str, Any]:
 
 def run_detail_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines that `rankscope runs show` prints. Unknown values are omitted."""
-    why = f": {printable(facts['reason'])}" if facts["reason"] else ""
-    yield _line("run", printable(facts["run"]))
-    yield _line("state", f"{facts['state']}{why}")
-    yield from _block("end", [printable(facts["end"])] if facts["end"] else [])
-    yield from _block("open incidents", [printable(one) for one in facts["open_incidents"]])
-    for name in ("started_at", "ended_at", "last_step", "planned_steps", "world_size", "source_kind"):
+    yield from _block("run", facts["run"])
+    yield from _block("state", f"{facts['state']}: {facts['reason']}" if facts["reason"] else facts["state"])
+    yield from _block("end", facts["end"])
+    yield from _block("open incidents", *facts["open_incidents"])
+    for name in _TIMES_AND_STEPS:
         if facts[name] is not None:
-            yield _line(name.removesuffix("_at").replace("_", " "), cell(facts[name]))
-    yield from _block("tags", [f"{printable(key)}={printable(value)}" for key, value in facts["tags"].items()])
-    yield from _block("note", [printable(line) for line in (facts["note"] or "").splitlines()])
-    yield from _block("commit", [printable(facts["git_commit"])] if facts["git_commit"] else [])
-    yield from _block("command", [" ".join(map(printable, facts["argv"]))] if facts["argv"] else [])
-    yield from _block(
-        "config", [f"{printable(key)} = {printable(_json(value))}" for key, value in flat(facts["config"])]
-    )
-    yield from _block("attempts", [_launch_line(launch) for launch in facts["attempts"]])
+            yield from _block(name.removesuffix("_at").replace("_", " "), cell(facts[name]))
+    yield from _block("tags", *(f"{key}={value}" for key, value in facts["tags"].items()))
+    yield from _block("note", *(facts["note"] or "").splitlines())
+    yield from _block("commit", facts["git_commit"])
+    yield from _block("command", " ".join(facts["argv"]) if facts["argv"] else None)
+    settings = flat(facts["config"])
+    yield from _block("config", *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in settings))
+    yield from _block("attempts", *map(_launch_line, facts["attempts"]))
 
 
 def _launch(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def _launch(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _launch_line(launch: Mapping[str, Any]) -> str:
     step = None if launch["last_step"] is None else f"step {launch['last_step']:,}"
-    commit = launch["git_commit"] and f"commit {printable(launch['git_commit'][:12])}"
+    commit = launch["git_commit"] and f"commit {launch['git_commit'][:12]}"
     started = launch["started_at"] and cell(launch["started_at"])
     return ", ".join(
         str(part) for part in (launch["attempt"], launch["state"], started, step, commit) if part is not None
@@ -178,14 +176,6 @@ def _settings(config: str | None) -> dict[str, Any]:
     return {key: value for key, value in json_object(config).items() if key not in _APART}
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _block(name: str, lines: list[str]) -> Iterator[str]:
-    for position, line in enumerate(lines):
-        yield _line(name if position == 0 else "", line)
-
-
-def _line(name: str, text: str) -> str:
-    return f"{name:<14} {text}"
+def _block(name: str, *texts: str | None) -> Iterator[str]:
+    known = [printable(text) for text in texts if text is not None]
+    yield from (f"{name if position == 0 else '':<14} {text}" for position, text in enumerate(known))
