@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.commands import build
-from rankscope.output.rows import as_text, cell, distinct_names, interval_text, write_rows
+from rankscope.output.rows import as_text, cell, distinct_names, write_rows
 from rankscope.output.run_texts import anomaly_table
 from rankscope_storage.api.summaries import AnomalyRow
 
@@ -98,11 +98,11 @@ def test_distinct_names_renames_only_repeated_names(names):
 
 def test_times_out_of_range_are_shown_with_all_other_values():
     times = pa.array([0, 2**63 - 1, -(2**63 - 1), 2**62, None], pa.int64()).cast(pa.timestamp("us", tz="UTC"))
-    shown = ["1970-01-01T00:00:00+00:00", "Infinity", "-Infinity", "4611686018427387904 us after 1970", None]
+    shown = ["1970-01-01 00:00:00+00", "infinity", "-infinity", "148108-07-06 14:00:27.387904+00", None]
     dates = pa.array([0, 2**31 - 1], pa.int32()).cast(pa.date32())
 
     assert shown == [row["ts"] for row in json.loads(as_text(pa.table({"ts": times}), "json"))]
-    assert "d\n1970-01-01\nInfinity\n" == as_text(pa.table({"d": dates}), "csv")
+    assert "d\n1970-01-01\ninfinity\n" == as_text(pa.table({"d": dates}), "csv")
 
 
 @pytest.mark.parametrize(
@@ -128,20 +128,9 @@ def test_an_anomaly_of_no_single_rank_has_no_number(form, start):
     assert form == "csv" or None is json.loads(text)[0]["rank"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (pa.MonthDayNano([14, 3, 14_706_500_000_000]), "1 year 2 months 3 days 04:05:06.5"),
-        *((pa.MonthDayNano([0, 1, 0]), "1 day"), (pa.MonthDayNano([0, 0, -1_500_000_000]), "-00:00:01.5")),
-        *((dt.timedelta(seconds=90), "00:01:30"), (pa.MonthDayNano([0, 0, 0]), "00:00:00")),
-    ],
-)
-def test_an_interval_is_written_as_duckdb_writes_it(value, text):
-    assert text == interval_text(value) == cell(value)
-
-
 def test_an_interval_of_a_query_is_readable_in_each_format(tmp_path):
-    query = "select timestamp '2026-03-02 13:00:00' - timestamp '2026-03-01 12:00:00' as took union all select null"
+    took = "timestamp '2026-03-02 13:00:00' - timestamp '2026-03-01 12:00:00'"
+    query = f"select {took} as took, [{took}] as list union all select null, null"
     rows = duckdb.sql(query).to_arrow_table()
     write_rows(rows, "parquet", tmp_path / "rows.parquet")
 

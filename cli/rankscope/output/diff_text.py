@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from rankscope.output.rows import cell
+from rankscope.output.rows import cell, columns
 from rankscope_contract.model import collective_format
 
 if TYPE_CHECKING:
@@ -70,12 +70,8 @@ def diff_document(found: Divergence) -> dict[str, Any]:
 
 
 def _points(points: Sequence[Point]) -> Iterator[str]:
-    rows = [("value", "a", "b", "relative")]
-    rows += [(_named(point), _value(point.a), _value(point.b), _share(point.relative)) for point in points]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    for what, *numbers in rows:
-        cells = (text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))
-        yield f"  {what.ljust(widths[0])}  {'  '.join(cells)}".rstrip()
+    rows = [(_named(point), _value(point.a), _value(point.b), _share(point.relative)) for point in points]
+    yield from (f"  {line}" for line in columns(("value", "a", "b", "relative"), rows, left=1))
 
 
 def _growth(steps: Sequence[StepDifference]) -> Iterator[str]:

@@ -6,6 +6,7 @@ empty field, and the empty string as two quotation marks.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -13,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import date, datetime, timedelta
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,9 +43,9 @@ def write_rows(rows: pa.Table, form: Format, output: Path, *, limit: int = TABLE
     if form == "table" and output == STANDARD_OUTPUT:
         print_table(rows, limit=limit)
     elif form == "parquet":
-        named = rows.rename_columns(distinct_names(rows.column_names))
+        columns = [_as_duckdb_writes(one) if _has_intervals(one) else one for one in rows.columns]
         with output_file(output) as file:
-            pq.write_table(_with_interval_texts(named), file)
+            pq.write_table(pa.table(columns, distinct_names(rows.column_names)), file)
     else:
         write_text(as_text(rows, form, limit=limit), output)
 
@@ -104,11 +105,15 @@ def print_table(rows: pa.Table, *, limit: int = TABLE_ROWS, file: io.StringIO | 
     console.print(f"({note})" if rows.num_rows != 1 else "(1 row)", markup=False, highlight=False)
 
 
-def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the headings `head` and the `rows` as lines with aligned, left-justified columns."""
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]], *, left: int | None = None) -> list[str]:
+    """Return the headings `head` and the `rows` as lines with aligned columns, of which the first `left` are texts.
+
+    The other columns are numbers, which are right-justified. By default, all columns are texts.
+    """
     table = [list(head), *map(list, rows)]
     widths = [max(len(row[index]) for row in table) for index in range(len(head))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    forms = ["<" if left is None or index < left else ">" for index in range(len(head))]
+    return ["  ".join(map("{:{}{}}".format, row, forms, widths)).rstrip() for row in table]
 
 
 def cell(value: object) -> str:
@@ -118,7 +123,7 @@ def cell(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return _number(value)
+        return f"{value:.6g}" if math.isfinite(value) else _non_finite(value)
     if isinstance(value, datetime):
         return value.strftime("%Y-%m-%d %H:%M:%S.%f")
     if isinstance(value, list | dict):
@@ -154,28 +159,25 @@ def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    try:
-        return list(column.to_pylist())
-    except (OverflowError, ValueError):  # a time outside the range of datetime: DuckDB's infinity, a wrong clock
-        return [_value(scalar) for scalar in column]
+    """Return the values of a column; as text if it has intervals, or times outside the range of datetime."""
+    if not _has_intervals(column):
+        with contextlib.suppress(OverflowError, ValueError):  # DuckDB's infinity, a wrong clock
+            return list(column.to_pylist())
+    return list(_as_duckdb_writes(column).to_pylist())
 
 
-def _value(scalar: pa.Scalar) -> Any:
-    try:
-        return scalar.as_py()
-    except (OverflowError, ValueError):
-        number = getattr(scalar, "value", None)
-        if number is None:
-            return f"{scalar.type} out of range"
-        last = (1 << scalar.type.bit_width - 1) - 1
-        unit = getattr(scalar.type, "unit", "days")
-        return {last: "Infinity", -last: "-Infinity"}.get(number, f"{number} {unit} after 1970")
+def _has_intervals(column: pa.ChunkedArray) -> bool:
+    return "interval" in str(column.type)  # also of the elements of a list and of a struct
 
 
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return _non_finite(value)
-    return f"{value:.6g}"
+def _as_duckdb_writes(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the texts that DuckDB makes of the values of a column."""
+    import duckdb
+
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")
+        texts = connection.from_arrow(pa.table({"value": column})).project("CAST(value AS VARCHAR)")
+        return texts.to_arrow_table().column(0)
 
 
 def _non_finite(value: float) -> str:
@@ -188,8 +190,6 @@ def _plain(value: Any) -> Any:
     """Return `value` with all values that JSON cannot represent replaced by strings."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, pa.MonthDayNano | timedelta):  # before tuples: MonthDayNano is one
-        return interval_text(value)
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -197,28 +197,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return value.isoformat() if isinstance(value, date) else str(value)
-
-
-def interval_text(value: pa.MonthDayNano | timedelta) -> str:
-    """Return an interval as text in the form of DuckDB: `1 year 2 months 3 days 04:05:06.5`.
-
-    An empty one is `00:00:00`.
-    """
-    if isinstance(value, timedelta):
-        months, days, micros = 0, value.days, value.seconds * 1_000_000 + value.microseconds
-    else:
-        months, days, micros = value.months, value.days, round(value.nanoseconds / 1000)
-    years, months = int(months / 12), months - 12 * int(months / 12)
-    parts = [
-        f"{count} {unit}{'' if abs(count) == 1 else 's'}"
-        for count, unit in ((years, "year"), (months, "month"), (days, "day"))
-        if count
-    ]
-    seconds, fraction = divmod(abs(micros), 1_000_000)
-    clock = f"{'-' if micros < 0 else ''}{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
-    if fraction:
-        clock += f".{fraction:06}".rstrip("0")
-    return " ".join([*parts, clock] if micros or not parts else parts)
 
 
 def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
@@ -239,15 +217,6 @@ def _csv_cell(value: object) -> str:
 
 def _quoted(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
-
-
-def _with_interval_texts(rows: pa.Table) -> pa.Table:
-    """Return `rows` with intervals converted to text, because pyarrow cannot write intervals to Parquet."""
-    for index, field in enumerate(rows.schema):
-        if field.type == pa.month_day_nano_interval():
-            texts = [None if value is None else interval_text(value) for value in rows.column(index).to_pylist()]
-            rows = rows.set_column(index, field.name, pa.array(texts, pa.string()))
-    return rows
 
 
 def _console(file: io.StringIO | None) -> Console:
