@@ -177,7 +177,7 @@ def _server(url: str, token_file: Path, org: int | None) -> Server:
     from rankscope_dashboards.grafana.server import Server, read_credentials
     from rankscope_ingest.base.proxies import ENVIRONMENT, proxy_of
 
-    proxy = proxy_of(url, ENVIRONMENT, os.environ)
+    proxy = proxy_of(url, ENVIRONMENT)
     return Server(url, read_credentials(token_file), organisation=org, proxy=proxy)
 
 

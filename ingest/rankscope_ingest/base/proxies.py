@@ -1,4 +1,4 @@
-"""Decide which HTTP proxy a request uses. No name is resolved, and nothing is read but the given environment.
+"""Decide which HTTP proxy a request uses. No name is resolved, and nothing is read but the environment.
 
 Requests to this machine never use a proxy: a proxy cannot reach its loopback addresses.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 from rankscope_ingest.base.addresses import Address, address_of
 
@@ -46,7 +46,7 @@ def port_of(url: str) -> int | None:
         return 0
 
 
-def proxy_of(url: str, setting: str, environment: Mapping[str, str]) -> str | None:
+def proxy_of(url: str, setting: str) -> str | None:
     """Return the address of the proxy for a request to `url`; None if the request is sent directly.
 
     `setting` is ENVIRONMENT, NO_PROXY, or the address of a proxy. With ENVIRONMENT, the proxy is that of the variables
@@ -56,11 +56,12 @@ def proxy_of(url: str, setting: str, environment: Mapping[str, str]) -> str | No
     host = _plain(parts.hostname or "")
     if setting == NO_PROXY or is_loopback(host):
         return None
-    if _is_listed(host, port_of(url) or _PORTS.get(parts.scheme), _variable(environment, "no_proxy")):
+    variables = getproxies_environment()
+    if _is_listed(host, port_of(url) or _PORTS.get(parts.scheme), variables.get("no", "")):
         return None
     if setting != ENVIRONMENT:
         return setting
-    found = _variable(environment, f"{parts.scheme}_proxy") or _variable(environment, "all_proxy")
+    found = variables.get(parts.scheme) or variables.get("all")
     return (found if "://" in found else f"http://{found}") if found else None
 
 
@@ -110,18 +111,6 @@ def _plain(host: str) -> str:
     return host.strip("[]").rstrip(".").lower()
 
 
-def proxies_of(environment: Mapping[str, str]) -> list[str]:
+def proxies_of_environment() -> list[str]:
     """Return the addresses of all proxies in the environment variables. They may contain a user and a password."""
-    names = ("http_proxy", "https_proxy", "all_proxy")
-    return [address for name in names if (address := _variable(environment, name))]
-
-
-def _variable(environment: Mapping[str, str], name: str) -> str:
-    """Return a variable of the environment, of which the name in lower case takes precedence.
-
-    A CGI program receives the header `Proxy` of its client as HTTP_PROXY, which is therefore ignored there.
-    """
-    if name in environment:
-        return environment[name]
-    is_header = name == "http_proxy" and "REQUEST_METHOD" in environment
-    return "" if is_header else environment.get(name.upper(), "")
+    return [address for name, address in getproxies_environment().items() if name in {"http", "https", "all"}]

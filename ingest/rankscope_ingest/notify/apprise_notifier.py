@@ -36,7 +36,7 @@ import requests.sessions
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.redaction import redacted_text
-from rankscope_ingest.base.proxies import ENVIRONMENT, is_proxy, port_of, proxies_of, proxy_of
+from rankscope_ingest.base.proxies import ENVIRONMENT, is_proxy, port_of, proxies_of_environment, proxy_of
 from rankscope_ingest.notify.messages import Message, NotifyError
 
 MASK: Final = "…"
@@ -115,7 +115,7 @@ class Exchange:
 
     def proxies(self, url: str) -> dict[str, str]:
         """Return the proxy for a request to `url`, in the form of the library requests."""
-        proxy = proxy_of(url, self.proxy, os.environ)
+        proxy = proxy_of(url, self.proxy)
         return {} if proxy is None else {urlsplit(url).scheme: proxy}
 
     def answered(self, response: requests.Response) -> None:
@@ -128,7 +128,7 @@ class Exchange:
 
     def failed(self, error: requests.RequestException, url: str) -> None:
         """Note that a request to `url` got no response."""
-        proxy = proxy_of(url, self.proxy, os.environ)
+        proxy = proxy_of(url, self.proxy)
         peer = urlsplit(proxy or url).hostname
         is_valid = proxy is None or is_proxy(proxy)
         self.status = ""
@@ -136,7 +136,7 @@ class Exchange:
         self.failure += self._way(url)
 
     def _way(self, url: str) -> str:
-        proxy = proxy_of(url, self.proxy, os.environ)
+        proxy = proxy_of(url, self.proxy)
         if proxy is None:
             return ""
         port = port_of(proxy)
@@ -276,7 +276,7 @@ class AppriseNotifier:
         plugins = list(self._apprise)
         self.uses_proxy = any(map(_uses_http, plugins))
         self.label, host = _label(url, self._apprise.urls(privacy=True), has_host=all(map(_has_host, plugins)))
-        proxies = proxies_of(os.environ) if proxy == ENVIRONMENT else [proxy]
+        proxies = proxies_of_environment() if proxy == ENVIRONMENT else [proxy]
         self._secrets = Secrets([url, *proxies], public=[host, *map(_host, proxies)])
 
     async def send(self, message: Message) -> None:

@@ -63,6 +63,7 @@ class RefusedSender:
 
 @dataclass(slots=True)
 class _Sender:
+    name: str
     accepted: int = 0
     refused: int = 0
     refused_at: float = -math.inf
@@ -74,6 +75,15 @@ class _Sender:
             return now - self.refused_at < SHOWN_SECONDS
         return self.refused >= _MIXED_REFUSALS and now - self.refused_at < MIXED_SECONDS
 
+    def shown(self, now: float) -> RefusedSender:
+        return RefusedSender(
+            name=self.name,
+            reason=self.reason,
+            requests=self.refused,
+            accepted_requests=self.accepted,
+            last_request_ago_seconds=round(now - self.refused_at, 3),
+        )
+
 
 class Senders:
     """The latest senders of remote write, by address and User-Agent.
@@ -84,7 +94,7 @@ class Senders:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._senders: dict[tuple[str, str], _Sender] = {}  # in the order of their last request
+        self._senders: dict[str, _Sender] = {}  # by name, in the order of their last request
         self._logged_at = -_LINE_SECONDS
 
     def accepted(self, address: str, user_agent: str) -> None:
@@ -92,8 +102,8 @@ class Senders:
         now, sender = self._clock(), self._latest(address, user_agent)
         if not sender.accepted or now - sender.refused_at >= MIXED_SECONDS:
             if sender.is_logged:
-                log.info("remote write: requests of %s are accepted now", _name(address, user_agent))
-            sender = self._senders[_key(address, user_agent)] = _Sender()
+                log.info("remote write: requests of %s are accepted now", sender.name)
+            sender = self._senders[sender.name] = _Sender(sender.name)
         sender.accepted += 1
 
     def refused(self, address: str, user_agent: str, reason: str) -> None:
@@ -103,7 +113,7 @@ class Senders:
         sender.refused_at, sender.reason = now, printable(reason)
         if sender.is_listed(now) and not sender.is_logged and now - self._logged_at >= _LINE_SECONDS:
             sender.is_logged, self._logged_at = True, now
-            shown = _shown((address, user_agent), sender, now)
+            shown = sender.shown(now)
             log.warning(
                 "remote write: %s of %s are refused, %s samples are lost: %s;"
                 " logged once, counted in rankscope_ingest_remote_write_requests_total",
@@ -116,32 +126,14 @@ class Senders:
     def listed(self) -> list[RefusedSender]:
         """Return the senders with refused requests, the latest first."""
         now = self._clock()
-        return [_shown(key, sender, now) for key, sender in reversed(self._senders.items()) if sender.is_listed(now)]
+        return [sender.shown(now) for sender in reversed(self._senders.values()) if sender.is_listed(now)]
 
     def _latest(self, address: str, user_agent: str) -> _Sender:
-        key = _key(address, user_agent)
-        sender = self._senders[key] = self._senders.pop(key, _Sender())
+        name = f"{address} ({printable(user_agent)})" if user_agent else address
+        sender = self._senders[name] = self._senders.pop(name, _Sender(name))
         if len(self._senders) > _MAX_SENDERS:
             del self._senders[next(iter(self._senders))]
         return sender
-
-
-def _key(address: str, user_agent: str) -> tuple[str, str]:
-    return address, redacted_text(user_agent, MAX_NAME)
-
-
-def _shown(key: tuple[str, str], sender: _Sender, now: float) -> RefusedSender:
-    return RefusedSender(
-        name=_name(*key),
-        reason=sender.reason,
-        requests=sender.refused,
-        accepted_requests=sender.accepted,
-        last_request_ago_seconds=round(now - sender.refused_at, 3),
-    )
-
-
-def _name(address: str, user_agent: str) -> str:
-    return f"{address} ({printable(user_agent)})" if user_agent else address
 
 
 def printable(text: str) -> str:

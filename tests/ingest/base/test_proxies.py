@@ -1,6 +1,8 @@
 """The proxy of a request."""
 
+import os
 import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -19,6 +21,17 @@ def no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(socket, function, resolve)
 
 
+@pytest.fixture
+def proxy_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, dict[str, str]], str | None]:
+    """Return a function that calls `proxy_of` with the variables of an environment."""
+
+    def found(url: str, setting: str, environment: dict[str, str]) -> str | None:
+        monkeypatch.setattr(os, "environ", environment)
+        return proxy_of(url, setting)
+
+    return found
+
+
 @pytest.mark.parametrize(
     "host",
     [
@@ -26,12 +39,12 @@ def no_resolver(monkeypatch: pytest.MonkeyPatch) -> None:
         *("::1", "[::1]", "::ffff:127.0.0.1", "::"),
     ],
 )
-def test_loopback_is_reached_directly_in_every_notation(host):
+def test_loopback_is_reached_directly_in_every_notation(proxy_in, host):
     shown = f"[{host}]" if ":" in host and "[" not in host else host
 
     assert is_loopback(host)
-    assert None is proxy_of(f"http://{shown}:8080/hook", "environment", EVERYWHERE)
-    assert None is proxy_of(f"https://{shown}/", PROXY, {})
+    assert None is proxy_in(f"http://{shown}:8080/hook", "environment", EVERYWHERE)
+    assert None is proxy_in(f"https://{shown}/", PROXY, {})
 
 
 def test_other_hosts_are_no_loopback():
@@ -53,8 +66,8 @@ def test_other_hosts_are_no_loopback():
         ({}, "http://chat.example/", None),
     ],
 )
-def test_proxy_of_the_environment(environment, url, expected):
-    assert expected == proxy_of(url, "environment", environment)
+def test_proxy_of_the_environment(proxy_in, environment, url, expected):
+    assert expected == proxy_in(url, "environment", environment)
 
 
 @pytest.mark.parametrize(
@@ -71,18 +84,18 @@ def test_proxy_of_the_environment(environment, url, expected):
     ],
 )
 @pytest.mark.parametrize("setting", ["environment", "http://proxy.example:3128"])
-def test_hosts_in_no_proxy_are_reached_directly(no_proxy, host, is_direct, setting):
-    found = proxy_of(f"https://{host}/x", setting, {**EVERYWHERE, "NO_PROXY": no_proxy})
+def test_hosts_in_no_proxy_are_reached_directly(proxy_in, no_proxy, host, is_direct, setting):
+    found = proxy_in(f"https://{host}/x", setting, {**EVERYWHERE, "NO_PROXY": no_proxy})
 
     assert (None if is_direct else PROXY) == found
 
 
-def test_setting_takes_precedence_over_the_environment():
-    assert None is proxy_of("https://chat.example/", "none", EVERYWHERE)
-    assert "http://other:1" == proxy_of("https://chat.example/", "http://other:1", EVERYWHERE)
+def test_setting_takes_precedence_over_the_environment(proxy_in):
+    assert None is proxy_in("https://chat.example/", "none", EVERYWHERE)
+    assert "http://other:1" == proxy_in("https://chat.example/", "http://other:1", EVERYWHERE)
 
 
 @pytest.mark.parametrize("port", ["99999", "x", "0", "-1"])
-def test_proxy_with_an_invalid_port_is_refused(port):
+def test_proxy_with_an_invalid_port_is_refused(proxy_in, port):
     assert not is_proxy(f"http://proxy.example:{port}")
-    assert PROXY == proxy_of(f"http://host.example:{port}/", PROXY, {"no_proxy": "other.example:80"})
+    assert PROXY == proxy_in(f"http://host.example:{port}/", PROXY, {"no_proxy": "other.example:80"})

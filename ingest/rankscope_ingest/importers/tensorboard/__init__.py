@@ -8,7 +8,6 @@ restarts at an earlier step.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import time
@@ -54,33 +53,35 @@ class TensorBoard:
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield blocks of rows, file by file. The records of each file are numbered separately."""
-        _require_libraries()
-        from rankscope_ingest.importers.tensorboard.rows import EventRows, Rewinds  # noqa: PLC0415 - needs the extra
-
-        if not path.is_dir():
-            yield from self._read_file(path, faults, EventRows("", Rewinds(), _place(path.parent)))
-            return
-        folder, rewinds = path, Rewinds()
-        for file in _event_files(path):
-            if file.parent != folder:
-                folder, rewinds = file.parent, Rewinds()
-            labels = _labels(folder.relative_to(path))
-            rows = EventRows(str(file.relative_to(path)), rewinds, _place(folder), labels)
-            yield from self._read_file(file, faults, rows)
+        try:
+            yield from self._read(path, faults)
+        except ModuleNotFoundError as error:
+            raise IngestError(
+                f"TensorBoard event files need the module {error.name}: run pip install protobuf google-crc32c"
+            ) from error
 
     def is_settled(self, path: Path) -> bool:
         """Return whether the file at `path` has not changed for 600 seconds, so that its last step is complete."""
-        return self._is_settled(path.stat().st_mtime)
+        return self._clock() - path.stat().st_mtime > SETTLED_SECONDS
 
-    def _is_settled(self, changed: float) -> bool:
-        return self._clock() - changed > SETTLED_SECONDS
+    def _read(self, path: Path, faults: Faults) -> Iterator[Imported]:
+        from rankscope_ingest.importers.tensorboard.rows import EventRows, Rewinds  # noqa: PLC0415 - needs the extra
+
+        root, files = (path, _event_files(path)) if path.is_dir() else (path.parent, [path])
+        folder, rewinds = root, Rewinds()
+        for file in files:
+            if file.parent != folder:
+                folder, rewinds = file.parent, Rewinds()
+            source = "" if file == path else str(file.relative_to(root))
+            rows = EventRows(source, rewinds, _place(folder), _labels(folder.relative_to(root)))
+            yield from self._read_file(file, faults, rows)
 
     def _read_file(self, path: Path, faults: Faults, rows: EventRows) -> Iterator[Imported]:
         from rankscope_storage.tensorboard.frames import read_frames  # noqa: PLC0415 - needs the extra
 
-        before = faults.read_bytes
+        before, is_settled = faults.read_bytes, self.is_settled(path)
         with path.open("rb") as file:
-            size, changed = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
+            size = os.fstat(file.fileno()).st_size
             for number, data in read_frames(file, size, faults.add):
                 problem = rows.take(data)
                 if problem:
@@ -90,7 +91,7 @@ class TensorBoard:
                     yield from rows.blocks()
         faults.read_bytes = before + size
         faults.passed_over += rows.passed_over
-        yield from rows.finish(settled=self._is_settled(changed))
+        yield from rows.finish(settled=is_settled)
 
 
 def _detect_folder(path: Path) -> Detection:
@@ -141,18 +142,6 @@ def _labels(relative: Path) -> dict[str, str]:
     """
     parts = [part for part in relative.parts if not _FOLDER_RANK.fullmatch(part)]
     return {"folder": "/".join(parts)} if parts else {}
-
-
-def _require_libraries() -> None:
-    for module in ("google.protobuf", "google_crc32c"):
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise IngestError(
-                f"TensorBoard event files need the module {module}: run pip install protobuf google-crc32c"
-            )
 
 
 IMPORTER = TensorBoard()

@@ -110,14 +110,12 @@ class _Series:
 class EventRows:
     """The rows of one event file. Events must be added in the order of the file."""
 
-    def __init__(
-        self, source: str, rewinds: Rewinds, place: EventFolder, labels: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, source: str, rewinds: Rewinds, place: EventFolder, labels: Mapping[str, str]) -> None:
         self.passed_over = 0  # images, audio, histograms
         self._source = source
         self._rewinds = rewinds
         self._rank, self._attempt, self._family = place.rank, place.attempt, place.family
-        self._labels = dict(labels or {})
+        self._labels = labels
         self._is_export = False
         self._series: dict[bytes, _Series | None] = {}
         self._open: dict[tuple[Any, ...], Row] = {}  # rows of the current step, which consist of several events
