@@ -99,7 +99,7 @@ def symptoms(events: Iterable[Row], *, is_past: bool = False) -> list[Symptom]:
     return sorted(found, key=lambda symptom: symptom.causal)
 
 
-def firings(events: Iterable[Row]) -> Mapping[tuple[str, str], int]:
+def firings(events: Iterable[Row]) -> dict[tuple[str, str], int]:
     """Return the number of rule firings in `events` by (rule, kind of tensor).
 
     For a firing of a rule about a scalar, the kind is the empty string.

@@ -478,8 +478,11 @@ class RecordSink:
             tables["events"] = rows_table("events", gaps)
         if (tensors := monitor.versions.of_tensors(target, plans)) is not None:
             tables["tensors"] = tensors
-        first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events)
-        monitor.stalls.add(key, rank, events, now)
+        first_causes, exits, fired = [], [], {}
+        if events:
+            first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events)
+            fired = firings(events)
+            monitor.stalls.add(key, rank, events, now)
         monitor.replicas.add(hashes, now)
         monitor.stragglers.add(key, rank, body)
         # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must
@@ -491,8 +494,9 @@ class RecordSink:
         monitor.poll_budget.learn(records=body.records, rows=body.rows, size=inflated)
         monitor.metrics.count(RECORDS_INGESTED, body.records)
         monitor.metrics.count(BYTES_INGESTED, size)
-        monitor.metrics.fired(key[0], rank, firings(events))
-        monitor.metrics.ages.happened(key[0], latest_events([*events, *gaps]))
+        monitor.metrics.fired(key[0], rank, fired)
+        if events or gaps:
+            monitor.metrics.ages.happened(key[0], latest_events([*events, *gaps]))
         monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
         monitor.tails.add(body)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rankscope_ingest.record_channel.bodies import ValidBody, decode, plain_text
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
@@ -52,6 +53,34 @@ class PendingBatch:
         """Return the undecoded content of the batch. This content is written to quarantine if it cannot be decoded."""
         return self
 
+    def parts(self) -> Sequence[PendingBatch]:
+        """Divide the batch into the smallest batches that can be stored one after another.
+
+        Each poll response is in one batch, together with the rows of the service that have the seq of one of its
+        records, such as gap events. If these rows came later, the store would drop them as already stored. Rows without
+        a seq are in further batches, one for each table.
+        """
+        found, pieces = [], [(dataset, table) for dataset, tables in self.pieces.items() for table in tables]
+        pieces += [("samples", scrape.table()) for scrape in self.scrapes]
+        for body in self.bodies:
+            beside, rest = [], []
+            for dataset, table in pieces:
+                own = _of(table, body.context.incarnation, body.last)
+                beside.append((dataset, table.filter(own)))
+                rest.append((dataset, table.filter(pc.invert(own))))
+            pieces = [(dataset, table) for dataset, table in rest if table.num_rows]
+            found.append(_part(self, beside, (body,), {body.context.incarnation: body.last}))
+        known = {name for part in found for name in part.watermarks}
+        left = {name: seq for name, seq in self.watermarks.items() if name not in known}
+        numbered = [(dataset, table.filter(_numbered(table))) for dataset, table in pieces]
+        if left or any(table.num_rows for _, table in numbered):
+            found.append(_part(self, numbered, (), left))
+        return found + [
+            _part(self, [(dataset, others)], (), {})
+            for dataset, table in pieces
+            if (others := table.filter(pc.invert(_numbered(table)))).num_rows
+        ]
+
     def tables(self) -> dict[str, pa.Table]:
         """Decode the content of the batch; return a mapping from dataset to table."""
         tables = decode(self.bodies) if self.bodies else {}
@@ -62,6 +91,30 @@ class PendingBatch:
             scraped = self.grid.table(self.scrapes)
             tables["samples"] = pa.concat_tables([scraped, tables["samples"]]) if "samples" in tables else scraped
         return tables
+
+
+def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, watermarks: Any) -> PendingBatch:
+    kept: dict[str, tuple[pa.Table, ...]] = {}
+    for dataset, table in pieces:
+        if table.num_rows:
+            kept[dataset] = (*kept.get(dataset, ()), table)
+    rows = sum(body.rows for body in bodies) + sum(table.num_rows for tables in kept.values() for table in tables)
+    return PendingBatch(pieces=kept, bodies=bodies, watermarks=watermarks, rows=rows, info=batch.info)
+
+
+def _numbered(table: pa.Table) -> pa.ChunkedArray:
+    """Return a boolean mask of the rows that have a sequence number (seq), and thus belong to a record of a process."""
+    if "seq" not in table.column_names or "incarnation" not in table.column_names:
+        return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
+    return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))
+
+
+def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
+    numbered = _numbered(table)
+    if not pc.any(numbered).as_py():
+        return numbered
+    of_process = pc.equal(table["incarnation"].cast(pa.string()), incarnation)
+    return pc.fill_null(pc.and_kleene(pc.and_(of_process, numbered), pc.less_equal(table["seq"], last)), False)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,35 +5,33 @@ batch is appended again. A failed batch is therefore never merged with later row
 sequence number (seq) would be stored twice. Rows that the store rejects as invalid would be rejected at every retry.
 They are moved to quarantine, and all other rows are stored.
 
-A rejected batch is divided until the rejected part is one poll response of one rank, or one table of the service.
-Before the watermark advances past this part, the part is written to a folder next to the data, which no query reads. An
-event in the store, a counter and a log message report the quarantine.
+A rejected batch is committed in parts: each is one poll response of one rank, or one table of the service. Before the
+watermark advances past a part that is rejected again, the part is written to a folder next to the data, which no query
+reads. An event in the store, a counter and a log message report the quarantine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import json
 import logging
 import pickle
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_ingest.base.background import FAULTS, WakeUp
 from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
-from rankscope_ingest.pipeline.rows import Stamp
+from rankscope_ingest.pipeline.rows import Stamp, event_row
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
 from rankscope_storage.base.escaping import path_segment
@@ -67,13 +65,19 @@ class Quarantine:
         """
         folder = self._store / FOLDER / _name(batch)
         make_folders(folder, self._store, sync_to_disk)
-        for name, write in _files(batch):
-            write(folder / name)
-            sync_to_disk(folder / name)
+        try:
+            tables = batch.tables()
+        except Exception:  # the reason for quarantine: keep the batch as received
+            log.exception("unexpected error in decoding a batch; its undecoded content is written to quarantine")
+            (folder / "as_it_came.pickle").write_bytes(pickle.dumps(batch.as_it_came()))
+        else:
+            for dataset, table in tables.items():
+                with pa.ipc.new_file(folder / f"{dataset}.arrow", table.schema) as file:
+                    file.write_table(table.unify_dictionaries())
         report = {"error": why, "rows": batch.rows, "watermarks": dict(batch.watermarks), "info": dict(batch.info)}
         (folder / "why.json").write_text(json.dumps(report, indent=2) + "\n")
-        sync_to_disk(folder / "why.json")
-        sync_to_disk(folder)
+        for path in (*folder.iterdir(), folder):
+            sync_to_disk(path)
         return folder
 
     def report(self, batch: PendingBatch, why: str, folder: Path) -> dict[str, pa.Table]:
@@ -92,81 +96,12 @@ class Quarantine:
         owner = _owner(batch)
         if owner is None:
             return {}
-        row = owner | self._stamp().columns()
-        row |= {"type": EventType.FAULT, "severity": Severity.CRITICAL, "value": float(batch.rows), "message": message}
-        row["details"] = json.dumps({"folder": str(folder), "rows": batch.rows, "error": why}, sort_keys=True)
+        details, columns = (
+            {"folder": str(folder), "rows": batch.rows, "error": why},
+            owner | {"value": float(batch.rows)},
+        )
+        row = event_row(self._stamp(), EventType.FAULT, Severity.CRITICAL, message, details, **columns)
         return {"events": rows_table("events", [row])}
-
-
-def parts(batch: PendingBatch) -> list[PendingBatch]:
-    """Divide `batch` into the smallest batches that can be stored one after another.
-
-    Each poll response is in one batch, together with the rows of the service that have the seq of one of its records,
-    such as gap events. If these rows came later, the store would drop them as already stored. Rows without a seq are in
-    further batches, one for each table.
-    """
-    found, pieces = [], [(dataset, table) for dataset, tables in batch.pieces.items() for table in tables]
-    pieces += [("samples", scrape.table()) for scrape in batch.scrapes]
-    for body in batch.bodies:
-        beside, rest = [], []
-        for dataset, table in pieces:
-            own = _of(table, body.context.incarnation, body.last)
-            beside.append((dataset, table.filter(own)))
-            rest.append((dataset, table.filter(pc.invert(own))))
-        pieces = [(dataset, table) for dataset, table in rest if table.num_rows]
-        found.append(_part(batch, beside, (body,), {body.context.incarnation: body.last}))
-    known = {name for part in found for name in part.watermarks}
-    left = {name: seq for name, seq in batch.watermarks.items() if name not in known}
-    numbered = [(dataset, table.filter(_numbered(table))) for dataset, table in pieces]
-    if left or any(table.num_rows for _, table in numbered):
-        found.append(_part(batch, numbered, (), left))
-    return found + [
-        _part(batch, [(dataset, others)], (), {})
-        for dataset, table in pieces
-        if (others := table.filter(pc.invert(_numbered(table)))).num_rows
-    ]
-
-
-def halves(batch: PendingBatch) -> tuple[PendingBatch, PendingBatch] | None:
-    """Divide `batch` into two batches that together have the same content. Return None if it cannot be divided."""
-    listed = parts(batch)
-    if len(listed) < 2:
-        return None
-    middle = len(listed) // 2
-    return _joined(listed[:middle]), _joined(listed[middle:])
-
-
-def _joined(listed: list[PendingBatch]) -> PendingBatch:
-    pieces = [(dataset, table) for part in listed for dataset, tables in part.pieces.items() for table in tables]
-    bodies = tuple(body for part in listed for body in part.bodies)
-    watermarks: dict[str, int] = {}
-    for part in listed:
-        watermarks |= part.watermarks  # in order: a later body of a process has a higher seq
-    return _part(listed[0], pieces, bodies, watermarks)
-
-
-def _part(batch: PendingBatch, pieces: list[tuple[str, pa.Table]], bodies: Any, watermarks: Any) -> PendingBatch:
-    kept: dict[str, tuple[pa.Table, ...]] = {}
-    for dataset, table in pieces:
-        if table.num_rows:
-            kept[dataset] = (*kept.get(dataset, ()), table)
-    rows = sum(body.rows for body in bodies) + sum(table.num_rows for tables in kept.values() for table in tables)
-    return PendingBatch(pieces=kept, bodies=bodies, watermarks=watermarks, rows=rows, info=batch.info)
-
-
-def _numbered(table: pa.Table) -> pa.ChunkedArray:
-    """Return a boolean mask of the rows that have a sequence number (seq), and thus belong to a record of a process."""
-    if "seq" not in table.column_names or "incarnation" not in table.column_names:
-        return pa.chunked_array([pa.repeat(pa.scalar(False), table.num_rows)])
-    return pc.and_(pc.is_valid(table["seq"]), pc.is_valid(table["incarnation"]))
-
-
-def _of(table: pa.Table, incarnation: str, last: int) -> pa.ChunkedArray:
-    numbered = _numbered(table)
-    if not pc.any(numbered).as_py():
-        return numbered
-    of_process = pc.equal(table["incarnation"].cast(pa.string()), incarnation)
-    return pc.fill_null(pc.and_kleene(pc.and_(of_process, numbered), pc.less_equal(table["seq"], last)), False)
 
 
 def _name(batch: PendingBatch) -> str:
@@ -179,23 +114,6 @@ def _name(batch: PendingBatch) -> str:
     for receipts in batch.info.values():  # of remote write requests
         return f"pushed-{hashlib.blake2b(receipts.encode(), digest_size=12).hexdigest()}"
     return f"service-{uuid.uuid4().hex}"
-
-
-def _files(batch: PendingBatch) -> Iterator[tuple[str, Callable[[Path], object]]]:
-    """Yield the name of each file to write for a rejected batch, and the function that writes the file."""
-    try:
-        tables: Mapping[str, pa.Table] = batch.tables()
-    except Exception:  # the reason for quarantine: keep the batch as received
-        log.exception("unexpected error in decoding a batch; its undecoded content is written to the quarantine folder")
-        yield "as_it_came.pickle", lambda path: path.write_bytes(pickle.dumps(batch.as_it_came()))
-        return
-    for dataset, table in tables.items():
-        yield f"{dataset}.arrow", functools.partial(_write, table)
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    with pa.ipc.new_file(path, table.schema) as file:
-        file.write_table(table.unify_dictionaries())
 
 
 def _owner(batch: PendingBatch) -> dict[str, Any] | None:
@@ -245,10 +163,8 @@ class Flusher:
         clock: Callable[[], float],
         retry_seconds: tuple[float, ...] = RETRY_SECONDS,
         aside: Quarantine | None = None,
-        halves: Callable[[Any], tuple[PendingBatch, PendingBatch] | None] = halves,
     ) -> None:
         self._aside = aside
-        self._halves = halves
         self._appender = appender
         self._batcher = batcher
         self._on_commit = on_commit
@@ -264,12 +180,19 @@ class Flusher:
         self.trouble: str | None = None
 
     async def watermark(self, incarnation: str) -> int:
-        """Return the seq of the last committed record of a process.
+        """Return the seq of the last committed record of a process. Retry until the store can be read.
 
         The query runs in the flush thread, so that the event loop need not wait for the lock of the store writer. The
         flush thread holds this lock during a commit.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._appender.watermark, incarnation)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await loop.run_in_executor(self._thread, self._appender.watermark, incarnation)
+            except StoreError as error:
+                # A failed read of the store must not cause a rank to be read from the beginning.
+                log.warning("watermark cannot be read from the store, retrying: %s", error)
+                await asyncio.sleep(self._retry_seconds[0])
 
     async def commit_now(self) -> None:
         """Wait until all rows that the batcher contains at the time of the call are committed.
@@ -341,20 +264,15 @@ class Flusher:
         return self._appender.append(flight.batch)
 
     async def _split_or_quarantine(self, flight: _PendingCommit, why: str) -> None:
-        """Divide a rejected batch into two.
-
-        If it cannot be divided, move it to quarantine and store an event about it.
-        """
+        """Store a rejected batch in parts. If it is one part, move it to quarantine and store an event about it."""
         if self._aside is None or flight.is_quarantined:
             self._retry_later(flight.pending, why)
             return
-        pair = self._halves(flight.pending)
-        if pair is not None:
-            first, second = pair
+        parts = [_PendingCommit(pending=part) for part in flight.pending.parts()]
+        if len(parts) > 1:
+            parts[-1].waiters = flight.waiters
             self._pending_commits.popleft()
-            self._pending_commits.extendleft(
-                [_PendingCommit(pending=second, waiters=flight.waiters), _PendingCommit(pending=first)]
-            )
+            self._pending_commits.extendleft(reversed(parts))
             return
         try:
             loop = asyncio.get_running_loop()

@@ -70,6 +70,11 @@ class PendingSamples(PendingBatch):
         """Return the samples of all requests as rows of `samples`."""
         return {"samples": samples_table(self.requests)}
 
+    def parts(self) -> Sequence[PendingBatch]:
+        """Return a batch for each request."""
+        pairs = zip(self.requests, self.info[RECEIPTS].split(), strict=True)
+        return [PendingSamples.of([request], [receipt]) for request, receipt in pairs]
+
     def as_it_came(self) -> object:
         """Return the samples of each request as plain lists, which can be written to the quarantine."""
         return [
@@ -82,18 +87,6 @@ class PendingSamples(PendingBatch):
             }
             for request in self.requests
         ]
-
-
-def halves(batch: PendingSamples) -> tuple[PendingSamples, PendingSamples] | None:
-    """Return two batches, each with half of the requests of `batch`; None if it has a single request."""
-    middle = len(batch.requests) // 2
-    if not middle:
-        return None
-    receipts = batch.info[RECEIPTS].split()
-    return (
-        PendingSamples.of(batch.requests[:middle], receipts[:middle]),
-        PendingSamples.of(batch.requests[middle:], receipts[middle:]),
-    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -276,9 +269,7 @@ class RemoteWrite:
             flush_after_seconds=section.hold_seconds,
             max_pending_rows=section.max_pending_samples,
         )
-        self._flusher = Flusher(
-            store, self._batcher, on_commit=self._on_commit, clock=clock, aside=aside, halves=halves
-        )
+        self._flusher = Flusher(store, self._batcher, on_commit=self._on_commit, clock=clock, aside=aside)
         self.senders = Senders(clock)
         self._open: dict[str, asyncio.Future[int]] = {}  # by key of the receipt; the result is the number of samples
         self._decoded: dict[str, DecodedRequest] = {}  # by key of the receipt, until the commit

@@ -42,7 +42,6 @@ from rankscope_ingest.scrape.sample_table import Scrape
 from rankscope_ingest.scrape.scraper import Followed, Scraper
 from rankscope_ingest.spools.orphan_spools import Spools, SpoolScanner
 from rankscope_storage.api.store import Commit, Writer
-from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE
 
 log = logging.getLogger(__name__)
@@ -300,9 +299,6 @@ class ExternalExporters:
                 await cancel([*tasks, *self._scraper.tasks])
 
 
-_RETRY_SECONDS: Final = 1.0
-
-
 def make_batcher(config: ServiceConfig) -> Batcher:
     """Return a batcher that uses the limits of the configuration section [ingest]."""
     return Batcher(
@@ -360,16 +356,6 @@ class Pipeline:
         """
         is_full = "rows arrive faster than the store commits them: polling waits for commits"
         return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
-
-    async def watermark(self, incarnation: str) -> int:
-        """Return the sequence number of the last committed record of a process. Retry until the store can be read."""
-        while True:
-            try:
-                return await self.flusher.watermark(incarnation)
-            except StoreError as error:
-                # A failed read of the store must not cause a rank to be read from the beginning.
-                log.warning("watermark cannot be read from the store, retrying: %s", error)
-                await asyncio.sleep(_RETRY_SECONDS)
 
     def maintain(self) -> Coroutine[Any, Any, None]:
         """Run compaction, vacuum and retention of the store until the coroutine is cancelled."""

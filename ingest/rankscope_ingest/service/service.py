@@ -346,7 +346,7 @@ class Service:
         self._pipeline = Pipeline(
             config, writer, batcher, metrics, stamp=self._monitor.stamp, on_commit=self._on_commit
         )
-        self._polling = Polling(config, fetcher, self._monitor, self._pipeline.watermark)
+        self._polling = Polling(config, fetcher, self._monitor, self._pipeline.flusher.watermark)
 
         deliveries = Deliveries(lambda spec, outcome: metrics.count(spec, 1, outcome))
         self._announcer = Announcer(

@@ -36,14 +36,14 @@ class AttemptNumbers:
         for run, launch_id, attempt in known:
             self._add(run, launch_id, attempt)
 
-    def number(self, run: str, launch_id: str, is_over: Callable[[int], bool] | None = None) -> tuple[int, bool]:
+    def number(self, run: str, launch_id: str, is_over: Callable[[int], bool]) -> tuple[int, bool]:
         """Return the attempt of a launch, and whether the attempt is new.
 
         `is_over` returns whether an attempt number of the run belongs to an attempt that is over. The attempt is new if
         the launch is unknown, or if the known attempt of the launch is over.
         """
         known = self._numbers[run].get(launch_id)
-        if known is not None and not (is_over and is_over(known)):
+        if known is not None and not is_over(known):
             return known, False
         return self._add(run, launch_id, self._highest.get(run, -1) + 1), True
 
@@ -129,7 +129,7 @@ class Registry:
         addresses: Iterable[Address],
         now: float,
         *,
-        is_over: IsOver | None = None,
+        is_over: IsOver = lambda _key, _registration: False,
     ) -> Accepted:
         """Accept a registration or heartbeat, and return its target.
 
@@ -189,16 +189,13 @@ class Registry:
             self._lives[incarnation] = target.attempt
             self._by_identity[target.identity].discard(incarnation)
 
-    def _attempt(self, registration: Registration, is_over: IsOver | None) -> tuple[int, bool]:
+    def _attempt(self, registration: Registration, is_over: IsOver) -> tuple[int, bool]:
         # A process keeps its attempt, also if its records arrive after its launch id has started another attempt.
         if (known := self._lives.get(registration.incarnation)) is not None:
             return known, False
-        if is_over is None or registration.served_by is not None:
-            return self.attempts.number(registration.run, registration.launch_id)
+        run, is_alive = registration.run, registration.served_by is None
         return self.attempts.number(
-            registration.run,
-            registration.launch_id,
-            lambda number: is_over((registration.run, number), registration),
+            run, registration.launch_id, lambda number: is_alive and is_over((run, number), registration)
         )
 
     def _heartbeat(self, target: Target, registration: Registration, now: float) -> None:

@@ -17,7 +17,7 @@ from tests.properties import examples
 
 from rankscope_ingest.base.errors import ServiceError
 from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.flusher import FOLDER, Flusher, Quarantine, halves, parts
+from rankscope_ingest.pipeline.flusher import FOLDER, Flusher, Quarantine
 from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
@@ -403,14 +403,11 @@ def test_parts_have_all_rows_in_an_order_that_the_store_accepts(rows, last_of_a,
         batcher.add({"events": pa.table(columns)}, time.monotonic())
     batcher.add({}, time.monotonic(), watermarks=lasts)
     batch = batcher.take()
-    tables = [(part, table) for part in parts(batch) for table in part.pieces.get("events", ())]
+    tables = [(part, table) for part in batch.parts() for table in part.pieces.get("events", ())]
     found = [(part, row) for part, table in tables for row in table.to_pylist()]
 
     assert list(range(len(rows))) == sorted(row["n"] for _, row in found)
-    assert batch.rows == sum(part.rows for part in parts(batch))
+    assert batch.rows == sum(part.rows for part in batch.parts())
     for part, row in found:
         if row["incarnation"] is not None and row["seq"] is not None:
             assert row["seq"] <= part.watermarks[row["incarnation"]]
-    if (pair := halves(batch)) is not None:
-        assert batch.rows == sum(half.rows for half in pair)
-        assert batch.watermarks == pair[0].watermarks | pair[1].watermarks

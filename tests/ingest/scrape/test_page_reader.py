@@ -16,7 +16,6 @@ from tests.properties import examples
 
 from rankscope_ingest.base.errors import DecodeError
 from rankscope_ingest.pipeline.batcher import Batcher
-from rankscope_ingest.pipeline.flusher import halves
 from rankscope_ingest.scrape.page_reader import PageReader, parse_exactly
 from rankscope_ingest.scrape.sample_table import Grid, PageSeries, Scrape
 from rankscope_storage.base.schema import conform
@@ -340,11 +339,11 @@ def test_scrapes_count_as_rows_and_are_taken_with_the_batch(others):
         batcher.add_scrape(scrape, 0.0)
     reason, is_full, batch = batcher.due(0.0), batcher.is_full, batcher.take()
     whole = rows_in(batch.tables()["samples"])
-    first, second = (rows_in(half.tables()["samples"]) for half in halves(batch))
+    of_parts = [row for part in batch.parts() for row in rows_in(part.tables()["samples"])]
     batcher.release(batch)
 
     assert ("rows", True) == (reason, is_full)
     assert 4 + len(others) == len(whole) == batch.rows
-    assert sorted(map(repr, whole)) == sorted(map(repr, first + second))
+    assert sorted(map(repr, whole)) == sorted(map(repr, of_parts))
     assert 0 == batcher.pending_rows
     assert batcher.is_empty
