@@ -26,16 +26,6 @@ The number is high because larger flushes are cheaper: each flush stores the nam
 sample of a flush with five scrapes is one third lower than that of a flush with three scrapes.
 """
 
-SOON_SECONDS: Final = 2.0
-"""Maximum time in seconds by which a requested flush is delayed if the batch will soon be full.
-
-Without this delay, each start or exit of a rank would write a small file, and compaction would have to write its rows
-again.
-"""
-
-_CHECK_SECONDS: Final = 0.25  # interval of checks during such a delay
-_MIN_FILL_SECONDS: Final = 1e-3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingBatch:
@@ -134,9 +124,6 @@ class FlushClock:
     _rows_in_flight: int = 0
     _opened_at: float | None = None
     _wanted: bool = False
-    _wanted_at: float | None = None  # time of the first `due` after the request
-    _filled: tuple[float, int] | None = None  # start and weight of the previous batch
-    _rate: float = 0.0  # weight per second of the previous batch
 
     @property
     def pending_rows(self) -> int:
@@ -162,10 +149,7 @@ class FlushClock:
         self._notify = flusher
 
     def want_flush(self) -> None:
-        """Request a flush.
-
-        The flush happens immediately, or up to SOON_SECONDS later if the batch will soon be full.
-        """
+        """Request a flush as soon as an earlier batch is committed."""
         if not self.is_empty:
             self._wanted = True
             self._notify()
@@ -179,21 +163,15 @@ class FlushClock:
             return None
         if self._is_filled:
             return "rows"
-        if self._wanted and not self._is_worth_waiting(now):
+        if self._wanted:
             return "wanted"
         return "age" if now - self._opened_at >= self.flush_after_seconds else None
 
     def rest_seconds(self, now: float) -> float:
-        """Return the seconds until the current batch is due because of its age.
-
-        The result is infinity without a batch, and 0 if the batch is full. If a flush was requested, the result is the
-        time after which the caller must check again whether the batch is due.
-        """
+        """Return the seconds until the current batch is due: infinity without a batch."""
         if self._opened_at is None:
             return math.inf
-        if self._is_filled:
-            return 0.0
-        return _CHECK_SECONDS if self._wanted else self._opened_at + self.flush_after_seconds - now
+        return 0.0 if self._is_filled or self._wanted else self._opened_at + self.flush_after_seconds - now
 
     def take(self) -> PendingBatch:
         """Return the current batch and start an empty one.
@@ -214,20 +192,11 @@ class FlushClock:
     def _is_filled(self) -> bool:
         return self._weight >= self.flush_rows or self._rows >= self.max_pending_rows
 
-    def _is_worth_waiting(self, now: float) -> bool:
-        """Return whether the batch will be full within SOON_SECONDS if it fills at the rate of the previous batch."""
-        if self._wanted_at is None:
-            self._wanted_at = now
-        return now - self._wanted_at < SOON_SECONDS and self.flush_rows - self._weight <= self._rate * SOON_SECONDS
-
     def _opened(self, now: float) -> None:
         """Start a batch if there is none; notify the flusher if a batch starts or is full."""
         is_first = self._opened_at is None
         if is_first:
             self._opened_at = now
-            if self._filled is not None:
-                since, weight = self._filled
-                self._rate = weight / max(now - since, _MIN_FILL_SECONDS)
         if is_first or self._is_filled:
             self._notify()
 
@@ -237,9 +206,7 @@ class FlushClock:
         Rows that are added later start another batch.
         """
         self._rows_in_flight += self._rows
-        if self._opened_at is not None:
-            self._filled = self._opened_at, self._weight
-        self._rows, self._samples, self._opened_at, self._wanted, self._wanted_at = 0, 0, None, False, None
+        self._rows, self._samples, self._opened_at, self._wanted = 0, 0, None, False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -405,9 +405,8 @@ def decode(bodies: Sequence[ValidBody]) -> dict[str, pa.Table]:
     grids = [_grid(cells, records) for cells in _by_plan(bodies, records)]
     if grids := [table for table in grids if table.num_rows]:
         tables["tensor_stats"] = pa.concat_tables(grids)
-    for dataset in NESTED:
-        if any(dataset in body.nested for body in bodies):
-            tables[dataset] = _nested(bodies, dataset, records)
+    for dataset in dict.fromkeys(dataset for body in bodies for dataset in body.nested):
+        tables[dataset] = _nested(bodies, dataset, records)
     return tables
 
 
@@ -488,27 +487,26 @@ def _grid(cells: _Cells, records: _Records) -> pa.Table:
 
     If all counts of a tensor, such as its number of NaN, are null, the tensor was absent at the step and has no row.
     """
-    plan, height = cells.plan, len(cells.records)
-    chosen = pa.array(cells.records)
-    columns = {name: _spread(column.take(chosen), len(plan), np.tile) for name, column in records.columns.items()}
+    plan, tensors = cells.plan, len(cells.plan)
+    record_of_row = pa.array(np.tile(cells.records, tensors))
+    tensor_of_row = pa.array(np.repeat(np.arange(tensors), len(cells.records)))
+    columns = {name: column.take(record_of_row) for name, column in records.columns.items()}
     for name, names in plan.sorted_columns.items():
-        columns[name] = _over(_spread(names, height, np.repeat), columns.get(name))
+        if names.null_count < tensors:
+            columns[name] = _over(names.take(tensor_of_row), columns.get(name))
     columns |= dict(zip(plan.value_ops, _values(cells), strict=True))
     present = _counts(cells, columns)
-    schema = coded_schema("tensor_stats")
-    rows = height * len(plan)
-    arrays = [columns[field.name] if field.name in columns else pa.nulls(rows, field.type) for field in schema]
-    table = pa.Table.from_arrays(arrays, schema=schema)
+    table = _table("tensor_stats", columns, len(record_of_row))
     return table if present is None else table.filter(present)
 
 
 def _values(cells: _Cells) -> Iterator[pa.Array]:
     """Yield one column for each floating-point statistic. Its rows are ordered by tensor and then by record."""
-    shape = (len(cells.plan.value_ops), len(cells.plan))
-    parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, *shape) for part in cells.parts]
-    for number in range(len(cells.plan.value_ops)):
+    ops, tensors = len(cells.plan.value_ops), len(cells.plan)
+    parts = [part.values.to_numpy(zero_copy_only=False).reshape(-1, ops, tensors) for part in cells.parts]
+    for number in range(ops):
         if all(np.isnan(part[:, number]).all() for part in parts):  # such as baselines without rules
-            yield pa.nulls(len(cells.records) * len(cells.plan), pa.float32())
+            yield pa.nulls(len(cells.records) * tensors, pa.float32())
             continue
         column = _transposed(parts, cells.plan, number)
         absent = np.isnan(column)
@@ -554,26 +552,6 @@ def _transposed_counts(parts: Sequence[npt.NDArray[np.int64]], plan: PlanColumns
     return np.repeat(first[plan.order], height) if first.any() else np.zeros(height * len(plan), np.int64)
 
 
-def _spread(column: pa.Array, times: int, repeat: Callable[..., npt.NDArray[Any]]) -> pa.Array:
-    """Return `column` repeated `times` times.
-
-    `repeat` is `np.tile`, which repeats the whole column, or `np.repeat`, which repeats each value.
-    """
-    if pa.types.is_dictionary(column.type):
-        return pa.DictionaryArray.from_arrays(_spread(column.indices, times, repeat), column.dictionary)
-    if column.null_count == len(column):
-        return pa.nulls(len(column) * times, column.type)
-    if column.null_count:
-        return column.take(pa.array(repeat(np.arange(len(column)), times)))
-    return pa.array(repeat(_integers(column), times)).view(column.type)
-
-
-def _integers(column: pa.Array) -> npt.NDArray[np.integer]:
-    plain = column.view(pa.int64()) if pa.types.is_timestamp(column.type) else column
-    integers: npt.NDArray[np.integer] = plain.to_numpy()
-    return integers
-
-
 def _over(own: pa.Array, of_record: pa.Array | None) -> pa.Array:
     """Return the column `own` with each null replaced by the value in `of_record`.
 
@@ -593,14 +571,12 @@ def _nested(bodies: Sequence[ValidBody], dataset: str, records: _Records) -> pa.
     for field in NESTED[dataset]:
         own = pa.concat_arrays([nested.columns[field.name] for _, nested in found])
         columns[field.name] = _over(own, columns.get(field.name))
-    schema = pa.schema([_as_held(field, columns) for field in coded_schema(dataset)])
-    arrays = [columns[field.name] if field.name in columns else pa.nulls(len(parents), field.type) for field in schema]
-    return pa.Table.from_arrays(arrays, schema=schema)
+    return _table(dataset, columns, len(parents))
 
 
-def _as_held(field: pa.Field, columns: Mapping[str, pa.Array]) -> pa.Field:
-    """Return the Arrow field `field` with the type of the column that has the same name in `columns`.
-
-    Text columns with a separate value for each row are plain text in `columns`, not dictionary-encoded.
-    """
-    return field.with_type(columns[field.name].type) if field.name in columns else field
+def _table(dataset: str, columns: Mapping[str, pa.Array], rows: int) -> pa.Table:
+    """Return a table of `dataset`. Text with a separate value for each row is plain, and not dictionary-encoded."""
+    schema = coded_schema(dataset)
+    arrays = [columns[field.name] if field.name in columns else pa.nulls(rows, field.type) for field in schema]
+    fields = [field.with_type(array.type) for field, array in zip(schema, arrays, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))

@@ -49,26 +49,6 @@ def test_batch_is_due_by_rows_by_age_and_on_demand():
     assert [None, "age"] == [by_age.due(4.9), by_age.due(5.0)]
 
 
-def filling(rows, seconds):
-    """Return a batcher: its previous batch gathered `rows` in `seconds`, and its current one started at 0."""
-    queue = batcher(flush_rows=100, flush_after_seconds=60.0, max_pending_rows=1000)
-    queue.add({"scalars": table(*range(rows))}, -seconds)
-    queue.release(queue.take())
-    queue.add({"scalars": table(1)}, 0.0)
-    queue.want_flush()
-    return queue
-
-
-def test_requested_flush_waits_at_most_two_seconds():
-    stopped = filling(100, 0.5)
-
-    assert [None, None, "wanted"] == [stopped.due(0.0), stopped.due(1.9), stopped.due(2.0)]
-    stopped.take()
-    stopped.add({"scalars": table(1)}, 3.0)
-    stopped.want_flush()
-    assert "wanted" == stopped.due(3.0)  # by then it is known that they fill no more
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["add", "take", "settle"]), st.integers(0, 4)), max_size=40))
 def test_no_row_is_lost_or_duplicated(actions):
