@@ -39,7 +39,6 @@ AREAS: Final = {
     "writer and watermarks": (
         "storage/rankscope_storage/writer/*.py",
         "storage/rankscope_storage/log/*.py",
-        "ingest/rankscope_ingest/pipeline/batcher.py",
         "ingest/rankscope_ingest/pipeline/flusher.py",
     ),
     "ring and spool": (

@@ -14,8 +14,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker, exit_report, parse_details
-from rankscope_ingest.detect.lost_records import GivenUp
-from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS, Row
+from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS, GivenUp, Row
 from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport, Symptom, failure_key
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker

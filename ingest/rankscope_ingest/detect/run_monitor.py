@@ -39,13 +39,12 @@ from rankscope_ingest.detect.incidents import (
     latest_events,
     symptoms,
 )
-from rankscope_ingest.detect.lost_records import LostRecords
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.live.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.live.tails import LiveTails
-from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.rows import Row, Stamp, Versions, clock_row, incident_row, launch_row
+from rankscope_ingest.pipeline.flusher import Batcher, PendingBatch
+from rankscope_ingest.pipeline.rows import LostRecords, Row, Stamp, Versions, clock_row, incident_row, launch_row
 from rankscope_ingest.record_channel.bodies import PlanColumns, ValidBody
 from rankscope_ingest.record_channel.loop import PollBudget
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident

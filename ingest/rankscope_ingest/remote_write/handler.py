@@ -36,8 +36,7 @@ from rankscope_ingest.base.errors import BusyError, DecodeError, RegistrationErr
 from rankscope_ingest.base.protobuf import unpacked
 from rankscope_ingest.base.tables import NO_RUN, TIME, constant, samples_schema
 from rankscope_ingest.live.service_metrics import ServiceMetrics
-from rankscope_ingest.pipeline.batcher import FlushClock, PendingBatch
-from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
+from rankscope_ingest.pipeline.flusher import FlushClock, Flusher, PendingBatch, Quarantine
 from rankscope_ingest.remote_write.decoder import DecodedRequest, WriteReader
 from rankscope_ingest.remote_write.senders import OUTCOME, Senders, printable
 from rankscope_storage.api.store import Commit, Writer

@@ -28,8 +28,7 @@ from rankscope_ingest.detect.run_monitor import RecordSink, RunMonitor
 from rankscope_ingest.live.goodput import WITHOUT_TIME
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.http_client import PageFetcher, parse_target_url
-from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.flusher import Flusher, Quarantine
+from rankscope_ingest.pipeline.flusher import Batcher, Flusher, PendingBatch, Quarantine
 from rankscope_ingest.pipeline.maintenance_schedule import MaintenanceSchedule, retention_job
 from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_ingest.record_channel.bodies import PlanCache

@@ -45,7 +45,7 @@ from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import resolved_message
 from rankscope_ingest.notify.notifiers import Notifier
-from rankscope_ingest.pipeline.batcher import PendingBatch
+from rankscope_ingest.pipeline.flusher import PendingBatch
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.remote_read.handler import RemoteRead

@@ -20,12 +20,11 @@ from rankscope_ingest.base.tables import rows_table
 from rankscope_ingest.detect.divergence import WAIT_SECONDS, DivergenceTracker, diverged_row, divergence_symptom
 from rankscope_ingest.detect.history import read_diverged, read_history
 from rankscope_ingest.detect.incidents import IncidentTracker, firings
-from rankscope_ingest.detect.lost_records import GivenUp
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.notify.announcer import Announcer
 from rankscope_ingest.notify.deliveries import Deliveries
 from rankscope_ingest.notify.messages import NotifyError, incident_message
-from rankscope_ingest.pipeline.rows import Stamp, attempt_row, clock_row, gap_row, incident_row, launch_row
+from rankscope_ingest.pipeline.rows import GivenUp, Stamp, attempt_row, clock_row, gap_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import Symptom, run_incident
 from rankscope_ingest.runs.models import Liveness
 from rankscope_ingest.runs.text import SENT_AGAIN, headline

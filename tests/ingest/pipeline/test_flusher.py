@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import ServiceError
-from rankscope_ingest.pipeline.batcher import Batcher, PendingBatch
-from rankscope_ingest.pipeline.flusher import FOLDER, Flusher, Quarantine
+from rankscope_ingest.pipeline.flusher import FOLDER, Batcher, Flusher, PendingBatch, Quarantine
 from rankscope_ingest.pipeline.rows import Stamp
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.properties import examples
 
 from rankscope_ingest.base.errors import DecodeError
-from rankscope_ingest.pipeline.batcher import Batcher
+from rankscope_ingest.pipeline.flusher import Batcher
 from rankscope_ingest.scrape.page_reader import PageReader, parse_exactly
 from rankscope_ingest.scrape.sample_table import Grid, PageSeries, Scrape
 from rankscope_storage.base.schema import conform
