@@ -39,7 +39,7 @@ from rankscope_ingest.runs.models import Health, Target
 from rankscope_ingest.scrape.discovery import ExporterList, configured
 from rankscope_ingest.scrape.sample_table import Scrape
 from rankscope_ingest.scrape.scraper import Followed, Scraper
-from rankscope_ingest.spools.orphan_spools import Spools, SpoolScanner
+from rankscope_ingest.spools.orphan_spools import Spools
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE
 
@@ -168,15 +168,19 @@ class Polling:
             targets=lambda: len(self.pollers),
             is_viewed=monitor.tails.is_viewed,
         )
-        self.spools = Spools(config.spool.folders, fetcher)
         sink, plans = RecordSink(monitor), PlanCache()
 
         def make_loop(target: Target) -> TargetLoop:
             return TargetLoop(target, self.spools, plans, sink, pace, clock=time.monotonic)
 
         self.pollers = Pollers(make_loop, watermark)
-        self.spool_scanner = SpoolScanner(
-            self.spools, monitor.registry, accept=monitor.accept, watermark=watermark, follow=self._follow_now
+        self.spools = Spools(
+            config.spool.folders,
+            fetcher,
+            monitor.registry,
+            accept=monitor.accept,
+            watermark=watermark,
+            follow=self._follow_now,
         )
 
     @property
@@ -221,7 +225,7 @@ class Polling:
             for static in self._config.targets
         ]
         if self._config.spool.folders:
-            jobs.append(Job("scanning for spools", self._config.spool.scan_seconds, self.spool_scanner.scan))
+            jobs.append(Job("scanning for spools", self._config.spool.scan_seconds, self.spools.scan))
         return jobs
 
     async def _look_at(self, static: StaticTarget) -> None:

@@ -384,7 +384,7 @@ class Service:
     ) -> None:
         """Run the service until `stop` is set, then drain the service."""
         # Before ranks can register: older launches must get lower attempt numbers.
-        await self._polling.spool_scanner.begin()
+        await self._polling.spools.begin()
         await self._pipeline.remote_write.begin()
         async with self._listening():
             if on_ready is not None:

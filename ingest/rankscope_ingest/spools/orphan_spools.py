@@ -49,14 +49,34 @@ START_SECONDS: Final = 10.0
 
 
 class Spools:
-    """Reads records from claimed spools, and passes requests for other targets to `http`, which polls ranks over HTTP.
+    """Finds the spools of dead processes in the folders `roots`, registers the processes as targets, and reads them.
 
-    Implements the protocol `RecordSource`, from which poll loops request records.
+    Implements the protocol `RecordSource`, from which poll loops request records. Requests for other targets are passed
+    to `http`, which polls ranks over HTTP. Spools that this service cannot read are released.
     """
 
-    def __init__(self, roots: Iterable[str], http: RecordSource) -> None:
+    def __init__(
+        self,
+        roots: Iterable[str],
+        http: RecordSource,
+        registry: Registry,
+        *,
+        accept: Callable[[Registration, tuple[Address, ...]], Accepted],
+        watermark: Callable[[str], Awaitable[int]],
+        follow: Callable[[Target], None],
+    ) -> None:
+        """Set the dependencies.
+
+        `accept` registers a process. `follow` starts polling a target immediately. `watermark` returns the seq of the
+        last committed record of a process.
+        """
         self._roots = [Path(root) for root in roots]
         self._http = http
+        self._registry = registry
+        self._accept = accept
+        self._watermark = watermark
+        self._follow = follow
+        self._first: asyncio.Task[None] | None = None
         self._claimed: dict[str, Orphan] = {}
         self._released: set[str] = set()  # incarnations that were released once: all others come first
         self._done: set[str] = set()  # drained, but could not be removed
@@ -70,10 +90,6 @@ class Spools:
         self._claimed |= {_url(orphan): orphan for orphan in found}
         oldest_first = sorted(found, key=lambda orphan: orphan.registration.started_at)
         return [_draining(orphan) for orphan in oldest_first]
-
-    def claimed(self) -> list[tuple[str, str]]:
-        """Return (incarnation id, URL) of each claimed spool."""
-        return [(orphan.incarnation, url) for url, orphan in self._claimed.items()]
 
     def release(self, url: str, reason: str) -> None:
         """Release a claimed spool. A later scan can claim it again."""
@@ -92,6 +108,63 @@ class Spools:
         for orphan in self._claimed.values():
             orphan.release()
         self._claimed.clear()
+
+    async def begin(self) -> None:
+        """Run the first scan of the spool folders.
+
+        If a disk does not respond, the method returns after START_SECONDS, and the scan continues in the background.
+        """
+        self._first = start_task("scanning for spools", self._scan)
+        done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
+        if not done:
+            log.warning("[spool] folders: scan timed out after %g s, continuing in the background", START_SECONDS)
+
+    async def scan(self) -> None:
+        """Register new spools of dead processes, and delete spools whose records are all in the store.
+
+        A claimed spool is released if its process is alive or reading it failed. A later scan can claim such a spool
+        again.
+        """
+        if self._first is not None:
+            await self._first
+        await self._scan()
+
+    async def _scan(self) -> None:
+        for registration in await self.find():
+            try:
+                await self._adopt(registration)
+            except Exception as error:  # one spool must not prevent the adoption of the others
+                log.exception("unexpected error in registering the process of spool %s, retrying", registration.url)
+                self.release(registration.url, repr(error))
+        for url, orphan in list(self._claimed.items()):
+            if (target := self._registry.get(orphan.incarnation)) is None:
+                continue
+            if target.registration.url != url:
+                self.release(
+                    url, "the process of the spool is alive. Does the file system support locks between hosts?"
+                )
+            elif target.is_gone:
+                self.release(url, f"reading failed, retrying ({target.last_error})")
+            elif target.health is not Health.FAILING:
+                self._accept(target.registration, ())  # a heartbeat: the target may have to wait for the store
+
+    async def _adopt(self, registration: Registration) -> None:
+        try:
+            check_registration(registration)
+            known = self._registry.get(registration.incarnation)
+            if known is not None:
+                # A static target has the identity of the service's configuration, and so have its stored rows.
+                named = known.registration
+                registration = replace(registration, run=named.run, rank=named.rank, launch_id=named.launch_id)
+            elif await self._watermark(registration.incarnation) >= registration.head:
+                await self.remove(registration.url)
+                return
+            target = self._accept(registration, ()).target
+        except RegistrationError as error:
+            self.release(registration.url, str(error))
+            return
+        log.info("reading the spool of a dead process", extra={"target": target.name, "url": registration.url})
+        self._follow(target)
 
     async def records(
         self, url: str, *, incarnation: str, after: int, committed: int, lease: str | None, max_bytes: int, notice: bool
@@ -194,91 +267,6 @@ def _needed_plans(stream: bytes) -> tuple[str, ...] | None:
         return plan_ids(open_stream(stream))
     except (DecodeError, pa.ArrowException):
         return None
-
-
-class SpoolScanner:
-    """Finds the spools of dead processes, and registers the processes as targets.
-
-    Spools that this service cannot read are released.
-    """
-
-    def __init__(
-        self,
-        spools: Spools,
-        registry: Registry,
-        *,
-        accept: Callable[[Registration, tuple[Address, ...]], Accepted],
-        watermark: Callable[[str], Awaitable[int]],
-        follow: Callable[[Target], None],
-    ) -> None:
-        """Set the dependencies.
-
-        `accept` registers a process. `follow` starts polling a target immediately. `watermark` returns the seq of the
-        last committed record of a process.
-        """
-        self._spools = spools
-        self._registry = registry
-        self._accept = accept
-        self._watermark = watermark
-        self._follow = follow
-        self._first: asyncio.Task[None] | None = None
-
-    async def begin(self) -> None:
-        """Run the first scan of the spool folders.
-
-        If a disk does not respond, the method returns after START_SECONDS, and the scan continues in the background.
-        """
-        self._first = start_task("scanning for spools", self._scan)
-        done, _ = await asyncio.wait([self._first], timeout=START_SECONDS)
-        if not done:
-            log.warning("[spool] folders: scan timed out after %g s, continuing in the background", START_SECONDS)
-
-    async def scan(self) -> None:
-        """Register new spools of dead processes, and delete spools whose records are all in the store.
-
-        A claimed spool is released if its process is alive or reading it failed. A later scan can claim such a spool
-        again.
-        """
-        if self._first is not None:
-            await self._first
-        await self._scan()
-
-    async def _scan(self) -> None:
-        for registration in await self._spools.find():
-            try:
-                await self._adopt(registration)
-            except Exception as error:  # one spool must not prevent the adoption of the others
-                log.exception("unexpected error in registering the process of spool %s, retrying", registration.url)
-                self._spools.release(registration.url, repr(error))
-        for incarnation, url in self._spools.claimed():
-            if (target := self._registry.get(incarnation)) is None:
-                continue
-            if target.registration.url != url:
-                self._spools.release(
-                    url, "the process of the spool is alive. Does the file system support locks between hosts?"
-                )
-            elif target.is_gone:
-                self._spools.release(url, f"reading failed, retrying ({target.last_error})")
-            elif target.health is not Health.FAILING:
-                self._accept(target.registration, ())  # a heartbeat: the target may have to wait for the store
-
-    async def _adopt(self, registration: Registration) -> None:
-        try:
-            check_registration(registration)
-            known = self._registry.get(registration.incarnation)
-            if known is not None:
-                # A static target has the identity of the service's configuration, and so have its stored rows.
-                named = known.registration
-                registration = replace(registration, run=named.run, rank=named.rank, launch_id=named.launch_id)
-            elif await self._watermark(registration.incarnation) >= registration.head:
-                await self._spools.remove(registration.url)
-                return
-            target = self._accept(registration, ()).target
-        except RegistrationError as error:
-            self._spools.release(registration.url, str(error))
-            return
-        log.info("reading the spool of a dead process", extra={"target": target.name, "url": registration.url})
-        self._follow(target)
 
 
 def register_orphan(runs: RunTracker, target: Target, now: float, wall: int, jumped: int = 0) -> Attempt:

@@ -61,17 +61,6 @@ _TYPES: Final[dict[str, tuple[Any, str]]] = {
 }
 _LATEST_START = 4_102_444_800_000_000
 
-HEARTBEATS_A_SECOND: Final = 100
-"""Maximum number of heartbeats per second of all ranks together.
-
-If there are so many ranks that this number would be exceeded, each rank sends heartbeats less often. This is safe
-because successful polls also show that a rank is alive.
-"""
-
-MAX_STRETCH: Final = 2.0
-"""Maximum factor by which the heartbeat interval is extended to limit the heartbeats per second."""
-
-
 IsOver = Callable[[tuple[str, int], Registration], bool]
 
 
@@ -82,11 +71,6 @@ class Accepted:
     target: Target
     is_new_target: bool
     is_new_launch: bool
-
-
-def new_lease() -> str:
-    """Return a random lease id. Only a reader that sends the lease can mark records of a rank as committed."""
-    return uuid.uuid4().hex
 
 
 class Registry:
@@ -103,12 +87,10 @@ class Registry:
         ttl_seconds: float,
         attempts: AttemptNumbers | None = None,
         lives: Mapping[str, int] | None = None,
-        make_lease: Callable[[], str] = new_lease,
     ) -> None:
         self._networks = networks
         self._heartbeat_seconds = heartbeat_seconds
         self._ttl_seconds = ttl_seconds
-        self._make_lease = make_lease
         self.attempts = attempts or AttemptNumbers()
         self._lives = dict(lives or {})
         self._targets: dict[str, Target] = {}
@@ -156,7 +138,7 @@ class Registry:
         target = Target(
             registration=registration,
             attempt=attempt,
-            lease=self._make_lease(),
+            lease=uuid.uuid4().hex,  # only a reader that sends it can mark records of the rank as committed
             liveness=Liveness(last_sign=now),
             head=registration.head,
             expected=registration.head if registration.served_by else registration.head + registration.queued,
@@ -170,15 +152,9 @@ class Registry:
         return RegistrationReply(
             lease=target.lease,
             attempt=target.attempt,
-            heartbeat_seconds=self._heartbeat_seconds * self._stretch,
+            heartbeat_seconds=self._heartbeat_seconds,
             committed=target.committed,
         )
-
-    @property
-    def _stretch(self) -> float:
-        """Return the factor (1.0 to 2.0) by which the heartbeat interval is extended because there are many targets."""
-        needed = len(self._targets) / HEARTBEATS_A_SECOND / self._heartbeat_seconds
-        return min(max(1.0, needed), MAX_STRETCH)
 
     def forget(self, incarnation: str) -> None:
         """Delete a target that is gone and whose records are committed.
@@ -221,7 +197,7 @@ class Registry:
 
     def _is_alive(self, target: Target, now: float) -> bool:
         has_process = target.health is not Health.GONE and not target.is_dead
-        return has_process and target.liveness.is_alive(now, self._ttl_seconds * self._stretch)
+        return has_process and target.liveness.is_alive(now, self._ttl_seconds)
 
 
 def _reject_changed_identity(known: Target, registration: Registration) -> None:

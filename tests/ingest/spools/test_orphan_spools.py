@@ -334,7 +334,7 @@ async def test_spools_are_claimed_in_groups_and_released_ones_come_last(root, mo
     monkeypatch.setattr(orphan_spools, "MAX_CLAIMED", 2)
     for number in (3, 1, 2, 4):
         make_spool(root, f"dead-{number}", 2)
-    spools = Spools([str(root)], None)
+    spools = Spools([str(root)], None, None, accept=None, watermark=None, follow=None)
     first = await spools.find()
     again = await spools.find()
     spools.release(first[0].url, "rejected")
