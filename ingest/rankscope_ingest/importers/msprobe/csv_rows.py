@@ -64,8 +64,8 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
             header = _fields(line)
         elif not line.strip():
             continue
-        elif not _is_row(line):
-            faults.add(number, f"the line is incomplete, not valid CSV or not valid text: {shown(line)}")
+        elif (reason := _fault(line)) is not None:
+            faults.add(number, f"the line is {reason}: {shown(line)}")
         elif faults.is_torn and not _is_whole(header, line):
             faults.add(number, f"the last line is incomplete: {shown(line)}")
         else:
@@ -119,12 +119,19 @@ def _fields(line: bytes) -> list[str]:
     return names if len(set(names)) == len(names) else []
 
 
-def _is_row(line: bytes) -> bool:
+def _fault(line: bytes) -> str | None:
+    """Return the reason why `line` is not a row of its own; None if it is one."""
+    if line.count(b'"') % 2 or not _is_text(line):
+        return "incomplete or not valid text"
+    return None if _LINE.fullmatch(line) else "not valid CSV"
+
+
+def _is_text(line: bytes) -> bool:
     try:
         line.decode()
     except UnicodeDecodeError:
         return False
-    return b"\0" not in line and _LINE.fullmatch(line) is not None
+    return b"\0" not in line
 
 
 def _is_whole(header: Sequence[str], line: bytes) -> bool:
