@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -29,7 +28,6 @@ _LARGE_DICTIONARY: Final = 1000
 
 A column has one dictionary per chunk. For dictionaries of this size, comparing their texts costs more than storing
 twice the texts that several dictionaries contain."""
-_WIDEST_BITS: Final = 64
 PARTITION_COLUMNS: Final = ("dataset", "part")
 UNWRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "samples": ("attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "vpp_stage"),
@@ -122,13 +120,13 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     schema, given = dataset_schema(name), set(table.column_names)
     if unknown := sorted(given - set(schema.names)):
         raise BatchError(f"{name} has no column {', '.join(unknown)}: its columns are {', '.join(schema.names)}")
-    absent, columns = _Absent(table.num_rows), {}
+    columns = {}
     try:
         for field in schema:
             if field.name in given:
                 column = _cast(_one_chunk(table.column(field.name), field.type), field, name)
             else:
-                column = absent.column(field.type)
+                column = pa.nulls(table.num_rows, field.type)
             if not field.nullable and column.null_count:
                 raise BatchError(f"{name}.{field.name} is null in {column.null_count} rows: it must have a value")
             columns[field.name] = column
@@ -137,23 +135,6 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     except pa.ArrowException as error:
         raise BatchError(f"rows of {name} cannot be converted to the schema of the store: {error}") from error
     return pa.table(columns)
-
-
-@dataclass(slots=True)
-class _Absent:
-    """Factory of columns that have `rows` rows, all null. The columns share one block of zeros in memory."""
-
-    rows: int
-    _zeros: pa.Buffer | None = None
-
-    def column(self, type_: pa.DataType) -> pa.Array:
-        is_text = pa.types.is_string(type_)
-        if not is_text and not (pa.types.is_primitive(type_) and type_.bit_width <= _WIDEST_BITS):
-            return pa.nulls(self.rows, type_)
-        if self._zeros is None:
-            self._zeros = pa.py_buffer(np.zeros(self.rows + 1, np.uint64))
-        buffers = [self._zeros, self._zeros, *([pa.py_buffer(b"")] if is_text else [])]
-        return pa.Array.from_buffers(type_, self.rows, buffers, null_count=self.rows)
 
 
 def _one_chunk(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.Array:

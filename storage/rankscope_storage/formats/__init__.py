@@ -1,12 +1,6 @@
-"""Export of a run to the formats of other tools.
-
-Each module of this folder that defines `EXPORT_FORMAT` adds a format.
-"""
+"""Export of a run to the formats of other tools, one module per format."""
 
 from __future__ import annotations
-
-import importlib
-import pkgutil
 
 from rankscope_storage.formats.common.base import ExportFormat, ExportOptions, ExportReport, Progress
 
@@ -15,11 +9,7 @@ __all__ = ["ExportFormat", "ExportOptions", "ExportReport", "Progress", "export_
 
 def export_formats() -> dict[str, ExportFormat]:
     """Return all export formats of this package, by name."""
-    found = {}
-    for module in pkgutil.iter_modules(__path__):
-        export_format: ExportFormat | None = getattr(
-            importlib.import_module(f"{__name__}.{module.name}"), "EXPORT_FORMAT", None
-        )
-        if export_format is not None:
-            found[export_format.name] = export_format
-    return found
+    from rankscope_storage.formats import csv_msprobe, openmetrics, parquet, sqlite, tensorboard  # noqa: PLC0415 - slow
+
+    modules = (csv_msprobe, openmetrics, parquet, sqlite, tensorboard)
+    return {module.EXPORT_FORMAT.name: module.EXPORT_FORMAT for module in modules}

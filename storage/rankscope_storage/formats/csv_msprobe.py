@@ -10,9 +10,8 @@ apostrophe.
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -27,7 +26,7 @@ from rankscope_msprobe.files.csv_layout import (
 )
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_string
-from rankscope_storage.connection import Connection, connect
+from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress
 from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.formats.msprobe.folders import FamilyFiles, Stream, streams
@@ -78,7 +77,10 @@ class CsvMsprobe:
             selection = Selection(connection, run, options)
             require_rows(selection, {name: selection.count(name) for name in HELD})
             try:
-                written = list(_write_all(selection, streams(selection, target), progress))
+                listed, written = streams(selection, target), []
+                for done, stream in enumerate(listed, 1):
+                    written.append(_Folder(selection, stream).write())
+                    progress(done, len(listed))  # streams instead of rows: they have about equally many
             except OSError as error:
                 raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
             rows = sum((one.rows for one in written), Counter())
@@ -152,31 +154,6 @@ def _families(dataset: str) -> dict[str, frozenset[str]]:
     if dataset == "tensor_stats":
         return {family: frozenset(map(str, kinds)) for family, kinds in TENSOR_FAMILIES.items()}
     return {family: frozenset(columns.values()) for family, columns in FEATURE_COLUMNS.items()}
-
-
-def _write_all(selection: Selection, listed: Sequence[Stream], progress: Progress) -> Iterator[Written]:
-    """Write the folder of each stream (the rows of one rank in one folder), and yield the results.
-
-    `progress` receives numbers of streams instead of rows, because all streams have about the same number of rows.
-    """
-    processes = min(selection.options.process_num, len(listed))
-    if processes == 1:
-        for done, stream in enumerate(listed, 1):
-            yield _Folder(selection, stream).write()
-            progress(done, len(listed))
-        return
-    # Threads are sufficient: DuckDB and Arrow do nearly all of the work outside Python's interpreter lock.
-    with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-        jobs = [pool.submit(_write_on_new_connection, selection, stream) for stream in listed]
-        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
-            yield job.result()
-            progress(done, len(listed))
-
-
-def _write_on_new_connection(selection: Selection, stream: Stream) -> Written:
-    """Write the folder of one rank through a separate connection to the same version of the store."""
-    with connect(selection.connection.path, version=selection.connection.version) as connection:
-        return _Folder(Selection(connection, selection.run, selection.options), stream).write()
 
 
 def _omitted(selection: Selection, placed: Counter[str]) -> Counter[str]:

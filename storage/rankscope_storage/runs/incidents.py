@@ -7,7 +7,7 @@ import getpass
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,8 +18,7 @@ from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.files.encoding import write_file
 from rankscope_storage.files.sorting import shared_part
 from rankscope_storage.log.delta import Change, Log
-
-LONGEST_NOTE: Final = 10_000
+from rankscope_storage.runs.tags import check_note
 
 
 def close_incidents(root: Path, found: Sequence[Mapping[str, Any]], note: str, sync: Sync) -> None:
@@ -28,8 +27,7 @@ def close_incidents(root: Path, found: Sequence[Mapping[str, Any]], note: str, s
     An element of `found` contains columns of the first event of the incident, and its `details` as a mapping. Raises
     StoreError if the note is too long or the store cannot be written.
     """
-    if len(note) > LONGEST_NOTE or not all(line.isprintable() for line in note.splitlines()):
-        raise StoreError(f"a note must consist of at most {LONGEST_NOTE} printable characters")
+    check_note(note)
     log = Log.open(root, sync)
     now = dt.datetime.now(dt.UTC)
     ordinal = round(now.timestamp() * 1e6)

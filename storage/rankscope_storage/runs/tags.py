@@ -38,6 +38,12 @@ SELECT *, (SELECT max(ts) FROM runs_history WHERE run = $run AND (tags IS NOT NU
 FROM runs WHERE run = $run"""
 
 
+def check_note(note: str) -> None:
+    """Raise StoreError if `note` is too long or has characters that are not printable."""
+    if len(note) > LONGEST_NOTE or not all(line.isprintable() for line in note.splitlines()):
+        raise StoreError(f"a note must consist of at most {LONGEST_NOTE} printable characters")
+
+
 @dataclass(frozen=True, slots=True)
 class TagsAndNote:
     """The tags of a run by key, and its note. An empty note means that the run has no note.
@@ -53,8 +59,7 @@ class TagsAndNote:
             raise StoreError(f"a run has at most {MOST_TAGS} tags: remove some with `rankscope runs untag`")
         for key, value in self.tags.items():
             _check_tag(key, value)
-        if len(self.note) > LONGEST_NOTE or not all(line.isprintable() for line in self.note.splitlines()):
-            raise StoreError(f"a note must consist of at most {LONGEST_NOTE} printable characters")
+        check_note(self.note)
 
     @classmethod
     def of(cls, tags: str | None, note: str | None) -> TagsAndNote:

@@ -197,11 +197,12 @@ def _number(number: str) -> str:
     )
 
 
-def _timeline(view: str, dataset: str, nonfinite: str) -> str:
+def _timeline(view: str, dataset: str) -> str:
     added = ", ".join(map(sql_identifier, _ADDED))
     return (
         f"CREATE OR REPLACE VIEW {view} AS\n"
-        f"SELECT *, {_ONE}, ({nonfinite})::BIGINT AS nonfinite_rows, 'raw' AS tier FROM {dataset}\n"
+        f"SELECT *, {_ONE}, coalesce({_is_nonfinite(dataset)}, false)::BIGINT AS nonfinite_rows, 'raw' AS tier "
+        f"FROM {dataset}\n"
         f"UNION ALL\n"
         f"SELECT {raw_columns(dataset)}, {added}, 'rollup' FROM {ROLLUPS[dataset]}"
     )
@@ -215,13 +216,9 @@ def rollup_view(dataset: str, raw: str) -> str:
     return f"CREATE OR REPLACE VIEW {ROLLUPS[dataset]} AS {combined_query(dataset, raw)}"
 
 
-_NONFINITE_TENSOR: Final = "coalesce(nans > 0 OR infs > 0 OR {}, false)".format(
-    " OR ".join(f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS["tensor_stats"])
-)
-
 TIMELINES: Final = (
-    _timeline("tensor_timeline", "tensor_stats", _NONFINITE_TENSOR),
-    _timeline("scalar_timeline", "scalars", "coalesce(NOT isfinite(value), false)"),
+    _timeline("tensor_timeline", "tensor_stats"),
+    _timeline("scalar_timeline", "scalars"),
 )
 """Statements that create `tensor_timeline` and `scalar_timeline`, the views of raw rows together with rollups.
 

@@ -8,10 +8,10 @@ record unreadable.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from rankscope_storage.base.protobuf import message_classes
@@ -19,8 +19,10 @@ from rankscope_storage.base.protobuf import message_classes
 __all__ = ["SESSION_START", "DecodeError", "Event", "Histogram", "put_number", "scalar_value", "text_value"]
 
 SESSION_START: Final = 1
-_FLOAT: Final = struct.Struct("<f")
+_FLOAT: Final = 1
 _DT_STRING: Final = 7
+_BFLOAT16: Final = 14
+_HALF: Final = 19
 
 _EXACT_FIELD: Final = 1000
 """Number of a protobuf field that only Rankscope uses: the float64 value before it was rounded to `simple_value`.
@@ -53,20 +55,31 @@ _MESSAGES: Final = message_classes(
 # The fields of a histogram are those of TensorFlow's HistogramProto, under other names.
 Event, Histogram = _MESSAGES["Event"], _MESSAGES["Histogram"]
 
-# Format of one number in `tensor_content`, and the repeated field used otherwise, by TensorFlow's data type.
-_CONTENT: Final = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 10: "<?", 17: "<H", 19: "<e"}
-_CONTENT_UNSIGNED: Final = {22: "<I", 23: "<Q"}
+# numpy's type of one number in `tensor_content`, and the repeated field used otherwise, by TensorFlow's data type.
+_CONTENT: Final = {
+    1: "<f4",
+    2: "<f8",
+    3: "<i4",
+    4: "u1",
+    5: "<i2",
+    6: "i1",
+    9: "<i8",
+    10: "?",
+    17: "<u2",
+    19: "<f2",
+    22: "<u4",
+    23: "<u8",
+}
 _REPEATED: Final[dict[int, str]] = {
     1: "float_val",
     2: "double_val",
     **dict.fromkeys((3, 4, 5, 6, 17), "int_val"),
     9: "int64_val",
     10: "bool_val",
+    **dict.fromkeys((_BFLOAT16, _HALF), "half_val"),
     22: "uint32_val",
     23: "uint64_val",
 }
-_BFLOAT16: Final = 14
-_HALF: Final = 19
 
 
 def scalar_value(value: Any) -> float | None:
@@ -97,22 +110,18 @@ def _tensor_scalar(tensor: Any) -> float | None:
         return None
     if tensor.tensor_content:
         return _from_content(tensor.dtype, tensor.tensor_content)
-    if tensor.dtype in {_HALF, _BFLOAT16}:
-        return _from_bits(tensor.dtype, tensor.half_val[0] & 0xFFFF) if len(tensor.half_val) == 1 else None
     values: Sequence[float] = getattr(tensor, _REPEATED.get(tensor.dtype, ""), ())
-    return float(values[0]) if len(values) == 1 else None
+    if len(values) != 1:
+        return None
+    if tensor.dtype in {_HALF, _BFLOAT16}:
+        return _from_content(tensor.dtype, (int(values[0]) & 0xFFFF).to_bytes(2, "little"))
+    return float(values[0])
 
 
 def _from_content(dtype: int, content: bytes) -> float | None:
     if dtype == _BFLOAT16 and len(content) == 2:
-        return _from_bits(dtype, int.from_bytes(content, "little"))
-    form = _CONTENT.get(dtype) or _CONTENT_UNSIGNED.get(dtype)
-    if form is None or struct.calcsize(form) != len(content):
+        dtype, content = _FLOAT, bytes(2) + content
+    form = _CONTENT.get(dtype)
+    if form is None or np.dtype(form).itemsize != len(content):
         return None
-    return float(struct.unpack(form, content)[0])
-
-
-def _from_bits(dtype: int, bits: int) -> float:
-    if dtype == _BFLOAT16:
-        return float(_FLOAT.unpack((bits << 16).to_bytes(4, "little"))[0])
-    return float(struct.unpack("<e", bits.to_bytes(2, "little"))[0])
+    return float(np.frombuffer(content, form)[0])
