@@ -13,8 +13,8 @@ import typer
 from rankscope.access.service import load_settings, service_errors
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import Notify
-from rankscope_ingest.notify.messages import Message, NotifyError
-from rankscope_ingest.notify.notifiers import Notifier, make_notifiers, receiver_names
+from rankscope_ingest.notify.announcer import Message, Notifier, NotifyError, receiver_names
+from rankscope_ingest.notify.notifiers import make_notifiers
 
 
 def notify(

@@ -1,4 +1,4 @@
-"""Send one notification for each incident.
+"""Send one notification for each incident, and count the outcomes of all deliveries.
 
 The incident is committed first; then the message is sent; then it is stored that the message was sent. The docstring of
 `detect.incidents` explains this order.
@@ -9,14 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.messages import Message, NotifyError, incident_message
-from rankscope_ingest.notify.notifiers import Notifier, receiver_names
+from rankscope_contract.metrics.catalogue import MetricSpec
+from rankscope_contract.model.events import Severity
+from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.runs import text
 from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
+from rankscope_storage.base.service_catalogue import NOTIFICATION_ATTEMPTS, NOTIFICATIONS
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,132 @@ Before the incident is committed, it waits 1 s for further events with the same 
 within 2 s even if the store is slow. If the service is killed before the commit, the next one polls the records of the
 incident again and sends the message again.
 """
+
+
+class NotifyError(IngestError):
+    """A notifier could not deliver a message, for the reason in the text. The sender of the message may try again.
+
+    The text does not name the receiver and contains no secret of its URL.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One notification. All notifications about the same incident have the same `key`."""
+
+    key: str
+    title: str
+    body: str
+    severity: str
+
+
+def incident_message(incident: Incident, *, is_repeated: bool = False, place: text.Place = text.NO_PLACE) -> Message:
+    """Return the notification of `incident`, with the command and the page of `place`.
+
+    If `is_repeated`, the text states that it may have been delivered before.
+    """
+    body = text.body(incident, is_repeated=is_repeated, place=place)
+    return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
+
+
+def resolved_message(incident: Incident, *, has_continued: bool, place: text.Place = text.NO_PLACE) -> Message:
+    """Return the notification that an incident is over, with the command of `place`.
+
+    `has_continued` is true if training continues, and false if the run ended.
+    """
+    title = text.resolved_title(incident, has_continued=has_continued)
+    body = text.resolved_body(incident, has_continued=has_continued, place=place)
+    return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
+
+
+class Notifier(Protocol):
+    """Delivers messages to one URL."""
+
+    @property
+    def label(self) -> str:
+        """Return the URL with secrets removed, for log messages."""
+
+    async def send(self, message: Message) -> None:
+        """Deliver `message`. Raises NotifyError if the delivery fails."""
+
+
+def receiver_names(notifiers: Sequence[Notifier]) -> list[str]:
+    """Return the labels of `notifiers`, with a number after each label that occurs more than once.
+
+    Examples are two addresses of one host, and two topics, which are secret.
+    """
+    labels = [notifier.label for notifier in notifiers]
+    seen: Counter[str] = Counter()
+    names = []
+    for label in labels:
+        seen[label] += 1
+        names.append(label if labels.count(label) == 1 else f"{label}, address {seen[label]}")
+    return names
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Messages that one receiver has not got: their number, the time of the first failure, and the latest reason."""
+
+    messages: int
+    since: float
+    reason: str
+
+
+@dataclass(slots=True)
+class Deliveries:
+    """Counts attempts and outcomes, and keeps failures: those of messages that wait for a further attempt, and others.
+
+    The others are kept until a later message reaches the same receiver. `count` increases a counter of the service for
+    one value of its label. `clock` returns monotonic seconds.
+    """
+
+    count: Callable[[MetricSpec, str], None] = lambda *_: None
+    clock: Callable[[], float] = time.monotonic
+    _waiting: dict[tuple[str, str], _Failure] = field(default_factory=dict)  # by receiver and key of the message
+    _lost: dict[str, _Failure] = field(default_factory=dict)  # by receiver
+
+    def finished(self, outcome: str) -> None:
+        """Count a notification by its final outcome: `sent`, `failed` or `muted`."""
+        self.count(NOTIFICATIONS, outcome)
+
+    def delivered(self, receiver: str, key: str) -> None:
+        """Count a successful attempt, and forget the earlier messages that `receiver` did not get."""
+        self.count(NOTIFICATION_ATTEMPTS, "sent")
+        self._waiting.pop((receiver, key), None)
+        self._lost.pop(receiver, None)
+
+    def failed(self, receiver: str, key: str, reason: str, *, is_last: bool) -> None:
+        """Count an attempt that failed. `receiver` is the label of its notifier, and `key` that of the message.
+
+        After the last attempt, the message does not wait any more.
+        """
+        self.count(NOTIFICATION_ATTEMPTS, "failed")
+        earlier = self._waiting.pop((receiver, key), None)  # the latest failure is last
+        since, text = self.clock() if earlier is None else earlier.since, f"{reason} ({receiver})"
+        if is_last:
+            lost = self._lost.pop(receiver, _Failure(0, since, text))
+            self._lost[receiver] = _Failure(lost.messages + 1, lost.since, text)
+        else:
+            self._waiting[receiver, key] = _Failure(1, since, text)
+
+    def trouble(self) -> str | None:
+        """Return the number of messages that were not delivered, with the latest reason; None without such messages."""
+        if self._waiting:
+            messages = len({key for _, key in self._waiting})
+            since, reason = self._latest(self._waiting.values())
+            return f"{messages} message{'s wait' if messages > 1 else ' waits'} since {since}: {reason}"
+        if self._lost:
+            messages = max(failure.messages for failure in self._lost.values())
+            since, reason = self._latest(self._lost.values())
+            subject = f"{messages} message{'s were' if messages > 1 else ' was'}"
+            return f"{subject} not delivered, the first {since} ago: {reason}"
+        return None
+
+    def _latest(self, failures: Iterable[_Failure]) -> tuple[str, str]:
+        """Return the time since the first of `failures`, and the reason of the latest one."""
+        listed = list(failures)
+        return f"{self.clock() - min(failure.since for failure in listed):.0f} s", listed[-1].reason
 
 
 class Announcer:

@@ -37,7 +37,7 @@ import requests.sessions
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.base.proxies import ENVIRONMENT, is_proxy, port_of, proxies_of_environment, proxy_of
-from rankscope_ingest.notify.messages import Message, NotifyError
+from rankscope_ingest.notify.announcer import Message, NotifyError
 
 MASK: Final = "…"
 MAX_CHARACTERS: Final = 200

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY
-from rankscope_ingest.notify.messages import Message
+from rankscope_ingest.notify.announcer import Notifier
 
 log = logging.getLogger(__name__)
 
@@ -33,17 +32,6 @@ _OTHER_FORMS: Final = {
 """Schemes of URLs of Alertmanager, as `rankscope up` accepts them, with the scheme of the same URL for apprise."""
 
 
-class Notifier(Protocol):
-    """Delivers messages to one URL."""
-
-    @property
-    def label(self) -> str:
-        """Return the URL with secrets removed, for log messages."""
-
-    async def send(self, message: Message) -> None:
-        """Deliver `message`. Raises NotifyError if the delivery fails."""
-
-
 def make_notifiers(urls: Iterable[str], *, timeout_seconds: float, proxy: str = ENVIRONMENT) -> Sequence[Notifier]:
     """Return one notifier per URL. `proxy` is the setting of that name in the section [notify].
 
@@ -60,8 +48,8 @@ def make_notifiers(urls: Iterable[str], *, timeout_seconds: float, proxy: str = 
     )
 
     notifiers = []
-    for number, text in enumerate(listed):
-        for part in _SEPARATOR.split(text.strip(", \n")):
+    for number, address in enumerate(listed):
+        for part in _SEPARATOR.split(address.strip(", \n")):
             severity, url = split_severity(part)
             form = next(filter(is_supported, (url, _for_apprise(url))), None)
             if form is None:
@@ -87,17 +75,3 @@ def _for_apprise(url: str) -> str:
     scheme, _, rest = url.partition("://")
     form = "mailto" if scheme == "smtp" and "tls=no" in rest else _OTHER_FORMS.get(scheme, scheme)
     return f"{form}://{rest}"
-
-
-def receiver_names(notifiers: Sequence[Notifier]) -> list[str]:
-    """Return the labels of `notifiers`, with a number after each label that occurs more than once.
-
-    Examples are two addresses of one host, and two topics, which are secret.
-    """
-    labels = [notifier.label for notifier in notifiers]
-    seen: Counter[str] = Counter()
-    names = []
-    for label in labels:
-        seen[label] += 1
-        names.append(label if labels.count(label) == 1 else f"{label}, address {seen[label]}")
-    return names

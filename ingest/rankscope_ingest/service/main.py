@@ -46,7 +46,8 @@ from rankscope_ingest.base.tls import client_tls, server_tls
 from rankscope_ingest.detect.history import History, read_history
 from rankscope_ingest.live.progress import Progress
 from rankscope_ingest.network.connections import raise_file_limit
-from rankscope_ingest.notify.notifiers import Notifier, make_notifiers
+from rankscope_ingest.notify.announcer import Notifier
+from rankscope_ingest.notify.notifiers import make_notifiers
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.service.service import Service
 from rankscope_ingest.targets.registry import check_registration

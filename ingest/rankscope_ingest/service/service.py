@@ -41,10 +41,7 @@ from rankscope_ingest.live.progress import Progress, RunProgress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.auth import OwnName, own_names, refuse_web_pages, token_guard
 from rankscope_ingest.network.connections import serving
-from rankscope_ingest.notify.announcer import Announcer
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.messages import resolved_message
-from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.notify.announcer import Announcer, Deliveries, Notifier, resolved_message
 from rankscope_ingest.pipeline.flusher import PendingBatch
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.record_channel.loop import TargetLoop

@@ -22,10 +22,7 @@ from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import NotifySection, RunsSection, WatchSection
 from rankscope_ingest.detect.incidents import IncidentTracker, symptoms
-from rankscope_ingest.notify.announcer import Announcer
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.messages import resolved_message
-from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.notify.announcer import Announcer, Deliveries, Notifier, resolved_message
 from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident, LogReport, Symptom
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values

@@ -22,8 +22,7 @@ from rankscope_ingest.base.errors import ConfigError, IngestError
 from rankscope_ingest.importers import importers, run_name
 from rankscope_ingest.importers.common.importer import unkept_notes
 from rankscope_ingest.importers.common.log_identity import stored_path
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.notifiers import Notifier
+from rankscope_ingest.notify.announcer import Deliveries, Notifier
 from rankscope_ingest.runs.text import Place
 from rankscope_ingest.watch.files import (
     FileState,

@@ -21,9 +21,7 @@ from rankscope_ingest.detect.divergence import WAIT_SECONDS, DivergenceTracker, 
 from rankscope_ingest.detect.history import read_diverged, read_history
 from rankscope_ingest.detect.incidents import IncidentTracker, firings
 from rankscope_ingest.live.service_metrics import ServiceMetrics
-from rankscope_ingest.notify.announcer import Announcer
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.messages import NotifyError, incident_message
+from rankscope_ingest.notify.announcer import Announcer, Deliveries, NotifyError, incident_message
 from rankscope_ingest.pipeline.rows import GivenUp, Stamp, attempt_row, clock_row, gap_row, incident_row, launch_row
 from rankscope_ingest.runs.incident import Symptom, run_incident
 from rankscope_ingest.runs.models import Liveness

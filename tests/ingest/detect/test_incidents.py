@@ -12,7 +12,7 @@ from rankscope_contract.model.events import RunState, causal_key
 from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_ingest.base.config import RunsSection
 from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker, symptoms
-from rankscope_ingest.notify.messages import incident_message
+from rankscope_ingest.notify.announcer import incident_message
 from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, urgency
 from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
 from rankscope_ingest.runs.tracker import RunTracker

@@ -23,7 +23,7 @@ from rankscope_ingest.detect.stall_tracker import (
     parse_stacks_request,
     request_stacks,
 )
-from rankscope_ingest.notify.messages import incident_message, resolved_message
+from rankscope_ingest.notify.announcer import incident_message, resolved_message
 from rankscope_ingest.record_channel.client import Fetcher
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, Health, Liveness

@@ -26,10 +26,9 @@ from rankscope_dashboards.grafana.server import GrafanaError
 from rankscope_exporter.publish.registration import ServiceClient
 from rankscope_ingest.base.errors import ConfigError
 from rankscope_ingest.network.http_client import HttpClient
+from rankscope_ingest.notify.announcer import Deliveries, Message, NotifyError, receiver_names
 from rankscope_ingest.notify.apprise_notifier import MAX_CHARACTERS, Secrets
-from rankscope_ingest.notify.deliveries import Deliveries
-from rankscope_ingest.notify.messages import Message, NotifyError
-from rankscope_ingest.notify.notifiers import make_notifiers, receiver_names
+from rankscope_ingest.notify.notifiers import make_notifiers
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 

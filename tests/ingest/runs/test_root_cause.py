@@ -15,7 +15,7 @@ from rankscope_contract.model.stacks import Collective, FlightRecord, Frame, Gro
 from rankscope_contract.wire.channel import Registration
 from rankscope_ingest.detect.incidents import FailureAlerts
 from rankscope_ingest.detect.stall_tracker import StallTracker
-from rankscope_ingest.notify.messages import incident_message
+from rankscope_ingest.notify.announcer import incident_message
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, Liveness
 from rankscope_ingest.runs.text import MAX_LINES, last_reports

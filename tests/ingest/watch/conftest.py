@@ -19,7 +19,7 @@ import pytest
 
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.importers import find_importer, import_records
-from rankscope_ingest.notify.messages import Message, NotifyError
+from rankscope_ingest.notify.announcer import Message, NotifyError
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, WatchSession, watching
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
