@@ -11,8 +11,7 @@ import time
 import pytest
 from rich.console import Console
 
-from rankscope.commands.watch import watch, with_password
-from rankscope.output.watch_text import WatchView
+from rankscope.commands.watch import WatchView, watch, with_password
 from rankscope.shell.errors import CommandError
 from rankscope_ingest.watch.judge import Condition
 from rankscope_ingest.watch.watcher import LogStatus

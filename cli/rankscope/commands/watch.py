@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from rankscope.access.service import load_settings
+from rankscope.access.service import load_settings, service_errors
 from rankscope.output.progress import log_to
-from rankscope.output.watch_text import WatchView
-from rankscope.shell.errors import FAILED, TAKEN_OVER, USAGE, CommandError, command_errors
+from rankscope.output.rows import printable
+from rankscope.shell.errors import FAILED, USAGE, CommandError
 from rankscope.shell.options import Notify, OptionalStore
 from rankscope.shell.streams import live_console
 
@@ -61,6 +68,90 @@ Once = Annotated[bool, typer.Option("--once", help="Read each log once, print th
 UntilFinished = Annotated[
     bool, typer.Option("--until-finished", help="Exit when each training has finished, failed or was stopped.")
 ]
+
+
+_STYLES: Final = {
+    "training": "green",
+    "finished": "blue",
+    "slow": "yellow",
+    "waiting": "yellow",
+    "stalled": "red",
+    "failed": "red",
+    "stopped": "bright_black",
+}
+
+
+def _status_line(status: LogStatus) -> str:
+    """Return the state of a log, the reason and the source of the clock as one line."""
+    if status.unreadable is not None:
+        return printable(f"{status.run}  {status.state}  cannot read the log: {status.unreadable}")
+    parts = [
+        status.reason.removeprefix(f"{status.state} "),
+        *([] if not status.clock or status.clock in status.reason else [status.clock]),
+    ]
+    return printable(f"{status.run}  {status.state}  {'; '.join(parts)}")
+
+
+class WatchView:
+    """Prints a line when the state of a log changes, and on a terminal a table below these lines."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._statuses: dict[str, LogStatus] = {}
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Remove the table from the terminal."""
+        if self._live is not None:
+            self._live.stop()
+
+    def change(self, status: LogStatus) -> None:
+        """Print a line if the state of the log has changed, and update the table."""
+        before = self._statuses.get(status.address)
+        self._statuses[status.address] = status
+        if before is None or before.state != status.state:
+            self._print(_status_line(status), _STYLES.get(status.state, "red"))
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+
+    def print_line(self, line: str) -> None:
+        """Print a line above the table."""
+        self._console.print(Text(printable(line)), soft_wrap=True)
+
+    def ask(self, prompt: str) -> str | None:
+        """Ask for a password without echo. Return None if no password was entered."""
+        if self._live is not None:
+            self._live.stop()
+        try:
+            return getpass.getpass(printable(prompt)) or None
+        except (EOFError, KeyboardInterrupt):
+            return None
+        finally:
+            if self._live is not None:
+                self._live.start()
+
+    def _print(self, line: str, style: str) -> None:
+        moment = time.strftime("%H:%M:%S")
+        self._console.print(Text(f"{moment}  {line}", style=style if self._console.is_terminal else ""), soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for status in self._statuses.values():
+            state = status.state
+            steps = "" if status.step is None else f"step {status.step:,}"
+            total = "" if status.planned_steps is None else f" / {status.planned_steps:,}"
+            silence = "" if status.silence is None else f"last row {status.silence:.0f} s ago"
+            cells = (printable(status.run), state, f"{steps}{total if steps else ''}", silence)
+            row = [Text(cell, style=_STYLES.get(state, "red") if cell is state else "") for cell in cells]
+            table.add_row(*row, Text(f"{status.values:,} values stored"))
+        return table
 
 
 def watch(
@@ -119,8 +210,8 @@ def watch(
     sections = _sections(
         settings, logs or [], run or [], {key: value for key, value in changes.items() if value is not None}
     )
-    with WatchView(live_console(sys.stdout)) as view, log_to(view.print_line):
-        statuses = _watch(settings, sections, view, once=once, until_finished=until_finished)
+    with WatchView(live_console(sys.stdout)) as view, log_to(view.print_line), service_errors():
+        statuses = asyncio.run(_follow(settings, sections, view, once=once, until_finished=until_finished))
     if once or until_finished:
         _check(statuses)
 
@@ -162,20 +253,6 @@ def _check(statuses: Sequence[LogStatus]) -> None:
         f"{names}: {'a log cannot be read' if unreadable else 'not normal'}, see above",
         code=FAILED if unreadable else NOT_NORMAL,
     )
-
-
-def _watch(
-    settings: ServiceConfig, sections: Sequence[WatchSection], view: WatchView, *, once: bool, until_finished: bool
-) -> list[LogStatus]:
-    """Follow the logs until the command ends, and return their last statuses."""
-    from rankscope_ingest.base.errors import ConfigError, IngestError
-    from rankscope_storage.base.errors import ShardLostError, StoreError
-
-    try:
-        with command_errors(IngestError, usage=(ConfigError,)):
-            return asyncio.run(_follow(settings, sections, view, once=once, until_finished=until_finished))
-    except StoreError as error:
-        raise CommandError(str(error), code=TAKEN_OVER if isinstance(error, ShardLostError) else FAILED) from error
 
 
 def with_password(url: str, ask: Callable[[str], str | None]) -> str:
