@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
+from rankscope_contract import SCHEMA_VERSION, __version__
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire import channel
 from rankscope_contract.wire.tls import Reloading
@@ -52,7 +55,15 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import AttemptKey, Health, Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Polling, make_batcher
-from rankscope_ingest.status_page.collect import Status, StatusCollector
+from rankscope_ingest.status_page.collect import (
+    LabelReader,
+    LagClock,
+    ServiceStatus,
+    Status,
+    counters,
+    run_statuses,
+    target_status,
+)
 from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, check_logs, watching
@@ -89,15 +100,8 @@ class Api:
         store, pipeline = self.config.store, self.pipeline
         self.read = RemoteRead(store.path, self.config.remote_read)
         self.goodput = GoodputReader(lambda: read_goodput(store.path), lambda: pipeline.commits_of_time)
-        self.status = StatusCollector(
-            self,
-            store,
-            url=lambda: self.url,
-            rows_pending=lambda: pipeline.rows_pending,
-            goodput=lambda: self.goodput.ratios,
-            total=self.metrics.total,
-            refused_senders=pipeline.remote_write.senders.listed,
-        )
+        self._labels, self._lag = LabelReader(store.path), LagClock()
+        self._started, self._started_at = time.monotonic(), time.time_ns() // 1000
 
     def application(self, pages: Pages, is_own_name: OwnName | None) -> web.Application:
         """Return the aiohttp application of the service.
@@ -116,12 +120,12 @@ class Api:
 
         def shown(part: Callable[[Status], Any]) -> Handler:
             async def handler(_: web.Request) -> web.Response:
-                return json_response(part(await self.status.current()))
+                return json_response(part(await self.current_status()))
 
             return handler
 
         async def status_page(_: web.Request) -> web.Response:
-            text = await asyncio.to_thread(page, place, await self.status.current())
+            text = await asyncio.to_thread(page, place, await self.current_status())
             return web.Response(text=text, content_type="text/html", headers=HEADERS)
 
         application = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
@@ -210,6 +214,43 @@ class Api:
         self.metrics.show_failures(one for one in self.monitor.incidents.open() if one.attempt_key in failed)
         self.metrics.show_goodput(self.goodput.ratios, {attempt.run for attempt in latest})
         return web.Response(body=self.metrics.page(), headers={"Content-Type": _PAGE_TYPE})
+
+    def look(self) -> None:
+        """Record the sequence number of the newest record of each rank. The service calls this once per second."""
+        self._lag.look(self.targets(), time.monotonic())
+
+    async def current_status(self) -> Status:
+        """Return the current status of the service, its runs, targets and exporters."""
+        labels = await self._labels.fresh()
+        self.look()
+        targets, now = list(self.targets()), time.monotonic()
+        return Status(
+            service=self._service_status(targets, now),
+            runs=run_statuses(self.runs(), targets, now, goodput=self.goodput.ratios, labels=labels),
+            targets=[target_status(target, now, self._lag.seconds(target, now)) for target in targets],
+            exporters=list(self.exporters()),
+        )
+
+    def _service_status(self, targets: Iterable[Target], now: float) -> ServiceStatus:
+        reason, health = self.degraded(), Counter(target.health for target in targets)
+        return ServiceStatus(
+            status="ok" if reason is None else "degraded",
+            reason=reason,
+            version=__version__,
+            schema_version=SCHEMA_VERSION,
+            store=self.config.store.path,
+            shard=self.config.store.shard,
+            url=self.url,
+            started_at=self._started_at,
+            uptime_seconds=round(now - self._started, 3),
+            targets={condition.value: health[condition] for condition in Health},
+            rows_pending=self.pipeline.rows_pending,
+            background_errors=dict(self.faults.counts),
+            notifications=self.undelivered(),
+            shared_names=[run.notice for run in self.runs() if run.notice],
+            refused_senders=self.pipeline.remote_write.senders.listed(),
+            **counters(self.metrics.total, time.time_ns() // 1000),
+        )
 
     def targets(self) -> Iterable[Target]:
         """Return all targets that the service polls or has polled recently."""
@@ -417,7 +458,7 @@ class Service:
             Job("updating runs", UPDATE_SECONDS, self._update_runs),
             Job("resolving incidents", UPDATE_SECONDS, self._monitor.resolve_incidents),
             Job("checking for stalls", UPDATE_SECONDS, self._check_stalls),
-            Job("measuring the lag of ranks", UPDATE_SECONDS, self._api.status.look),
+            Job("measuring the lag of ranks", UPDATE_SECONDS, self._api.look),
             Job("reading goodput", UPDATE_SECONDS, self._api.goodput.read_if_due, starts_immediately=True),
             Job("maintenance of the store", UPDATE_SECONDS, self._pipeline.maintain, starts_immediately=True),
             Job("trimming memory", memory.TRIM_SECONDS, lambda: asyncio.to_thread(memory.trim)),

@@ -1,4 +1,4 @@
-"""Collect the status of the service, its runs, targets and exporters on request.
+"""The status of the service, its runs, targets and exporters, which the service collects on request.
 
 Tags and notes of runs are read from the store, at most once every few seconds.
 
@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from rankscope_contract import SCHEMA_VERSION, __version__
 from rankscope_contract.metrics.catalogue import MetricSpec
-from rankscope_ingest.base.background import FAULTS, ReadBudget
-from rankscope_ingest.base.config import StoreSection
+from rankscope_ingest.base.background import ReadBudget
 from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.remote_write.senders import RefusedSender
-from rankscope_ingest.runs.models import Health, Target
+from rankscope_ingest.runs.models import Target
 from rankscope_storage.base.service_catalogue import (
     CATALOG,
     COMMITS,
@@ -239,115 +237,41 @@ _REMOTE: Final = tuple(
 )
 
 
-class Parts(Protocol):
-    """The methods of the service that the status collector uses."""
+def counters(total: Callable[[MetricSpec], float], wall: int) -> dict[str, Any]:
+    """Return the fields of `ServiceStatus` that come from the metrics of the service.
 
-    def targets(self) -> Iterable[Target]:
-        """Return all targets that the service polls or has polled recently."""
-
-    def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as one JSON object per exporter."""
-
-    def runs(self) -> Iterable[RunProgress]:
-        """Return the progress of each run."""
-
-    def degraded(self) -> str | None:
-        """Return the reason why the service is degraded, or None if it works normally."""
-
-    def undelivered(self) -> str | None:
-        """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
-
-
-class StatusCollector:
-    """Collects the status of the service.
-
-    A collector stores the start time of the service and the observations from which the age of uncommitted records is
-    computed. `total` returns the sum over all series of one metric of the service.
-    `refused_senders` returns the senders of remote write that get only refusals.
+    `total` returns the sum over all series of a metric. `wall` is the time in UTC µs.
     """
+    last_commit = total(LAST_COMMIT)
+    return {
+        "rows_committed": int(total(ROWS_COMMITTED)),
+        "commits": int(total(COMMITS)),
+        "last_commit_ago_seconds": _ago(wall / 1e6, last_commit) if last_commit else None,
+        "records_lost": int(total(LOST_RECORDS)),
+        "samples_dropped": int(total(EXPORTER_SAMPLES_DROPPED)),
+        "remote": {spec.name: total(spec) for spec in _REMOTE},
+    }
 
-    def __init__(
-        self,
-        parts: Parts,
-        store: StoreSection,
-        *,
-        url: Callable[[], str],
-        rows_pending: Callable[[], int],
-        goodput: Callable[[], Mapping[str, float]],
-        total: Callable[[MetricSpec], float],
-        refused_senders: Callable[[], Sequence[RefusedSender]],
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], int] = lambda: time.time_ns() // 1000,
-    ) -> None:
-        self._parts = parts
-        self._store = store
-        self._url, self._rows_pending, self._goodput, self._total = url, rows_pending, goodput, total
-        self._refused_senders = refused_senders
-        self._clock = clock
-        self._wall = wall
-        self._started, self._started_at = clock(), wall()
-        self._lag = LagClock()
-        self._labels = LabelReader(store.path, clock=clock)
 
-    def look(self) -> None:
-        """Record the sequence number of the newest record of each rank.
-
-        The service calls this method about once per second.
-        """
-        self._lag.look(self._parts.targets(), self._clock())
-
-    async def current(self) -> Status:
-        """Return the current status of the service, its runs, targets and exporters."""
-        labels = await self._labels.fresh()
-        self.look()
-        targets = list(self._parts.targets())
-        now = self._clock()
-        seen: dict[str, float] = {}
-        for target in targets:
-            run = target.registration.run
-            seen[run] = max(seen.get(run, 0.0), target.liveness.last_sign)
-        return Status(
-            service=self._service(targets, now),
-            runs=[self._run(progress, labels, seen, now) for progress in self._parts.runs()],
-            targets=[target_status(target, now, self._lag.seconds(target, now)) for target in targets],
-            exporters=list(self._parts.exporters()),
+def run_statuses(
+    runs: Iterable[RunProgress],
+    targets: Iterable[Target],
+    now: float,
+    *,
+    goodput: Mapping[str, float],
+    labels: Mapping[str, dict[str, Any]],
+) -> list[RunStatus]:
+    """Return the status of each run at `now`, in seconds of the service's monotonic clock."""
+    seen: dict[str, float] = {}
+    for target in targets:
+        run = target.registration.run
+        seen[run] = max(seen.get(run, 0.0), target.liveness.last_sign)
+    return [
+        RunStatus(
+            progress=one,
+            goodput_ratio=goodput.get(one.run),
+            last_seen_ago_seconds=_ago(now, seen[one.run]) if one.run in seen else None,
+            **labels.get(one.run, {}),
         )
-
-    def _service(self, targets: Iterable[Target], now: float) -> ServiceStatus:
-        total, reason = self._total, self._parts.degraded()
-        last_commit = total(LAST_COMMIT)
-        health = Counter(target.health for target in targets)
-        return ServiceStatus(
-            status="ok" if reason is None else "degraded",
-            reason=reason,
-            version=__version__,
-            schema_version=SCHEMA_VERSION,
-            store=self._store.path,
-            shard=self._store.shard,
-            url=self._url(),
-            started_at=self._started_at,
-            uptime_seconds=round(now - self._started, 3),
-            targets={condition.value: health[condition] for condition in Health},
-            rows_pending=self._rows_pending(),
-            rows_committed=int(total(ROWS_COMMITTED)),
-            commits=int(total(COMMITS)),
-            last_commit_ago_seconds=round(max(0.0, self._wall() / 1e6 - last_commit), 3) if last_commit else None,
-            records_lost=int(total(LOST_RECORDS)),
-            samples_dropped=int(total(EXPORTER_SAMPLES_DROPPED)),
-            background_errors=dict(FAULTS.get().counts),
-            notifications=self._parts.undelivered(),
-            shared_names=[one.notice for one in self._parts.runs() if one.notice],
-            remote={spec.name: total(spec) for spec in _REMOTE},
-            refused_senders=self._refused_senders(),
-        )
-
-    def _run(
-        self, progress: RunProgress, labels: Mapping[str, dict[str, Any]], seen: Mapping[str, float], now: float
-    ) -> RunStatus:
-        at = seen.get(progress.run)
-        return RunStatus(
-            progress=progress,
-            goodput_ratio=self._goodput().get(progress.run),
-            last_seen_ago_seconds=None if at is None else _ago(now, at),
-            **labels.get(progress.run, {}),
-        )
+        for one in runs
+    ]
