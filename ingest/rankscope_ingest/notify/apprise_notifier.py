@@ -25,7 +25,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, unquote_plus, urlsplit
@@ -107,6 +107,7 @@ class Exchange:
     proxy: str  # the setting `notify.proxy`
     status: str = ""  # status of the latest response, if it is an error
     failure: str = ""
+    records: list[logging.LogRecord] = field(default_factory=list)  # of apprise
 
     @property
     def has_failed(self) -> bool:
@@ -146,10 +147,26 @@ class Exchange:
 _exchange: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
 
 
+class _Capture(logging.Handler):
+    """Appends log records to those of the exchange in which they are made, and discards all others."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (known := _exchange.get()) is not None:
+            known.records.append(record)
+
+
 @contextlib.contextmanager
 def exchange(proxy: str) -> Iterator[Exchange]:
-    """Send the requests of the body of this context, in this thread, with the proxy of the setting `proxy`."""
+    """Send the requests of the body of this context, in this thread, with the proxy of the setting `proxy`.
+
+    The log records of apprise in this body are not logged: they contain secrets of addresses, and the reason of a
+    failure is only in those of level DEBUG.
+    """
     requests.sessions.Session = DeliverySession  # type: ignore[misc]  # functions of requests use it
+    logger = logging.getLogger("apprise")
+    if not any(isinstance(handler, _Capture) for handler in logger.handlers):
+        logger.handlers, logger.propagate = [_Capture()], False
+        logger.setLevel(logging.DEBUG)
     known = Exchange(proxy)
     token = _exchange.set(known)
     try:
@@ -249,7 +266,7 @@ PLUGINS: Final = Path(__file__).with_name("plugins")
 
 def is_supported(url: str) -> bool:
     """Return whether apprise supports `url`."""
-    with _records():
+    with exchange(ENVIRONMENT):
         return apprise.Apprise.instantiate(url, _asset(), suppress_exceptions=True) is not None
 
 
@@ -296,7 +313,7 @@ class AppriseNotifier:
 
     def _send(self, message: Message) -> str | None:
         """Deliver `message`; return the reason if it fails."""
-        with exchange(self._proxy) as requests, _records() as records:
+        with exchange(self._proxy) as requests:
             is_delivered = self._apprise.notify(
                 body=message.body,
                 title=message.title,
@@ -305,7 +322,7 @@ class AppriseNotifier:
             )
         if is_delivered:
             return None
-        text = requests.failure if requests.has_failed else _reason(records)
+        text = requests.failure if requests.has_failed else _reason(requests.records)
         return ": ".join(self._secrets.removed_from(part) for part in (requests.status, text) if part)
 
 
@@ -350,36 +367,3 @@ def _host(url: str) -> str:
         return urlsplit(url).hostname or ""
     except ValueError:
         return ""
-
-
-# Log records of apprise.
-
-_captured: contextvars.ContextVar[list[logging.LogRecord] | None] = contextvars.ContextVar("captured", default=None)
-
-
-class _Capture(logging.Handler):
-    """Appends log records to the list of the delivery in which they are made, and discards all others."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if (records := _captured.get()) is not None:
-            records.append(record)
-
-
-@contextlib.contextmanager
-def _records() -> Iterator[list[logging.LogRecord]]:
-    """Yield a list of the log records that apprise makes in the body of this context, in this thread.
-
-    They are not logged: they contain secrets of addresses, and the reason of a failure is only in those of level DEBUG.
-    """
-    logger = logging.getLogger("apprise")
-    if not any(isinstance(handler, _Capture) for handler in logger.handlers):
-        logger.handlers = [_Capture()]
-        logger.setLevel(logging.DEBUG)
-        logger.propagate = False
-    token = _captured.set([])
-    try:
-        records = _captured.get()
-        assert records is not None
-        yield records
-    finally:
-        _captured.reset(token)
