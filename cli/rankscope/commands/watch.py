@@ -10,8 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote, urlsplit
 
 import typer
@@ -92,25 +91,12 @@ def _status_line(status: LogStatus) -> str:
     return printable(f"{status.run}  {status.state}  {'; '.join(parts)}")
 
 
-class WatchView:
+class WatchView(Live):
     """Prints a line when the state of a log changes, and on a terminal a table below these lines."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        super().__init__(console=console, auto_refresh=False, transient=True)
         self._statuses: dict[str, LogStatus] = {}
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Remove the table from the terminal."""
-        if self._live is not None:
-            self._live.stop()
 
     def change(self, status: LogStatus) -> None:
         """Print a line if the state of the log has changed, and update the table."""
@@ -118,28 +104,25 @@ class WatchView:
         self._statuses[status.address] = status
         if before is None or before.state != status.state:
             self._print(_status_line(status), _STYLES.get(status.state, "red"))
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+        self.update(self._table(), refresh=True)
 
     def print_line(self, line: str) -> None:
         """Print a line above the table."""
-        self._console.print(Text(printable(line)), soft_wrap=True)
+        self.console.print(Text(printable(line)), soft_wrap=True)
 
     def ask(self, prompt: str) -> str | None:
         """Ask for a password without echo. Return None if no password was entered."""
-        if self._live is not None:
-            self._live.stop()
+        self.stop()
         try:
             return getpass.getpass(printable(prompt)) or None
         except (EOFError, KeyboardInterrupt):
             return None
         finally:
-            if self._live is not None:
-                self._live.start()
+            self.start()
 
     def _print(self, line: str, style: str) -> None:
         moment = time.strftime("%H:%M:%S")
-        self._console.print(Text(f"{moment}  {line}", style=style if self._console.is_terminal else ""), soft_wrap=True)
+        self.console.print(Text(f"{moment}  {line}", style=style if self.console.is_terminal else ""), soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

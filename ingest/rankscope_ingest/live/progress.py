@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -103,10 +103,19 @@ class RunMeter:
             _remember(self._steps, seconds, step, _LEAST_STEPS + 1)
         if scalars is None:
             return
-        self._observe_losses(rank, scalars, steps or (lambda _: step))
-        tokens = last_value(scalars, TOKENS)
-        if tokens is not None:
-            _remember(self._tokens.setdefault(rank, deque()), seconds, tokens)
+        # A body has a few dozen scalars: Python loops over them are faster than calls of Arrow kernels.
+        names, labels, values = (scalars[column].to_pylist() for column in ("name", "labels", "value"))
+        for name, label, value in zip(names, labels, values, strict=True):
+            if (name == LOSS or name.endswith(_LOSS_ENDINGS)) and value is not None:
+                self._parts[rank, name, label] = value  # also values with labels, and scalars such as `train_loss`
+        at = _last_position(names, labels, LOSS)
+        if at is not None and values[at] is not None:
+            loss_step = step if steps is None else steps(at)
+            if loss_step is not None:
+                self._losses[rank] = loss_step, values[at]
+        at = _last_position(names, labels, TOKENS)
+        if at is not None and values[at] is not None:
+            _remember(self._tokens.setdefault(rank, deque()), seconds, values[at])
 
     @property
     def loss(self) -> tuple[float, int, int] | None:
@@ -119,20 +128,6 @@ class RunMeter:
         values = [value for step, value in self._losses.values() if step == newest]
         count = len(values)
         return (sum(values) / count, count, len(self._losses) - count) if count else None
-
-    def _observe_losses(
-        self, rank: int, scalars: Mapping[str, pa.Array] | pa.Table, steps: Callable[[int], int | None]
-    ) -> None:
-        """Update the loss, and its parts: values with labels, and scalars with names such as `train_loss`."""
-        for position, name in enumerate(scalars["name"].to_pylist()):
-            if name == LOSS or name.endswith(_LOSS_ENDINGS):
-                value = scalars["value"][position].as_py()
-                if value is not None:
-                    self._parts[rank, name, scalars["labels"][position].as_py()] = value
-        at = _last_position(scalars, LOSS)
-        value, step = (None, None) if at is None else (scalars["value"][at].as_py(), steps(at))
-        if value is not None and step is not None:
-            self._losses[rank] = step, value
 
     @property
     def nonfinite_loss(self) -> str | None:
@@ -188,22 +183,11 @@ def run_progress(attempt: Attempt, meter: RunMeter, targets: Iterable[Target]) -
     )
 
 
-def last_value(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> float | None:
-    """Return the newest value of the scalar `name`, or None if there is none.
-
-    Values without labels are preferred, or else the first labels.
-    """
-    at = _last_position(scalars, name)
-    value: float | None = None if at is None else scalars["value"][at].as_py()
-    return value
-
-
-def _last_position(scalars: Mapping[str, pa.Array] | pa.Table, name: str) -> int | None:
-    # A body has a few dozen scalars: a Python loop over them is faster than one call of an Arrow kernel.
-    found = [position for position, known in enumerate(scalars["name"].to_pylist()) if known == name]
-    labels = {position: scalars["labels"][position].as_py() or "" for position in found}
-    main = min(labels.values(), default="")
-    return max((position for position in found if labels[position] == main), default=None)
+def _last_position(names: Sequence[str], labels: Sequence[str | None], name: str) -> int | None:
+    """Return the position of the newest value of the scalar `name`; of the first labels if all values have some."""
+    found = [position for position, known in enumerate(names) if known == name]
+    main = min((labels[position] or "" for position in found), default="")
+    return max((position for position in found if (labels[position] or "") == main), default=None)
 
 
 def _remember(series: deque[tuple[float, float]], at: float, value: float, least: int = 1) -> None:
