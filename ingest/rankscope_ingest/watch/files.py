@@ -202,12 +202,10 @@ class LocalFile:
     async def rotated(self) -> list[str]:
         """Return the names of files in the same folder that may be older parts of the log, the newest first."""
         try:
-            return rotated_names(self.path.name, ((entry.name, entry.stat().st_mtime) for entry in self._folder()))
+            entries = (entry for entry in self.path.parent.iterdir() if entry.name.startswith(self.path.name))
+            return rotated_names(self.path.name, ((entry.name, entry.stat().st_mtime) for entry in entries))
         except OSError:
             return []
-
-    def _folder(self) -> list[Path]:
-        return [entry for entry in self.path.parent.iterdir() if entry.name.startswith(self.path.name)]
 
     async def clock(self) -> MachineClock | None:
         """Return the clock of this machine."""

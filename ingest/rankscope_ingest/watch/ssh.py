@@ -129,8 +129,7 @@ class SshHost:
         return options
 
     def _target(self) -> dict[str, Any]:
-        given = {"host": self.address.host, "port": self.address.port, "username": self.address.user}
-        return {name: value for name, value in given.items() if value is not None}
+        return {"host": self.address.host, "port": self.address.port or (), "username": self.address.user or ()}
 
     async def _secret(self) -> str | None:
         """Return the password of the user: the last accepted one, or a new one that the user enters."""

@@ -323,6 +323,7 @@ async def test_log_that_was_rotated_between_two_watches_is_complete(
     replay.write(slow_lines[30:end])
     replay.path.rename(replay.path.with_name(rotated))
     replay.write(slow_lines[end:80])
+    watch.settings = {"settle_seconds": 60.0}  # the log is known
     async with watch.session(log) as session:
         await session.poll()
 
