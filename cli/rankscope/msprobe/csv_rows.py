@@ -173,15 +173,12 @@ def _file_rows(path: Path) -> Iterator[pa.Table]:
     import pyarrow as pa
 
     from rankscope_ingest.importers.common.importer import Faults
-    from rankscope_ingest.importers.msprobe.csv_rows import read_header, read_rows
+    from rankscope_ingest.importers.msprobe.csv_rows import read_rows
 
     faults = Faults()
-    if missing := [name for name in CSV_KEYS if name not in read_header(path)]:
-        faults.add(1, f"the file has no column {', '.join(missing)}")
-    else:
-        for rows in read_rows(path, faults):
-            keys = {"vpp_stage": rows.vpp, "name": rows.spread(rows.names, pa.string()), "step": rows.steps}
-            yield pa.table({**keys, MICRO_STEP: rows.micro, **rows.numbers})
+    for rows in read_rows(path, faults):
+        keys = {"vpp_stage": rows.vpp, "name": rows.spread(rows.names, pa.string()), "step": rows.steps}
+        yield pa.table({**keys, MICRO_STEP: rows.micro, **rows.numbers})
     if faults.count:
         first = faults.first[0]
         text = (

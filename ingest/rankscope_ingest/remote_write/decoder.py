@@ -106,10 +106,9 @@ labels counts several times.
 
 _BYTES_PER_SERIES: Final = 256  # of labels; a series with longer labels counts several times
 _SWEEP_ROUNDS: Final = 4
-"""Length of a generation of the cache of series, as a multiple of the capacity of the cache.
+"""Number of series to receive between two sweeps of a full cache, as a multiple of its capacity.
 
-The cache counts the received series of all requests. A generation ends when this multiple of the capacity has been
-received. The length is sufficient for every active series to be received in each generation.
+It is sufficient for every active series to be received in between.
 """
 
 _MAX_LABELS: Final = 128
@@ -134,7 +133,7 @@ class KnownSeries:
     labels: str | None
     latest_ms: int = _NEVER_MS
     latest_value: float = 0.0
-    generation: int = 0  # in which it was last received
+    received_at: int = 0  # number of received series, of all requests, when it was last received
 
 
 _OVERSIZED: Final = KnownSeries("", "", None)
@@ -191,7 +190,7 @@ class WriteReader:
         self._by_identity: dict[tuple[str, str, str | None], KnownSeries] = {}
         self._used = 0  # capacity in use, in the unit of MAX_KNOWN_SERIES
         self._received = 0  # series, over all requests
-        self._swept_in = 0  # generation
+        self._swept_at = 0
 
     def read(self, data: bytes) -> DecodedRequest:
         """Return the samples of the serialized request `data` of remote write 1.0.
@@ -252,10 +251,9 @@ class WriteReader:
         `dropped` has the numbers of items that are not stored, which rise while `received` is read. Raises DecodeError
         if a time is invalid.
         """
-        if self._used >= self._max_known and self._generation > self._swept_in:
+        if self._used >= self._max_known and self._received - self._swept_at >= _SWEEP_ROUNDS * self._max_known:
             self._sweep()
         self._received += count
-        generation = self._generation
         series: list[KnownSeries] = []
         times: list[int] = []
         values: list[float] = []
@@ -263,7 +261,7 @@ class WriteReader:
             if one is _OVERSIZED:
                 dropped["oversized"] += len(samples)
                 continue
-            one.generation = generation
+            one.received_at = self._received
             for sample in samples:
                 series.append(one)
                 times.append(sample.timestamp)
@@ -283,10 +281,6 @@ class WriteReader:
             repeats=repeats,
             dropped=dropped + Counter(repeated=len(repeats)),
         )
-
-    @property
-    def _generation(self) -> int:
-        return self._received // (_SWEEP_ROUNDS * self._max_known)
 
     def _learn(self, head: bytes, dropped: Counter[str]) -> KnownSeries:
         """Return the series whose labels are serialized in `head`, and count its exemplars and histograms in `dropped`.
@@ -336,11 +330,10 @@ class WriteReader:
         return one
 
     def _sweep(self) -> None:
-        """Remove from the cache all series that were received neither in this generation nor in the previous one."""
-        self._swept_in = self._generation
-        oldest = self._generation - 1
-        self._by_head = {key: one for key, one in self._by_head.items() if one.generation >= oldest}
-        self._by_identity = {key: one for key, one in self._by_identity.items() if one.generation >= oldest}
+        """Remove from the cache all series that were not received since the last sweep."""
+        oldest, self._swept_at = self._swept_at, self._received
+        self._by_head = {key: one for key, one in self._by_head.items() if one.received_at > oldest}
+        self._by_identity = {key: one for key, one in self._by_identity.items() if one.received_at > oldest}
         self._used = sum(1 + len(key) // _BYTES_PER_SERIES for key in self._by_head)
 
 

@@ -55,16 +55,17 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
     A last line without line end may be incomplete. Such a line counts as a row only if it ends with a complete data
     type.
     """
-    header: list[str] = []
+    header = read_header(path)
+    if missing := [name for name in CSV_KEYS if name not in header]:
+        faults.add(1, f"the file has no column {', '.join(missing)}: it is not a file of msprobe's monitor")
+        return
     waiting: list[bytes] = []
     numbers: list[int] = []
     held = 0
-    for number, line in read_lines(path, faults):
-        if not header:
-            header = _fields(line)
-        elif not line.strip():
+    for number, line in itertools.islice(read_lines(path, faults), 1, None):
+        if not line.strip():
             continue
-        elif (reason := _fault(line)) is not None:
+        if (reason := _fault(line)) is not None:
             faults.add(number, f"the line is {reason}: {shown(line)}")
         elif faults.is_torn and not _is_whole(header, line):
             faults.add(number, f"the last line is incomplete: {shown(line)}")

@@ -73,12 +73,19 @@ class Found:
 
 def find(path: Path) -> Found:
     """Return the msprobe files at `path`, which is a folder or a single msprobe file."""
-    if not path.is_dir():
-        return _collect(path.parent, [(path.parent, [path.name])])
-    found = _collect(path, _walk(path))
+    root, listed = (path, _walk(path)) if path.is_dir() else (path.parent, [(path.parent, [path.name])])
+    folders: list[Folder] = []
+    structures: list[Path] = []
+    anomalies: list[Path] = []
+    for folder, names in listed:
+        found = _folder(root, folder, names)
+        if found.families or found.stacks:
+            folders.append(found)
+        structures += [folder / name for name in names if name == STRUCTURE_FILE]
+        anomalies += [folder / name for name in names if name in {ANOMALY_FILE, RANKED_ANOMALY_FILE}]
     # The file of ranked anomalies repeats entries of the ranks' own files.
-    own = [file for file in found.anomalies if file.name == ANOMALY_FILE]
-    return Found(launches=found.launches, structures=found.structures, anomalies=own or found.anomalies)
+    of_ranks = [file for file in anomalies if file.name == ANOMALY_FILE]
+    return Found(launches=_launches(folders), structures=structures, anomalies=of_ranks or anomalies)
 
 
 def rank_of(path: Path) -> int | None:
@@ -92,19 +99,6 @@ def _walk(root: Path) -> Iterator[tuple[Path, list[str]]]:
         depth = len(Path(folder).relative_to(root).parts)
         folders[:] = sorted(folders) if depth < _DEPTH else []
         yield Path(folder), sorted(files)
-
-
-def _collect(root: Path, listed: Iterable[tuple[Path, list[str]]]) -> Found:
-    folders: list[Folder] = []
-    structures: list[Path] = []
-    anomalies: list[Path] = []
-    for folder, names in listed:
-        own = _folder(root, folder, names)
-        if own.families or own.stacks:
-            folders.append(own)
-        structures += [folder / name for name in names if name == STRUCTURE_FILE]
-        anomalies += [folder / name for name in names if name in {ANOMALY_FILE, RANKED_ANOMALY_FILE}]
-    return Found(launches=_launches(folders), structures=structures, anomalies=anomalies)
 
 
 def _folder(root: Path, folder: Path, names: Sequence[str]) -> Folder:

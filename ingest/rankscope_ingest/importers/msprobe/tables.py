@@ -28,9 +28,9 @@ import pyarrow as pa
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
-from rankscope_ingest.importers.msprobe.csv_rows import CsvRows, Floats, Integers, Mask, read_header, read_rows
+from rankscope_ingest.importers.msprobe.csv_rows import CsvRows, Floats, Integers, Mask, read_rows
 from rankscope_ingest.importers.msprobe.discovery import Named, is_tensor_family, parse_name
-from rankscope_msprobe.files.csv_layout import CSV_KEYS, DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
+from rankscope_msprobe.files.csv_layout import DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
 from rankscope_storage.tensorboard.tags import labelled
 
 MISALIGNED: Final = "a row of msprobe about communication, whose name, step and statistics are misaligned: not usable"
@@ -64,10 +64,7 @@ class FamilyReader:
     def blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
         """Yield the rows of the file at `path` as blocks; record unreadable lines in `faults`."""
         faults.around = f"{path.parent.name}/{path.name}: ", ""
-        header = read_header(path)
-        if missing := [name for name in CSV_KEYS if name not in header]:
-            faults.add(1, f"the file has no column {', '.join(missing)}: it is not a file of msprobe's monitor")
-        elif self._family not in {OTHER, SCALARS, *FEATURES} and not is_tensor_family(self._family):
+        if self._family not in {OTHER, SCALARS, *FEATURES} and not is_tensor_family(self._family):
             faults.add(1, f"msprobe has no file family {self._family!r}: the file is skipped")
         else:
             yield from self._blocks(path, faults)

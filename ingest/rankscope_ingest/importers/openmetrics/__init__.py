@@ -227,12 +227,11 @@ class Pivot:
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, folder: str) -> None:
         self._duckdb = connection
-        columns = ", ".join(f'"{name}" {"BIGINT" if name in _NUMBERS else "VARCHAR"}' for name in _SERIES_COLUMNS)
         self._duckdb.execute(
-            f"SET memory_limit = '{MEMORY_LIMIT}'; SET temp_directory = '{folder}'; SET TimeZone = 'UTC'; "
-            f"CREATE TABLE series_seen (id UBIGINT, {columns}); "
-            "CREATE TABLE samples (id UBIGINT, line BIGINT, ts BIGINT, value DOUBLE)"
+            f"SET memory_limit = '{MEMORY_LIMIT}'; SET temp_directory = '{folder}'; SET TimeZone = 'UTC'"
         )
+        self._duckdb.from_arrow(_SERIES_SCHEMA.empty_table()).create("series_seen")
+        self._duckdb.from_arrow(_SAMPLE_SCHEMA.empty_table()).create("samples")
         self._series: list[tuple[int, SeriesColumns]] = []
         self._samples: list[tuple[int, int, int | None, float]] = []
 
