@@ -21,8 +21,7 @@ from aiosmtpd.controller import Controller
 
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender
 from rankscope.up.machine import StateDir, free_port
-from rankscope.up.plan import receivers
-from rankscope.up.programs import ServiceOptions, UpOptions, files, programs
+from rankscope.up.plan import ServiceOptions, UpOptions, files, programs, receivers
 from rankscope.up.supervisor import StopSignals, Supervisor
 
 SCRAPE_SECONDS = 1.0

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -22,8 +22,7 @@ from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.output.progress import View, fetch_runs, view_for
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up.machine import ALERTMANAGER, PROMETHEUS
-from rankscope.up.plan import StartPlan, make_plan
-from rankscope.up.programs import SERVICE
+from rankscope.up.plan import SERVICE, StartPlan, make_plan
 from rankscope.up.supervisor import StopSignals, Supervisor, start, tail
 from rankscope_ingest.base.stop_signals import handling
 
@@ -75,7 +74,8 @@ def demo(
     began = time.monotonic()
     _create_folder(folder)
     faults = () if no_faults else FAULTS
-    with _interrupted_by_termination(), AlertReceiver() as receiver:
+    # SIGTERM and SIGHUP stop the programs, too.
+    with handling(_interrupt, signal.SIGINT), AlertReceiver() as receiver:
         tensors, senders = _collect(console, folder, receiver, faults, _training_command(steps, batch, seed, no_faults))
     from rankscope.demo.report import report
 
@@ -159,15 +159,8 @@ def _stop(training: subprocess.Popen[bytes]) -> None:
     training.wait()
 
 
-@contextlib.contextmanager
-def _interrupted_by_termination() -> Iterator[None]:
-    """Raise KeyboardInterrupt in the context on SIGTERM and SIGHUP, so that these signals also stop the programs."""
-
-    def interrupt(_signum: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with handling(interrupt, signal.SIGINT):
-        yield
+def _interrupt(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _training_command(steps: int, batch: int, seed: int, no_faults: bool) -> list[str]:

@@ -20,8 +20,7 @@ from rankscope.up.machine import PortChoice
 if TYPE_CHECKING:
     from rankscope.output.progress import View
     from rankscope.up.machine import StateDir
-    from rankscope.up.plan import StartPlan
-    from rankscope.up.programs import Program
+    from rankscope.up.plan import Program, StartPlan
     from rankscope.up.supervisor import StopSignals, Supervisor
 
 CHECK_SECONDS: Final = 0.2
@@ -140,7 +139,7 @@ def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, v
     Returns after a stop signal, or when an essential program exited too often to be restarted.
     """
     from rankscope.output.progress import fetch_runs
-    from rankscope.up.programs import SERVICE
+    from rankscope.up.plan import SERVICE
 
     url, shown_at = plan.options.service.url(plan.options.ports[SERVICE]), 0.0
     while not stop_signals.count and supervisor.look():

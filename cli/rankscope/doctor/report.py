@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from rankscope.access.service import ClientTls, Response, environment_tls, request, service_address, service_tls
 from rankscope.up.machine import DEFAULT_PORTS, Executable, StateDir, executable_version, listeners
-from rankscope.up.programs import TOKEN_FILE
+from rankscope.up.plan import TOKEN_FILE
 from rankscope_contract.model.redaction import MAX_DOCUMENT, redacted_text
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Create the start plan of `rankscope up` from its options: read the configuration, find executables, select ports.
+"""Create the start plan of `rankscope up` from its options: programs, ports, and generated configuration files.
+
+This module starts no program and writes no file. All programs listen on localhost only, except that the configuration
+of the service can name another listen address for the service.
 
 The module also parses the addresses of `--notify` into Alertmanager receivers: webhooks, Slack and mail. The service
 notifies all other addresses, such as those that only Apprise supports.
@@ -7,19 +10,174 @@ notifies all other addresses, such as those that only Apprise supports.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
-from rankscope.access.service import ClientTls, load_settings, service_tls
+from rankscope.access.service import ClientTls, client_address, load_settings, service_tls
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up import machine
-from rankscope.up.machine import ALERTMANAGER, PROMETHEUS, PortChoice, StateDir, find_required
-from rankscope.up.programs import SERVICE, TOKEN_FILE, Program, ServiceOptions, UpOptions, files, programs
+from rankscope.up.machine import PortChoice, StateDir, find_required
+from rankscope_contract.rules.anomaly import DEFAULT_RULES
+from rankscope_contract.wire.channel import HEALTH_PATH
+from rankscope_dashboards.alerts.groups import rule_file
+from rankscope_dashboards.deploy import alertmanager, prometheus
 from rankscope_dashboards.deploy.alertmanager import Mail, Receiver, Slack, Webhook
-from rankscope_dashboards.deploy.prometheus import RANKS_JOB, Tls, duration
+from rankscope_dashboards.deploy.prometheus import RANKS_JOB, RULE_FILE, Tls, as_yaml, duration
+
+if TYPE_CHECKING:
+    from rankscope_ingest.base.config import ServiceConfig
+
+
+LOOPBACK: Final = "127.0.0.1"
+SERVICE, PROMETHEUS, ALERTMANAGER = "service", "prometheus", "alertmanager"
+TOKEN_FILE: Final = "token"  # noqa: S105 - the name of a file
+HEADER: Final = "# Written by `rankscope up` at every start: change its options instead of this file.\n"
+
+_DRAIN_GRACE_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A program that `rankscope up` starts and restarts after an exit."""
+
+    name: str
+    command: tuple[str, ...]
+    url: str
+    ready_path: str = "/-/ready"  # responds with status 200 as soon as the program is ready
+    grace_seconds: float = 15.0  # time between SIGTERM and SIGKILL
+    is_essential: bool = False  # `up` exits when this program is given up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Options of the service, as `rankscope up` starts it."""
+
+    config: Path | None
+    store: str
+    host: str  # listen address
+    token: str | None = None
+    tls: Tls | None = None  # None: plain HTTP
+    ranks_tls: Tls | None = None
+    drain_seconds: float = 20.0
+
+    def address(self, port: int) -> str:
+        """Return the host and the port of the service for clients on this machine."""
+        return client_address(self.host, port)
+
+    def url(self, port: int) -> str:
+        """Return the URL of the service for clients on this machine."""
+        return f"{'http' if self.tls is None else 'https'}://{self.address(port)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """Options of all programs of `rankscope up`. A program whose path is None is not started."""
+
+    service: ServiceOptions
+    ports: Mapping[str, int]
+    prometheus: Path | None = None
+    alertmanager: Path | None = None
+    receivers: Sequence[Receiver] = ()
+    scrape_seconds: float = 5.0
+    group_wait_seconds: float = 2.0
+    group_interval_seconds: float = 60.0
+    event_window: str = "2m"
+    keep_firing_for: str = "1m"
+    retention: str = "15d"
+
+    @property
+    def delay_seconds(self) -> float:
+        """Return the largest delay in seconds from an anomaly to its notification by Alertmanager.
+
+        The delay is the sum of scrape interval, rule evaluation, and the wait for other parts of the incident: in the
+        service, or for anomalies that it does not report, the group wait of Alertmanager.
+        """
+        return 2 * self.scrape_seconds + self.group_wait_seconds
+
+
+def files(options: UpOptions, folder: StateDir) -> dict[str, str]:
+    """Return the text of every generated file, by its name in the folder `config` of the state folder."""
+    made = {}
+    if options.service.token is not None:
+        made[TOKEN_FILE] = options.service.token
+    if options.prometheus is not None:
+        rules = rule_file(window=options.event_window, keep_firing_for=options.keep_firing_for)
+        made["prometheus.yml"] = HEADER + as_yaml(prometheus.prometheus_config(_prometheus_settings(options, folder)))
+        made[RULE_FILE] = HEADER + as_yaml(rules)
+    if options.alertmanager is not None:
+        settings = alertmanager.AlertmanagerSettings(
+            rules=DEFAULT_RULES,
+            receivers=options.receivers,
+            group_wait_seconds=options.group_wait_seconds,
+            group_interval_seconds=options.group_interval_seconds,
+        )
+        made["alertmanager.yml"] = HEADER + as_yaml(alertmanager.alertmanager_config(settings))
+    return made
+
+
+def programs(options: UpOptions, folder: StateDir) -> list[Program]:
+    """Return the programs in the order in which they are started and stopped; the service is the first.
+
+    While the service stores the last records of the ranks, Prometheus and Alertmanager are therefore still running and
+    can send alerts.
+    """
+    service, port = options.service, options.ports[SERVICE]
+    listen = f"[{service.host}]:{port}" if ":" in service.host else f"{service.host}:{port}"
+    # -P: a user module in the working folder must not replace a module of Rankscope.
+    command = [sys.executable, "-P", "-m", "rankscope", "serve"]
+    command += [] if service.config is None else [str(service.config)]
+    command += ["--listen", listen, "--quiet", *(["--store", service.store] if service.config is None else [])]
+    made = [
+        Program(
+            name=SERVICE,
+            command=tuple(command),
+            url=service.url(port),
+            ready_path=HEALTH_PATH,
+            grace_seconds=service.drain_seconds + _DRAIN_GRACE_SECONDS,
+            is_essential=True,
+        )
+    ]
+    if options.alertmanager is not None:
+        address = f"{LOOPBACK}:{options.ports[ALERTMANAGER]}"
+        arguments = (
+            f"--config.file={folder.config('alertmanager.yml')}",
+            f"--storage.path={folder.data(ALERTMANAGER)}",
+            f"--web.listen-address={address}",
+            "--cluster.listen-address=",  # empty: no cluster; the default listens on all addresses
+        )
+        command = [str(options.alertmanager), *arguments]
+        made.append(Program(name=ALERTMANAGER, command=tuple(command), url=f"http://{address}"))
+    if options.prometheus is not None:
+        address = f"{LOOPBACK}:{options.ports[PROMETHEUS]}"
+        arguments = (
+            f"--config.file={folder.config('prometheus.yml')}",
+            f"--storage.tsdb.path={folder.data(PROMETHEUS)}",
+            f"--storage.tsdb.retention.time={options.retention}",
+            f"--web.listen-address={address}",
+        )
+        command = [str(options.prometheus), *arguments]
+        made.append(Program(name=PROMETHEUS, command=tuple(command), url=f"http://{address}"))
+    return made
+
+
+def _prometheus_settings(options: UpOptions, folder: StateDir) -> prometheus.PrometheusSettings:
+    address = None if options.alertmanager is None else f"{LOOPBACK}:{options.ports[ALERTMANAGER]}"
+    return prometheus.PrometheusSettings(
+        service=options.service.address(options.ports[SERVICE]),
+        token_file=None if options.service.token is None else str(folder.config(TOKEN_FILE)),
+        tls=options.service.tls,
+        ranks_tls=options.service.ranks_tls,
+        alertmanager=address,
+        rule_files=(str(folder.config(RULE_FILE)),),
+        scrape_seconds=options.scrape_seconds,
+        evaluation_seconds=options.scrape_seconds,
+        discovery_seconds=options.scrape_seconds,
+    )
+
 
 DEFAULT_SENDER: Final = "rankscope@localhost"
 _SLACK_SCHEMES: Final = ("slack+http", "slack+https")
@@ -86,9 +244,6 @@ def _mail(parts: SplitResult) -> Mail:
         password=unquote(parts.password) if parts.password else None,
     )
 
-
-if TYPE_CHECKING:
-    from rankscope_ingest.base.config import ServiceConfig
 
 EVENT_SECONDS: Final = 120.0
 KEEP_SECONDS: Final = 60.0
@@ -178,8 +333,9 @@ def make_plan(
             code=USAGE,
         )
     notified = [*(urls if mode == "embedded" else ()), *others]
-    wanted = {PROMETHEUS: "--without-prometheus"} if with_prometheus else {}
-    executables = find_required(wanted | ({ALERTMANAGER: "--without-alertmanager"} if with_alertmanager else {}))
+    wanted = {machine.PROMETHEUS: "--without-prometheus"} if with_prometheus else {}
+    wanted |= {machine.ALERTMANAGER: "--without-alertmanager"} if with_alertmanager else {}
+    executables = find_required(wanted)
     # The listen address of an option or of the file is kept.
     is_explicit = listen is not None or config is not None
     names = [one for one, path in (("prometheus", with_prometheus), ("alertmanager", with_alertmanager)) if path]
@@ -187,8 +343,8 @@ def make_plan(
     options = UpOptions(
         service=_service_options(config, settings),
         ports=chosen,
-        prometheus=executables.get(PROMETHEUS),
-        alertmanager=executables.get(ALERTMANAGER),
+        prometheus=executables.get(machine.PROMETHEUS),
+        alertmanager=executables.get(machine.ALERTMANAGER),
         receivers=made,
         scrape_seconds=scrape_seconds,
         event_window=duration(max(EVENT_SECONDS, 4 * scrape_seconds)),  # a rate needs several scrapes
@@ -261,16 +417,9 @@ def _tls(client_tls: ClientTls | None) -> Tls | None:
     """Return TLS settings of the service in the form of the Prometheus configuration, with absolute paths."""
     if client_tls is None:
         return None
-    return Tls(
-        ca_file=_absolute(client_tls.ca_file),
-        cert_file=_absolute(client_tls.cert_file),
-        key_file=_absolute(client_tls.key_file or client_tls.cert_file),
-        server_name=client_tls.server_name,
-    )
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).expanduser().absolute())
+    files = (client_tls.ca_file, client_tls.cert_file, client_tls.key_file or client_tls.cert_file)
+    ca_file, cert_file, key_file = (name and str(Path(name).expanduser().absolute()) for name in files)
+    return Tls(ca_file=ca_file, cert_file=cert_file, key_file=key_file, server_name=client_tls.server_name)
 
 
 def _notification_lines(options: UpOptions, count: int) -> list[str]:

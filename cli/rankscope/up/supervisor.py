@@ -22,7 +22,7 @@ from typing import IO, Final
 from rankscope.access.service import ClientTls, UnreachableError, request
 from rankscope.shell.errors import CommandError
 from rankscope.up.machine import StateDir
-from rankscope.up.programs import Program
+from rankscope.up.plan import Program
 from rankscope_ingest.base.stop_signals import handling
 
 MAX_RESTARTS: Final = 5

@@ -14,8 +14,7 @@ from tests.end_to_end.lives import until
 from rankscope.commands.up import exports, overview
 from rankscope.shell.errors import CommandError
 from rankscope.up.machine import Executable, StateDir, choose, find_required, free_port, is_free
-from rankscope.up.plan import make_plan, receivers
-from rankscope.up.programs import Program, ServiceOptions, UpOptions, files, programs
+from rankscope.up.plan import Program, ServiceOptions, UpOptions, files, make_plan, programs, receivers
 from rankscope.up.supervisor import StopSignals, Supervisor
 from rankscope_contract.model.events import Severity
 from rankscope_dashboards.deploy.alertmanager import Mail, Slack, Webhook
