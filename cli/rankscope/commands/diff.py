@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -18,7 +18,6 @@ from rankscope_contract.model.collective_format import spans
 from rankscope_storage.connection import Connection
 from rankscope_storage.diff.diff import SCALAR, TIMING, DiffSelection, DiffSide, Divergence, Tolerance, divergence
 
-_OF_KINDS: Final = ("tensor_stats", "features", "hashes")
 DIFFERENT: Final = 1
 ERROR: Final = 2
 
@@ -128,9 +127,7 @@ def _check_compared(found: Divergence, connection: Connection, kinds: Sequence[s
 def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Connection) -> None:
     """Raise CommandError if a run has none of the requested kinds; the message lists the available kinds."""
     for side in sides:
-        queries = [f"SELECT DISTINCT kind FROM {name} WHERE run = $run" for name in _OF_KINDS]  # noqa: S608 - constants
-        has = {kind for query in queries for kind in connection.query(query, {"run": side.run})["kind"].to_pylist()}
-        has |= {SCALAR, TIMING}
+        has = {SCALAR, TIMING, *_distinct(connection, side.run, "kind", ("tensor_stats", "features", "hashes"))}
         if kinds and not has & set(kinds):
             listed = ", ".join(sorted(has))
             raise CommandError(f"{side.run} has no kind {', '.join(kinds)}; it has {listed}", code=USAGE)
@@ -138,10 +135,14 @@ def _check_kinds(kinds: Sequence[str], sides: Sequence[DiffSide], connection: Co
 
 def _check_there(side: DiffSide, connection: Connection) -> None:
     """Raise CommandError if the requested rank or attempt does not exist; the message lists the available ones."""
-    tables = ("scalars", "tensor_stats", "hashes")
     for column, wanted in {"attempt": side.attempt, "rank": side.rank}.items():
-        queries = [f"SELECT DISTINCT {column} FROM {name} WHERE run = $run" for name in tables]  # noqa: S608 - constants
-        has = [connection.query(query, {"run": side.run}) for query in queries]
-        there = {value for rows in has for value in rows[column].to_pylist() if value is not None}
+        there = _distinct(connection, side.run, column, ("scalars", "tensor_stats", "hashes"))
         if wanted is not None and there and wanted not in there:
             raise CommandError(f"{side.run} has no {column} {wanted}, only {spans(there)}", code=USAGE)
+
+
+def _distinct(connection: Connection, run: str, column: str, tables: Sequence[str]) -> set[Any]:
+    """Return the values other than null of a column in the rows of a run in `tables`."""
+    queries = [f"SELECT DISTINCT {column} AS value FROM {name} WHERE run = $run" for name in tables]  # noqa: S608 - constants
+    rows = [connection.query(query, {"run": run}) for query in queries]
+    return {value for one in rows for value in one["value"].to_pylist() if value is not None}

@@ -119,13 +119,12 @@ def _exporter(name: str, output: Path | None) -> ExportFormat:
 
 
 def _time(connection: Connection, run: str, text: str | None) -> dt.datetime | None:
-    return None if text is None else parse_time(text, _began(connection, run))
-
-
-def _began(connection: Connection, run: str) -> dt.datetime:
+    """Return the time that `text` is; a time without a year is in the year in which the run began."""
+    if text is None:
+        return None
     rows = connection.query("SELECT coalesce(started_at, ts) AS began FROM runs WHERE run = $run", {"run": run})
     began: dt.datetime | None = rows["began"][0].as_py() if rows.num_rows else None
-    return began or dt.datetime.now(dt.UTC)
+    return parse_time(text, began or dt.datetime.now(dt.UTC))
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:

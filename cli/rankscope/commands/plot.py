@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,20 +19,6 @@ if TYPE_CHECKING:
 
 
 FigureKind = Literal["overview", "speed", "gpu", "tensors", "updates", "ranks", "histograms"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """Options of curves, then those of heat maps."""
-
-    axis: AxisName
-    smoothing: AverageName
-    is_cut: bool
-    tensor: str | None
-    kind: str | None
-    op: str
-    rank: int | None
-    is_relative: bool
 
 
 Kind = Annotated[FigureKind, typer.Option(help="Figure: overview, speed, gpu, tensors, updates, ranks or histograms.")]
@@ -100,21 +84,27 @@ def plot(
     """
     selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
-    options = _Options(
-        axis=axis, smoothing=smoothing, is_cut=cut, tensor=tensor, kind=tensor_kind, op=op, rank=rank,
-        is_relative=not absolute,
-    )  # fmt: skip
     with open_run(selection) as chosen, drawing():
-        figure = _figure(chosen, kind, options) if scalar is None else _metric(chosen, scalar, axis)
+        if scalar is not None:
+            figure = _metric(chosen, scalar, axis)
+        elif kind == "tensors":
+            figure = _heat_map(chosen, _tensor_map(chosen, tensor_kind, op, rank, is_relative=not absolute))
+        elif kind == "updates":
+            figure = _heat_map(chosen, _update_map(chosen, rank))
+        elif kind == "ranks":
+            figure = _heat_map(chosen, _rank_map(chosen))
+        elif kind == "histograms":
+            figure = _heat_map(chosen, _histogram_map(chosen, tensor_kind, tensor, rank))
+        else:
+            figure = _curves(chosen, kind, axis, smoothing, is_cut=cut)
         write_figure(figure, figure_path(output, chosen.run, scalar or kind), dpi)
 
 
-def _figure(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
+def _heat_map(chosen: OpenRun, shown: tuple[Grid, str, str]) -> Figure:
+    """Return the heat map of a grid, with its title and unit."""
     from rankscope_view.figures.heatmaps import heat_map
 
-    if kind not in _MAPS:
-        return _curves(chosen, kind, options)
-    grid, title, unit = _MAPS[kind](chosen, options)
+    grid, title, unit = shown
     return heat_map(chosen.run, grid, title=title, unit=unit)
 
 
@@ -131,7 +121,7 @@ def _metric(chosen: OpenRun, name: str, axis: AxisName) -> Figure:
     return overlay(name, named, axis=Axis(axis), title=f"{chosen.run}: {SCALAR_TITLES.get(name, name)}")
 
 
-def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
+def _curves(chosen: OpenRun, kind: FigureKind, axis: AxisName, smoothing: AverageName, *, is_cut: bool) -> Figure:
     from rankscope_view.data.curves import Axis, Smoothing
     from rankscope_view.data.detail import read_detail
     from rankscope_view.data.speed import read_speed, read_utilization
@@ -139,46 +129,48 @@ def _curves(chosen: OpenRun, kind: FigureKind, options: _Options) -> Figure:
     from rankscope_view.figures.lines import loss_and_throughput, overview
 
     detail = chosen.stored(read_detail(chosen.connection, chosen.run))
-    axis, average = Axis(options.axis), Smoothing(options.smoothing)
+    on, average = Axis(axis), Smoothing(smoothing)
     if kind == "overview":
-        return overview(detail, axis=axis, smoothing=average, is_cut=options.is_cut)
+        return overview(detail, axis=on, smoothing=average, is_cut=is_cut)
     speed = read_speed(chosen.connection, chosen.run, detail.histories, detail.facts.config)
     if kind == "speed":
-        return loss_and_throughput(detail, speed.throughput, axis=axis, smoothing=average, is_cut=options.is_cut)
+        return loss_and_throughput(detail, speed.throughput, axis=on, smoothing=average, is_cut=is_cut)
     return gpu_boxes(chosen.run, read_utilization(chosen.connection, chosen.run, speed))
 
 
-def _tensor_map(chosen: OpenRun, tensors: _Options) -> tuple[Grid, str, str]:
+def _tensor_map(
+    chosen: OpenRun, given: str | None, op: str, rank: int | None, *, is_relative: bool
+) -> tuple[Grid, str, str]:
     from rankscope_contract.model.kinds import OPS
     from rankscope_view.data.grid import GridRequest, empty_grid, tensor_grid, tensor_kinds
 
     kinds = tensor_kinds(chosen.connection, chosen.run)
-    kind = tensors.kind or kinds.default
-    if tensors.kind is not None and tensors.kind not in kinds.counts:
+    kind = given or kinds.default
+    if given is not None and given not in kinds.counts:
         listed = ", ".join(kinds.counts) or "no statistics of tensors"
-        raise CommandError(f"{chosen.run} has no kind {tensors.kind!r}; it has {listed}", code=USAGE)
-    if tensors.op not in OPS:
-        raise CommandError(f"--op {tensors.op!r} is no statistic; known: {', '.join(OPS)}", code=USAGE)
+        raise CommandError(f"{chosen.run} has no kind {given!r}; it has {listed}", code=USAGE)
+    if op not in OPS:
+        raise CommandError(f"--op {op!r} is no statistic; known: {', '.join(OPS)}", code=USAGE)
     if kind is None:
         return empty_grid("no statistics of tensors"), "Tensors", ""
-    request = GridRequest(kind=kind, op=tensors.op, rank=tensors.rank, is_relative=tensors.is_relative)
+    request = GridRequest(kind=kind, op=op, rank=rank, is_relative=is_relative)
     grid = tensor_grid(chosen.connection, chosen.run, request)
-    where = "" if tensors.rank is None else f", rank {tensors.rank}"
-    unit = f"{tensors.op} ÷ median of the tensor" if tensors.is_relative else tensors.op
-    return grid, f"{tensors.op.capitalize()} of {kind.replace('_', ' ')} by tensor and step{where}", unit
+    where = "" if rank is None else f", rank {rank}"
+    unit = f"{op} ÷ median of the tensor" if is_relative else op
+    return grid, f"{op.capitalize()} of {kind.replace('_', ' ')} by tensor and step{where}", unit
 
 
-def _update_map(chosen: OpenRun, options: _Options) -> tuple[Grid, str, str]:
+def _update_map(chosen: OpenRun, rank: int | None) -> tuple[Grid, str, str]:
     from rankscope_view.data.grid import UPDATE_RATIO, GridRequest, empty_grid, tensor_grid
 
-    request = GridRequest(kind=UPDATE_RATIO, is_relative=False, rank=options.rank)
+    request = GridRequest(kind=UPDATE_RATIO, is_relative=False, rank=rank)
     grid = tensor_grid(chosen.connection, chosen.run, request)
     if not grid.rows:
         grid = empty_grid("no norms of updates: measure the quantity parameters with the option updates")
     return grid, "Update size by tensor and step", "norm of update ÷ norm of weight"
 
 
-def _rank_map(chosen: OpenRun, _: _Options) -> tuple[Grid, str, str]:
+def _rank_map(chosen: OpenRun) -> tuple[Grid, str, str]:
     from rankscope_view.data.ranks import rank_grid, rank_table
 
     table = rank_table(chosen.connection, chosen.run)
@@ -189,26 +181,17 @@ def _rank_map(chosen: OpenRun, _: _Options) -> tuple[Grid, str, str]:
     return grid, "Time before collectives by rank and step", "÷ median rank"
 
 
-def _histogram_map(chosen: OpenRun, tensors: _Options) -> tuple[Grid, str, str]:
+def _histogram_map(chosen: OpenRun, kind: str | None, tensor: str | None, rank: int | None) -> tuple[Grid, str, str]:
     from rankscope_view.data.grid import histogram_grid, histogram_tensors
 
     known = histogram_tensors(chosen.connection, chosen.run)
     if not known:
         raise CommandError(f"{chosen.run} has no histograms: measure the quantity adam_updates")
-    kind = tensors.kind or next(iter(known))
-    tensor = tensors.tensor or (known.get(kind) or [""])[0]
+    kind = kind or next(iter(known))
+    tensor = tensor or (known.get(kind) or [""])[0]
     if tensor not in known.get(kind, ()):
         listed = ", ".join(known[kind][:8] if kind in known else known)
         raise CommandError(f"{chosen.run} has no histograms of {tensor or kind!r}; it has {listed}", code=USAGE)
-    grid = histogram_grid(chosen.connection, chosen.run, kind, tensor, tensors.rank)
-    where = "" if tensors.rank is None else f", rank {tensors.rank}"
+    grid = histogram_grid(chosen.connection, chosen.run, kind, tensor, rank)
+    where = "" if rank is None else f", rank {rank}"
     return grid, f"{kind.replace('_', ' ').capitalize()} of {tensor} by step{where}", "share of the elements"
-
-
-_MAPS: Final[Mapping[FigureKind, Callable[[OpenRun, _Options], tuple[Grid, str, str]]]] = {
-    "tensors": _tensor_map,
-    "histograms": _histogram_map,
-    "updates": _update_map,
-    "ranks": _rank_map,
-}
-"""Grid, title and unit of each heat map."""
