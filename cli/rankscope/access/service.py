@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rankscope.shell.errors import FAILED, TAKEN_OVER, USAGE, CommandError
 from rankscope_contract.wire.tls import WebConfigError, client_context, explain_to_client
@@ -81,9 +81,7 @@ def request(
     connection: http.client.HTTPConnection | None = None
     try:
         parts = urlsplit(url)
-        connection = _connection(
-            parts.scheme, parts.hostname or "", parts.port, timeout_seconds, client_tls or ClientTls()
-        )
+        connection = _connection(parts, timeout_seconds, client_tls or ClientTls())
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("GET" if body is None else "POST", path, body=body, headers=headers)
         response = connection.getresponse()
@@ -97,37 +95,26 @@ def request(
             connection.close()
 
 
+def _connection(parts: SplitResult, timeout: float, client_tls: ClientTls) -> http.client.HTTPConnection:
+    host = parts.hostname or ""
+    if parts.scheme == "http":
+        return http.client.HTTPConnection(host, parts.port, timeout=timeout)
+    if parts.scheme != "https":
+        raise ValueError("the URL must start with http:// or https://")
+    context = client_tls.context()
+    connection = http.client.HTTPConnection(host, parts.port or 443, timeout=timeout)
+    connection.connect()
+    # http.client.HTTPSConnection cannot verify the certificate against another name than that of the URL.
+    connection.sock = context.wrap_socket(connection.sock, server_hostname=client_tls.server_name or host)
+    return connection
+
+
 def _why(error: Exception) -> str:
     if (tls := explain_to_client(error)) is not None:
         return tls
     if isinstance(error, TimeoutError):
         return "timed out"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
-
-
-def _connection(
-    scheme: str, host: str, port: int | None, timeout: float, client_tls: ClientTls
-) -> http.client.HTTPConnection:
-    if scheme == "http":
-        return http.client.HTTPConnection(host, port, timeout=timeout)
-    if scheme == "https":
-        return _Https(host, port, timeout=timeout, context=client_tls.context(), server_name=client_tls.server_name)
-    raise ValueError("the URL must start with http:// or https://")
-
-
-class _Https(http.client.HTTPSConnection):
-    """An HTTPS connection that can verify the server's certificate against a name other than the connected host's."""
-
-    def __init__(
-        self, host: str, port: int | None, *, timeout: float, context: ssl.SSLContext, server_name: str | None
-    ) -> None:
-        super().__init__(host, port, timeout=timeout, context=context)
-        self._context_used = context
-        self._server_name = server_name
-
-    def connect(self) -> None:
-        http.client.HTTPConnection.connect(self)
-        self.sock = self._context_used.wrap_socket(self.sock, server_hostname=self._server_name or self.host)
 
 
 DEFAULT_STORE: Final = "history"

@@ -256,7 +256,7 @@ def latest_checkpoint(outputs: Path) -> Path:
     """
     found = _checkpoints(outputs)
     if found:
-        return _with_state(max(found, key=_number))
+        return _with_state(max(found, key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2])))
     nested = sorted({str(path.parent) for path in outputs.glob("*/checkpoint-*") if _CHECKPOINT.fullmatch(path.name)})
     remedy = f"name one of {', '.join(nested[:5])} with --outputs" if nested else "name another folder with --outputs"
     raise CommandError(f"{outputs} contains no folder checkpoint-N: {remedy}, or a checkpoint with --checkpoint")
@@ -264,11 +264,6 @@ def latest_checkpoint(outputs: Path) -> Path:
 
 def _checkpoints(outputs: Path) -> list[Path]:
     return [path for path in outputs.glob("checkpoint-*") if path.is_dir() and _CHECKPOINT.fullmatch(path.name)]
-
-
-def _number(checkpoint: Path) -> int:
-    found = _CHECKPOINT.fullmatch(checkpoint.name)
-    return int(found[1]) if found else 0
 
 
 def _with_state(checkpoint: Path) -> Path:
