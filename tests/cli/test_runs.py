@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rankscope.commands import build
-from rankscope.output.runs_text import run_lines, shortened
+from rankscope.output.run_texts import run_lines, shortened
 from rankscope.shell.errors import CommandError
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk

@@ -11,7 +11,7 @@ import typer
 
 from rankscope.access.stores import open_store, resolve_run, store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, as_json, write_rows, write_text
-from rankscope.output.runs_text import run_detail_lines, run_details, run_lines, terminal_width
+from rankscope.output.run_texts import run_detail_lines, run_details, run_lines, terminal_width
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
 from rankscope_storage.api import summaries

@@ -6,7 +6,6 @@ This module does no I/O.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rankscope_contract.model.events import RunState
@@ -15,45 +14,30 @@ from rankscope_ingest.runs.blame import RankFacts, single_out
 from rankscope_ingest.runs.collective_calls import RankGroup, grouped, ranks_text, sentences, sites_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankResponse:
-    """The stacks of one rank, or the error message if the rank returned none."""
+def _facts(entry: Mapping[str, Any]) -> RankFacts:
+    """Return the stacks of one rank, from an entry of the list `ranks` in the response of the service.
 
-    rank: int
-    host: str
-    pid: int
-    stacks: StackDump | None = None
-    flight: FlightRecord | None = None
-    step: int | None = None  # last step published by the rank
-    error: str | None = None
-
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> RankResponse:
-        """Return the response of one rank, from an entry of the list `ranks` in the response of the service.
-
-        Raises ValueError if the entry is malformed.
-        """
-        error, flight = entry.get("error"), entry.get("flight")
-        return cls(
-            rank=int(entry["rank"]),
-            host=str(entry.get("host", "")),
-            pid=int(entry.get("pid", 0)),
-            stacks=StackDump.of(entry["stacks"]) if error is None else None,
-            flight=FlightRecord.of(flight) if flight else None,
-            step=None if entry.get("step") is None else int(entry["step"]),
-            error=None if error is None else str(error),
-        )
+    An entry with an error has no stacks. Raises ValueError if the entry is malformed.
+    """
+    flight = entry.get("flight")
+    return RankFacts(
+        rank=int(entry["rank"]),
+        stacks=StackDump.of(entry["stacks"]) if entry.get("error") is None else None,
+        flight=FlightRecord.of(flight) if flight else None,
+        last_step=None if entry.get("step") is None else int(entry["step"]),
+    )
 
 
 def stacks_lines(response: Mapping[str, Any], *, all_threads: bool = False) -> Iterator[str]:
     """Yield the lines that `rankscope stacks` prints. Raises ValueError or KeyError if `response` is malformed."""
-    asked = [RankResponse.of(entry) for entry in response["ranks"]]
-    given = {each.rank: each for each in asked if each.stacks is not None}
-    yield from _head(response, len(given), len(asked))
+    facts = [_facts(entry) for entry in response["ranks"]]
+    given = {each.rank: each for each in facts if each.stacks is not None}
+    processes = {
+        each.rank: (entry.get("pid", 0), entry.get("host", ""))
+        for each, entry in zip(facts, response["ranks"], strict=True)
+    }
+    yield from _head(response, len(given), len(facts))
     if response["state"] == RunState.STALLED:
-        facts = [
-            RankFacts(rank=each.rank, stacks=each.stacks, flight=each.flight, last_step=each.step) for each in asked
-        ]
         yield f"cause: {single_out(facts, int(response['world_size']))}"
     standings = [Standing.of(each.rank, each.stacks, each.flight) for each in given.values()]
     flights = {each.rank: each.flight for each in given.values() if each.flight is not None}
@@ -62,11 +46,13 @@ def stacks_lines(response: Mapping[str, Any], *, all_threads: bool = False) -> I
         yield from findings
     for group in grouped(standings):
         yield ""
-        yield from _group(group, [given[rank] for rank in group.ranks], all_threads=all_threads)
-    for each in asked:
-        if each.error is not None:
+        places = [f"{pid} on {host}" for pid, host in (processes[rank] for rank in group.ranks)]
+        yield from _group(group, places, given[group.ranks[0]].stacks, all_threads=all_threads)
+    for each, entry in zip(facts, response["ranks"], strict=True):
+        if each.stacks is None:
+            pid, host = processes[each.rank]
             yield ""
-            yield f"rank {each.rank} (process {each.pid} on {each.host}) returned no stacks: {each.error}"
+            yield f"rank {each.rank} (process {pid} on {host}) returned no stacks: {entry['error']}"
 
 
 def _head(response: Mapping[str, Any], given: int, asked: int) -> Iterator[str]:
@@ -76,7 +62,7 @@ def _head(response: Mapping[str, Any], given: int, asked: int) -> Iterator[str]:
     yield f"{step}; {given} of {asked} ranks returned their stacks"
 
 
-def _group(group: RankGroup, members: Sequence[RankResponse], *, all_threads: bool) -> Iterator[str]:
+def _group(group: RankGroup, places: Sequence[str], stacks: StackDump | None, *, all_threads: bool) -> Iterator[str]:
     first = group.standings[0]
     pending = first.pending
     if pending is not None:
@@ -86,10 +72,9 @@ def _group(group: RankGroup, members: Sequence[RankResponse], *, all_threads: bo
     else:
         waits = "not in a collective that torch recorded"
     yield f"{ranks_text(group.ranks)}: {waits}"
-    places = ", ".join(f"{member.pid} on {member.host}" for member in members[:4])
-    yield f"  process {places}{' …' if len(members) > 4 else ''}"
+    yield f"  process {', '.join(places[:4])}{' …' if len(places) > 4 else ''}"
     yield from _frames(first.frames) if first.frames else ["    no Python code"]
-    others = [thread for thread in (members[0].stacks.threads if members[0].stacks else ()) if not thread.is_training]
+    others = [thread for thread in (stacks.threads if stacks else ()) if not thread.is_training]
     yield from _others(others, all_threads=all_threads)
 
 
