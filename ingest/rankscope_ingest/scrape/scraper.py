@@ -66,37 +66,6 @@ OWN: Final = ("up", "scrape_duration_seconds", "scrape_samples_scraped")
 """Names of the samples about a scrape. The last one is absent after a failed scrape."""
 
 
-class ExporterSeries:
-    """The series of the scrapes of one exporter: those of its page, and those about the scrape, such as `up`.
-
-    To save time, they are combined only when the series of the page change.
-    """
-
-    def __init__(self, exporter: ScrapeTarget) -> None:
-        self._exporter = exporter
-        self._metrics: pa.Array | None = None  # those of the page from which the series were built
-        self._latest = self.own()
-
-    def own(self, *, is_failed: bool = False) -> PageSeries:
-        """Return the series about a scrape."""
-        names = OWN[:-1] if is_failed else OWN
-        return PageSeries(
-            target=self._exporter.name,
-            metrics=pa.array(names, pa.string()).dictionary_encode(),
-            labels=constant(canonical_labels(dict(self._exporter.labels)), len(names)),
-        )
-
-    def of_page(self, rows: PageRows) -> PageSeries:
-        """Return the series of a page whose samples have no times on the page, and those about the scrape."""
-        if rows.metrics is not self._metrics:
-            own, columns = self.own(), {"metrics": rows.metrics, "labels": rows.labels}
-            if rows.ts is not None:
-                columns = {name: column.filter(rows.ts.is_null()) for name, column in columns.items()}
-            joined = {name: _joined(column, getattr(own, name)) for name, column in columns.items()}
-            self._metrics, self._latest = rows.metrics, PageSeries(target=own.target, **joined)
-        return self._latest
-
-
 def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.DictionaryArray:
     joined = pa.chunked_array([one, other]).unify_dictionaries().combine_chunks()
     return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
@@ -230,10 +199,32 @@ class Followed:
     own_times: OwnTimes = field(default_factory=OwnTimes)
     active: PageSeries | None = None
     reader: PageReader = field(init=False)
-    series: ExporterSeries = field(init=False)
+    _page: tuple[pa.Array, PageSeries] | None = None  # metrics of the last page, and its series
 
     def __post_init__(self) -> None:
-        self.reader, self.series = PageReader(self.exporter.labels), ExporterSeries(self.exporter)
+        self.reader = PageReader(self.exporter.labels)
+
+    def own_series(self, *, is_failed: bool = False) -> PageSeries:
+        """Return the series about a scrape."""
+        names = OWN[:-1] if is_failed else OWN
+        return PageSeries(
+            target=self.exporter.name,
+            metrics=pa.array(names, pa.string()).dictionary_encode(),
+            labels=constant(canonical_labels(dict(self.exporter.labels)), len(names)),
+        )
+
+    def page_series(self, rows: PageRows) -> PageSeries:
+        """Return the series of a page whose samples have no times on the page, and those about the scrape.
+
+        To save time, they are combined only when the series of the page change.
+        """
+        if self._page is None or rows.metrics is not self._page[0]:
+            own, columns = self.own_series(), {"metrics": rows.metrics, "labels": rows.labels}
+            if rows.ts is not None:
+                columns = {name: column.filter(rows.ts.is_null()) for name, column in columns.items()}
+            joined = {name: _joined(column, getattr(own, name)) for name, column in columns.items()}
+            self._page = rows.metrics, PageSeries(target=own.target, **joined)
+        return self._page[1]
 
     def described(self, now: float) -> Mapping[str, object]:
         """Return this exporter and its last scrape as JSON values for the status page.
@@ -328,13 +319,13 @@ class Scraper:
         self._count(rows, fresh)
         followed.is_up, followed.last_error, followed.read_at = True, None, started
         followed.last_scrape_seconds, followed.last_samples = seconds, rows.rows
-        series, own = followed.series.of_page(rows), np.array([1.0, seconds, rows.rows])
+        series, own = followed.page_series(rows), np.array([1.0, seconds, rows.rows])
         self._replace(followed, series, ts)
         if rows.ts is None:
             sink.scrape(Scrape(series=series, ts=ts, values=np.concatenate([rows.values.to_numpy(), own])))
         else:
             sink.samples(page_rows(exporter, fresh, ts))
-            sink.scrape(Scrape(series=followed.series.own(), ts=ts, values=own))
+            sink.scrape(Scrape(series=followed.own_series(), ts=ts, values=own))
 
     async def _page(self, exporter: ScrapeTarget, reader: PageReader) -> PageRows:
         document = await self._fetch.get(
@@ -355,7 +346,7 @@ class Scraper:
             log.warning(
                 "scrape of exporter %s failed, retrying at the scrape interval: %s", followed.exporter.name, error
             )
-        series = followed.series.own(is_failed=True)
+        series = followed.own_series(is_failed=True)
         self._replace(followed, series, ts)
         followed.is_up, followed.last_error = False, str(error)
         followed.last_scrape_seconds, followed.last_samples = seconds, None
