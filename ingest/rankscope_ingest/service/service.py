@@ -55,16 +55,16 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import AttemptKey, Health, Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Polling, make_batcher
-from rankscope_ingest.status_page.collect import (
+from rankscope_ingest.status_page import (
     LabelReader,
     LagClock,
     ServiceStatus,
     Status,
     counters,
+    page,
     run_statuses,
     target_status,
 )
-from rankscope_ingest.status_page.page import page
 from rankscope_ingest.targets.registry import parse_registration
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, check_logs, watching
 from rankscope_storage.api.store import Commit, Writer

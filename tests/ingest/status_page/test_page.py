@@ -17,9 +17,8 @@ from tests.properties import examples
 from tests.view.test_site import Reader as PageReader
 
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.status_page.collect import MAX_OBSERVATIONS, LagClock
-from rankscope_ingest.status_page.page import HEALTH_KINDS, MAX_ROWS, MAX_RUNS
-from rankscope_ingest.status_page.page import page as status_page
+from rankscope_ingest.status_page import HEALTH_KINDS, MAX_OBSERVATIONS, MAX_ROWS, MAX_RUNS, LagClock
+from rankscope_ingest.status_page import page as status_page
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.runs.tags import edit_tags, set_note, set_tags
 from rankscope_view.assets import ASSETS

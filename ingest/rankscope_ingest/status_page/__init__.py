@@ -1,1 +1,0 @@
-"""Status of the service, its runs and targets: collect it, and present it as JSON and as an HTML page."""
