@@ -29,15 +29,6 @@ The goodput of a long run changes slowly, so the pause grows with each read.
 
 log = logging.getLogger(__name__)
 
-Ratios = Mapping[str, float]
-
-
-def read_goodput(path: str) -> Ratios:
-    """Return the goodput by run, from 0 to 1, as read from the store at `path`. Runs without a goodput are left out."""
-    with connect(path, single_threaded=True) as connection:
-        rows = connection.query("SELECT run, goodput FROM goodput WHERE goodput IS NOT NULL").to_pylist()
-    return {row["run"]: row["goodput"] for row in rows}
-
 
 class GoodputReader:
     """The latest goodput of each run, as read from the store.
@@ -46,36 +37,25 @@ class GoodputReader:
     the reads.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Ratios],
-        commits: Callable[[], int],
-        *,
-        read_seconds: float = READ_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._read = read
+    def __init__(self, path: str, commits: Callable[[], int]) -> None:
+        """`path` is that of the store. `commits` returns the number of commits of rows that influence goodput."""
+        self._path = path
         self._commits = commits
         self._commits_seen = -1  # the first read includes data of earlier services
-        self._budget = ReadBudget(read_seconds, clock=clock, max_intervals=_MAX_INTERVALS)
-        self.ratios: Ratios = {}
+        self._budget = ReadBudget(READ_SECONDS, clock=time.monotonic, max_intervals=_MAX_INTERVALS)
+        self.ratios: Mapping[str, float] = {}
+        """Goodput by run, from 0 to 1. Runs without a goodput are left out."""
 
     async def read_if_due(self) -> None:
         """Read the goodput of all runs in a thread if a read is due. A failed read is logged and retried."""
-        if self.is_due:
+        if self._budget.is_due and self._commits() > self._commits_seen:
             try:
-                await asyncio.to_thread(self.read)
+                await asyncio.to_thread(self._read)
             except (StoreError, OSError) as error:
                 log.warning("goodput cannot be read, retrying: %s", error)
 
-    @property
-    def is_due(self) -> bool:
-        """Return whether the pause after the last read is over and rows were committed since that read."""
-        return self._budget.is_due and self._commits() > self._commits_seen
-
-    def read(self) -> None:
-        """Read the goodput of all runs from the store. This call blocks until the query has finished."""
+    def _read(self) -> None:
         commits = self._commits()
-        with self._budget.reading():
-            self.ratios = self._read()
-            self._commits_seen = commits
+        with self._budget.reading(), connect(self._path, single_threaded=True) as connection:
+            rows = connection.query("SELECT run, goodput FROM goodput WHERE goodput IS NOT NULL").to_pylist()
+        self.ratios, self._commits_seen = {row["run"]: row["goodput"] for row in rows}, commits

@@ -39,7 +39,7 @@ from rankscope_ingest.http.routes import (
     per_rank,
     refuse_compressed,
 )
-from rankscope_ingest.live.goodput import GoodputReader, read_goodput
+from rankscope_ingest.live.goodput import GoodputReader
 from rankscope_ingest.live.progress import Progress, RunProgress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.auth import OwnName, own_names, refuse_web_pages, token_guard
@@ -99,7 +99,7 @@ class Api:
         """Create the readers of the store: remote read, goodput, and the status of the service."""
         store, pipeline = self.config.store, self.pipeline
         self.read = RemoteRead(store.path, self.config.remote_read)
-        self.goodput = GoodputReader(lambda: read_goodput(store.path), lambda: pipeline.commits_of_time)
+        self.goodput = GoodputReader(store.path, lambda: pipeline.commits_of_time)
         self._labels, self._lag = LabelReader(store.path), LagClock()
         self._started, self._started_at = time.monotonic(), time.time_ns() // 1000
 
