@@ -53,7 +53,6 @@ MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
 _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
 _BEHIND: Final = "SELECT {} FROM {} WHERE run = $run AND incarnation = $stream AND seq > $seq"
 _SCALARS: Final = "seq, attempt, rank, step, ts, name, value"
-_EVENTS: Final = "seq, attempt, rank, step, type, op, message, details"
 
 Row = dict[str, Any]
 OnCommit = Callable[[Commit, Collection[str]], object]
@@ -133,12 +132,7 @@ class WatchStore:
         """Return the scalars and events behind the record `seq` of a log, of at most the last KEPT_ROWS records."""
         values = {"run": run, "stream": stream, "seq": max(seq, self.watermark(stream) - KEPT_ROWS)}
         scalars = self.connection.query(_BEHIND.format(_SCALARS, "scalars"), values)
-        return scalars, self.connection.query(_BEHIND.format(_EVENTS, "events"), values)
-
-    def anomalies(self, run: str, stream: str, seq: int) -> pa.Table:
-        """Return the anomalies in the records of a log behind the number `seq`, in the order of the log."""
-        values = {"run": run, "stream": stream, "seq": seq}
-        return self.connection.query(f"{_BEHIND.format('*', 'events')} AND type = 'anomaly' ORDER BY seq", values)
+        return scalars, self.connection.query(_BEHIND.format("*", "events"), values)
 
     def latest(self, dataset: str, run: str) -> list[Row]:
         """Return the latest row of `runs` or `attempts` that an import has stored for `run`, if any."""

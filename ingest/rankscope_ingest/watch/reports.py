@@ -16,7 +16,6 @@ from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.background import start_task
@@ -246,7 +245,6 @@ class LogIncidents:
         self._tracker = IncidentTracker(group_wait_seconds=0.0, quiet_steps=NotifySection().quiet_steps)
         self._unreported: list[Incident] = []  # of anomalies
         self._open: dict[str, Incident] = {}  # conditions by rule
-        self.last_seqs: dict[str, int] = {}  # of observed anomalies, by incarnation
 
     @property
     def slow_since(self) -> float | None:
@@ -277,14 +275,14 @@ class LogIncidents:
                 self._close({incident.first.rule or ""}, has_continued=False)
                 self._open[incident.first.rule or ""] = incident
 
-    def observe(self, anomalies: pa.Table, now: float) -> None:
-        """Add anomalies, which are those of one incarnation in the order of the log. `now` is in monotonic seconds."""
+    def observe(self, events: pa.Table, now: float) -> None:
+        """Add the anomalies in events of the log. `now` is in monotonic seconds."""
         self._tracker.quiet_steps = NotifySection().quiet_steps * self._rows.stride
-        for number in sorted(pc.unique(anomalies["attempt"]).to_pylist()):
-            for one in symptoms(anomalies.filter(pc.field("attempt") == number).drop_columns("ts").to_pylist()):
+        rows = events.drop_columns("ts").to_pylist()
+        for number in sorted({row["attempt"] or 0 for row in rows}):
+            for one in symptoms(row for row in rows if row["attempt"] == number):
                 self._tracker.observe(dataclasses.replace(one, ranks=self._address), now)
                 self._unreported += self._tracker.settle(now, {})
-        self.last_seqs |= zip(anomalies["incarnation"].to_pylist(), anomalies["seq"].to_pylist(), strict=True)
 
     def report(self, verdict: Verdict, now: float) -> Verdict:
         """Report a new condition and new anomalies, and resolve the incidents that are over.

@@ -210,7 +210,11 @@ class LogWatcher:
             log.warning("%s: %s", self.run_name, text)
         self._unkept.update(report.unkept)
         attempt = self._rows.attempt
-        await self._add_rows(None if is_first else part.state.modified, has_anomalies=is_first or report.anomalies > 0)
+        if (stream := self._intake.stream) is not None:
+            seq = self._rows.last_seqs.get(stream, -1)
+            scalars, events = await self._store.run(lambda: self._store.recent(self.run_name, stream, seq))
+            self._rows.add(stream, scalars, events, None if is_first else part.state.modified)
+            self._incidents.observe(events, time.monotonic())
         # A log that has just begun is first imported when it is settled.
         if self._rows.attempt > attempt and (is_live or now > (self._seen_at or now)):
             if (before := self._intake.failed_before) is not None:
@@ -219,19 +223,6 @@ class LogWatcher:
             log.warning(
                 "%s: training was started again as attempt %d, step %s", self.run_name, self._rows.attempt, step
             )
-
-    async def _add_rows(self, modified: float | None, *, has_anomalies: bool) -> None:
-        """Add the new rows and anomalies in the store."""
-        if (stream := self._intake.stream) is None:
-            return
-        store, run, incidents = self._store, self.run_name, self._incidents
-        seq = self._rows.last_seqs.get(stream, -1)
-        scalars, events = await store.run(lambda: store.recent(run, stream, seq))
-        self._rows.add(stream, scalars, events, modified)
-        if has_anomalies:
-            reported = incidents.last_seqs.get(stream, -1)
-            anomalies = await store.run(lambda: store.anomalies(run, stream, reported))
-            incidents.observe(anomalies, time.monotonic())
 
     def _is_due(self, part: Part, now: float) -> bool:
         """Return whether the log must be imported now.
