@@ -232,14 +232,14 @@ class RunMonitor:
         self._check_clock()
         now, wall = self.clock(), self.wall()
         self._exclude_pause(now)
-        changes = self.runs.tick(now, wall)
-        for rank in changes.vanished:
+        changed, vanished = self.runs.tick(now, wall)
+        for rank in vanished:
             if target := self.registry.get(rank.incarnation):
                 self._abandon(target, now)
         for target in self._unattended_targets():
             if target.liveness.has_vanished(now, self.runs.limits):
                 self._abandon(target, now)
-        for attempt in changes.changed:
+        for attempt in changed:
             log.info(
                 "state of the run changed to %s", attempt.state, extra={"run": attempt.run, "reason": attempt.reason}
             )
@@ -250,7 +250,7 @@ class RunMonitor:
         due = self.versions.due(self.runs.attempts(), wall)
         for attempt in due:
             self._write_state(attempt)
-        if changes.changed or any(one.has_ended for one in due):
+        if changed or any(one.has_ended for one in due):
             self.batcher.want_flush()
             self._commits_with_states = 2  # one may be under way
         self.check_replicas()

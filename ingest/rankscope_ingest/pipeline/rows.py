@@ -129,14 +129,6 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
     return event_row(stamp, EventType.INCIDENT, incident.severity, message, details, **columns)
 
 
-def run_row(attempt: Attempt, started_at: int, stamp: Stamp) -> Row:
-    """Return a row of `runs`: a version of the run with the state of its latest attempt.
-
-    `started_at` is the start of the first attempt of the run in UTC µs.
-    """
-    return _state_columns(attempt, stamp) | {"started_at": started_at}
-
-
 def attempt_row(attempt: Attempt, stamp: Stamp) -> Row:
     """Return a row of `attempts`: a version of the attempt with its present state."""
     return _state_columns(attempt, stamp) | {"started_at": attempt.started_at, "launch_id": attempt.launch_id}
@@ -192,7 +184,7 @@ class Versions:
         start = self._run_starts.setdefault(attempt.run, attempt.started_at)
         tables = {"attempts": rows_table("attempts", [attempt_row(attempt, stamp)])}
         if is_latest:
-            tables["runs"] = rows_table("runs", [run_row(attempt, start, stamp)])
+            tables["runs"] = rows_table("runs", [_state_columns(attempt, stamp) | {"started_at": start}])
         return tables
 
     def set_clock(self, jump: int) -> None:

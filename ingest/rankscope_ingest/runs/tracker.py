@@ -89,17 +89,6 @@ def _ended(attempt: Attempt, signal: Cause | None, wall: int) -> StateDecision:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunChanges:
-    """Result of one evaluation of all runs by `RunTracker.tick`.
-
-    It contains the attempts whose state changed, and the ranks that are now considered dead.
-    """
-
-    changed: tuple[Attempt, ...]
-    vanished: tuple[Rank, ...]
-
-
 class RunTracker:
     """All attempts of all runs.
 
@@ -214,8 +203,7 @@ class RunTracker:
         attempt = self._wake(key)
         if attempt is None:
             attempt = self._attempts[key] = _new_attempt(registration, number, wall, jumped)
-            newest_key = (attempt.run, self._newest.get(attempt.run, attempt.number))
-            newest = self._attempts.get(newest_key) or self._past.get(newest_key) or attempt
+            newest = self.known((attempt.run, self._newest.get(attempt.run, attempt.number))) or attempt
             # A spool can belong to a launch that is older than the newest one, although it is found later.
             if registration.served_by is None or attempt.started_at >= newest.started_at:
                 self._note_number(attempt)
@@ -318,9 +306,13 @@ class RunTracker:
         for attempt in (*self._attempts.values(), *self._past.values()):
             attempt.clock_offset += jump
 
-    def tick(self, now: float, wall: int) -> RunChanges:
-        """Find dead ranks and evaluate the state of every attempt. `now` is in monotonic seconds, `wall` in UTC µs."""
-        changed, vanished = [], []
+    def tick(self, now: float, wall: int) -> tuple[list[Attempt], list[Rank]]:
+        """Find dead ranks and evaluate the state of every attempt. `now` is in monotonic seconds, `wall` in UTC µs.
+
+        Return the attempts whose state changed, and the ranks that are now considered dead.
+        """
+        changed: list[Attempt] = []
+        vanished: list[Rank] = []
         for attempt in self._attempts.values():
             moment = wall - attempt.clock_offset
             for rank in attempt.live_ranks:
@@ -331,7 +323,7 @@ class RunTracker:
             decision = judge(attempt, now, moment, self.limits)
             if decision is not None and _apply(attempt, decision, now, moment):
                 changed.append(attempt)
-        return RunChanges(changed=tuple(changed), vanished=tuple(vanished))
+        return changed, vanished
 
     def _note_number(self, attempt: Attempt) -> None:
         self._newest[attempt.run] = max(attempt.number, self._newest.get(attempt.run, 0))

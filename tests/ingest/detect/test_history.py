@@ -132,7 +132,7 @@ def test_only_records_that_may_still_arrive_are_restored_as_lost(store_and_read)
 
 def test_active_run_fails_if_its_ranks_do_not_report_after_a_restart(restored):
     runs = restored()
-    early = [str(found.state) for found in runs.tick(1024.0, 1).changed]
+    early = [str(found.state) for found in runs.tick(1024.0, 1)[0]]
     runs.tick(1025.0, 1)
     found = runs.get(("r", 0))
 

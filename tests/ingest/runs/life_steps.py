@@ -73,7 +73,7 @@ class Life:
             self.tick()
 
     def tick(self) -> None:
-        for attempt in self.tracker.tick(self.now, self.wall).changed:
+        for attempt in self.tracker.tick(self.now, self.wall)[0]:
             self.states.append(str(attempt.state))
 
     def restart(self) -> None:

@@ -175,12 +175,12 @@ def test_vanished_rank_is_missing_until_it_registers_again():
     life = Life().do("step 0", "refuse 1", "wait 9")
     before = life.state
     life.now += 1.0
-    changes = life.tracker.tick(life.now, life.wall)
+    _, vanished = life.tracker.tick(life.now, life.wall)
     missing = life.attempt.ranks_missing
     life.do("back 1")
 
     assert ["running", "running"] == [before, life.state]
-    assert ([1], 1, 0) == ([rank.number for rank in changes.vanished], missing, life.attempt.ranks_missing)
+    assert ([1], 1, 0) == ([rank.number for rank in vanished], missing, life.attempt.ranks_missing)
     assert (None, None) == (life.attempt.reason, life.attempt.ended_at)
 
 
