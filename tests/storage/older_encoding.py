@@ -14,7 +14,7 @@ def split_integers() -> Iterator[None]:
 
     def split(dataset: str) -> dict[str, str]:
         integers = ("DELTA_BINARY_PACKED", "PLAIN")
-        names = {name for name, leaf in encoding._leaves(dataset) if str(leaf) != "string"}
+        names = {name for name, _, leaf in encoding._leaves(dataset) if str(leaf) != "string"}
         return {
             name: "BYTE_STREAM_SPLIT" if name in names and one in integers else one
             for name, one in current(dataset).items()

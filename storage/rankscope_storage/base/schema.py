@@ -15,7 +15,6 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_contract.model.schema import arrow_schema
 from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import BatchError
-from rankscope_storage.base.escaping import sql_identifier
 
 STORE_VERSION: Final = 2
 """Schema version of the store, apart from that of the records of ranks.
@@ -60,8 +59,8 @@ def fingerprint(name: str, *, whole: bool = False) -> str:
     names. A reader therefore need not open the files to find whether all files have the same columns.
     """
     unwritten = () if whole else UNWRITTEN.get(name, ())
-    text = ";".join(f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten)
-    return f"{zlib.crc32(text.encode()):08x}"
+    columns = [f"{field.name}:{field.type}" for field in dataset_schema(name) if field.name not in unwritten]
+    return f"{zlib.crc32(';'.join(columns).encode()):08x}"
 
 
 def written(table: pa.Table, name: str) -> pa.Table:
@@ -92,23 +91,11 @@ def table_schema() -> pa.Schema:
     """Return the schema of the Delta table: the partition columns, then the columns of all datasets. All are nullable.
 
     If two datasets have different types for a column (`value` is float32 in features and float64 in others), the table
-    has the wider type. A file has the type of its dataset, and readers convert its values to the wider type. Raises
-    TypeError if neither type is wider.
+    has the wider type. A file has the type of its dataset, and readers convert its values to the wider type.
     """
-    columns: dict[str, pa.DataType] = {name: pa.string() for name in PARTITION_COLUMNS}
-    for dataset in DATASETS:
-        for field in dataset_schema(dataset):
-            columns[field.name] = _wider(columns.get(field.name, field.type), field.type, field.name)
-    return pa.schema([pa.field(name, type_) for name, type_ in columns.items()])
-
-
-def _wider(first: pa.DataType, second: pa.DataType, name: str) -> pa.DataType:
-    for narrow, wide in ((pa.float32(), pa.float64()), (pa.int32(), pa.int64())):
-        if {first, second} <= {narrow, wide}:
-            return wide if wide in (first, second) else narrow
-    if first != second:
-        raise TypeError(f"column {name} is {first} in one dataset and {second} in another: rename one of them")
-    return first
+    partition = pa.schema([(name, pa.string()) for name in PARTITION_COLUMNS])
+    merged = pa.unify_schemas([partition, *map(dataset_schema, DATASETS)], promote_options="permissive")
+    return pa.schema([pa.field(field.name, field.type) for field in merged])
 
 
 def conform(table: pa.Table, name: str) -> pa.Table:
@@ -123,10 +110,9 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     columns = {}
     try:
         for field in schema:
-            if field.name in given:
-                column = _cast(_one_chunk(table.column(field.name), field.type), field, name)
-            else:
-                column = pa.nulls(table.num_rows, field.type)
+            column = table.column(field.name) if field.name in given else pa.nulls(table.num_rows, field.type)
+            if column.type != field.type or (field.name in given and column.num_chunks != 1):
+                column = _cast(_one_chunk(column), field, name)
             if not field.nullable and column.null_count:
                 raise BatchError(f"{name}.{field.name} is null in {column.null_count} rows: it must have a value")
             columns[field.name] = column
@@ -137,9 +123,7 @@ def conform(table: pa.Table, name: str) -> pa.Table:
     return pa.table(columns)
 
 
-def _one_chunk(column: pa.ChunkedArray, wanted: pa.DataType) -> pa.Array:
-    if column.num_chunks == 1 and column.type == wanted:
-        return column.chunk(0)
+def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         try:
             column = _unified(column)
@@ -205,6 +189,7 @@ _NAMES: Final = {
 }
 
 
+@functools.cache
 def sql_type(type_: pa.DataType) -> str:
     """Return the name of the DuckDB type for an Arrow type that a column of a dataset has."""
     if pa.types.is_list(type_):
@@ -214,6 +199,7 @@ def sql_type(type_: pa.DataType) -> str:
     return _NAMES[type_]
 
 
-def sql_null(field: pa.Field) -> str:
-    """Return the SELECT expression for a column with the name and type of `field` that is null in all rows."""
-    return f"NULL::{sql_type(field.type)} AS {sql_identifier(field.name)}"
+@functools.cache
+def sql_nulls(dataset: str) -> dict[str, str]:
+    """Return by column the SELECT expression for a column of `dataset` that is null in all rows."""
+    return {field.name: f'NULL::{sql_type(field.type)} AS "{field.name}"' for field in dataset_schema(dataset)}

@@ -19,7 +19,7 @@ import datetime as dt
 import functools
 import json
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -179,7 +179,7 @@ class _Column:
         """Return whether these are integers or times, or lists of integers, of which two can have a wide difference."""
         if self.is_constant or (integers := _integers(self.values)) is None:
             return False
-        low, high = (end.as_py() for end in pc.min_max(integers).values())
+        low, high = [end.as_py() for end in pc.min_max(integers).values()]
         return low is not None and bool(high - low >= _WIDE // 2)
 
     def has_wide_differences(self, order: pa.Array | None) -> bool:
@@ -241,22 +241,22 @@ def _options(dataset: str, zero: Collection[str], plain: Collection[str]) -> dic
     Integer columns in `zero`, which are zero or null in all rows, and in `plain` are written as plain numbers.
     """
     level_3 = {*plain, *_PLAIN_INTEGERS.get(dataset, ())} - set(zero)
-    encodings, leaves, fast = _encodings(dataset), list(_leaves(dataset)), _FAST_CODEC.get(dataset, ())
+    encodings, leaves, fast = _encodings(dataset), _leaves(dataset), _FAST_CODEC.get(dataset, ())
     unsearched = set(_UNSEARCHED)
     if dataset == "scalars":  # queries filter by labels, which are mostly null: such a range saves reading them
         unsearched.remove("labels")
     return {
-        "compression": {name: "lz4" if name in fast else "zstd" for name, _ in leaves},
+        "compression": {name: "lz4" if name in fast else "zstd" for name, _, _ in leaves},
         "compression_level": {
-            name: _PLAIN_LEVEL if _field(name) in level_3 else 1 for name, _ in leaves if name not in fast
+            name: _PLAIN_LEVEL if column in level_3 else 1 for name, column, _ in leaves if name not in fast
         },
         "use_dictionary": [name for name, encoding in encodings.items() if encoding == _DICTIONARY],
         # zstd compresses plain zeros faster than any other content. For another constant, it takes longer than the
         # encoder of differences, and its result is 20 times as large.
         "column_encoding": {
-            name: "PLAIN" if name in zero or _field(name) in plain else encoding
-            for name, encoding in encodings.items()
-            if encoding != _DICTIONARY
+            name: "PLAIN" if name in zero or column in plain else encodings[name]
+            for name, column, _ in leaves
+            if encodings.get(name, _DICTIONARY) != _DICTIONARY
         },
         "store_schema": False,  # otherwise the footer would depend on the in-memory form of the text columns
         "write_statistics": [name for name in counted_columns(dataset) if name not in unsearched],
@@ -275,14 +275,14 @@ def counted_columns(dataset: str) -> tuple[str, ...]:
     The stored range of a float column would ignore NaN, but DuckDB relies on stored ranges: for a range of finite
     numbers, `WHERE isnan(value)` would find nothing.
     """
-    return tuple(name for name, type_ in _leaves(dataset) if not pa.types.is_floating(type_))
+    return tuple([name for name, _, type_ in _leaves(dataset) if not pa.types.is_floating(type_)])
 
 
 @functools.cache
 def _encodings(dataset: str) -> dict[str, str]:
     """Return the Parquet encoding of each leaf column of `dataset`, except columns with the default encoding."""
     encodings = {}
-    for name, leaf in _leaves(dataset):
+    for name, _, leaf in _leaves(dataset):
         if pa.types.is_string(leaf):
             encodings[name] = "PLAIN" if name in _FREE_TEXT else _DICTIONARY
         elif pa.types.is_floating(leaf):
@@ -296,21 +296,20 @@ def _encodings(dataset: str) -> dict[str, str]:
 @functools.cache
 def _is_flat(dataset: str) -> bool:
     """Return whether `dataset` has no long texts and no lists, so that a row has few bytes."""
-    return all(name not in _FREE_TEXT and not name.endswith(".list.element") for name, _ in _leaves(dataset))
+    names = {name for name, _, _ in _leaves(dataset)}
+    return names == set(dataset_schema(dataset).names) and names.isdisjoint(_FREE_TEXT)
 
 
-def _leaves(dataset: str) -> Iterator[tuple[str, pa.DataType]]:
-    """Yield the Parquet name and the type of each leaf column of a file."""
+@functools.cache
+def _leaves(dataset: str) -> tuple[tuple[str, str, pa.DataType], ...]:
+    """Return the Parquet name, the column and the type of each leaf column of a file."""
+    leaves = []
     for field in dataset_schema(dataset):
         leaf, name = field.type, field.name
         while pa.types.is_list(leaf):
             leaf, name = leaf.value_type, f"{name}.list.element"
-        yield name, leaf
-
-
-def _field(leaf: str) -> str:
-    """Return the name of the column that has the leaf column `leaf`."""
-    return leaf.partition(".")[0]
+        leaves.append((name, field.name, leaf))
+    return tuple(leaves)
 
 
 ROUNDED_COLUMNS: Final = {"tensor_stats": VALUE_OPS, "features": ("value",)}
@@ -493,7 +492,7 @@ def _range(column: pa.Array) -> tuple[Any, Any]:
         else:  # it may contain texts that no row uses
             column = column.dictionary.take(column.indices.unique())
     is_time = pa.types.is_timestamp(column.type)
-    low, high = (value.as_py() for value in pc.min_max(column.view(pa.int64()) if is_time else column).values())
+    low, high = [value.as_py() for value in pc.min_max(column.view(pa.int64()) if is_time else column).values()]
     if not is_time or low is None:
         return low, high
     if low < _FIRST_MICROSECOND or high > _LAST_MICROSECOND:  # the clock of a rank is outside of the calendar

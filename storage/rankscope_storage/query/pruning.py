@@ -139,15 +139,17 @@ class _Reader:
             raise _NotUnderstoodError  # a name in WITH hides one of our views
         self._walk(tree)
 
-    def _walk(self, node: Any) -> None:
-        if isinstance(node, list):
-            for member in node:
-                self._walk(member)
-        elif isinstance(node, dict):
-            if node.get("type") == "SELECT_NODE":
-                self._select(node)
-            else:
-                self._walk(list(node.values()))
+    def _walk(self, tree: Any) -> None:
+        unread = [tree]
+        while unread:
+            node = unread.pop()
+            if isinstance(node, list):
+                unread += node[::-1]
+            elif isinstance(node, dict):
+                if node.get("type") == "SELECT_NODE":
+                    self._select(node)
+                else:
+                    unread += reversed(node.values())
 
     def _select(self, node: Node) -> None:
         where = list(_conditions(node.get("where_clause")))

@@ -115,7 +115,7 @@ def emit_views(path: str | Path, *, is_in_store: bool = False) -> str:
     ]
     for dataset in DATASETS:
         lines.extend(_dataset_statements(dataset))
-    lines.extend(f"{statement};" for statement in view_statements(prefix="rankscope_raw_"))
+    lines.extend([f"{statement};" for statement in view_statements(prefix="rankscope_raw_")])
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model.kinds import COUNT_OPS, VALUE_OPS
 from rankscope_storage.base.datasets import BUCKET_SECONDS, BUCKET_STEPS, ROLLUPS
-from rankscope_storage.base.escaping import sql_identifier, sql_string
+from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.schema import dataset_schema
 
 _IDENTITY: Final = ("run", "attempt", "rank", "micro_step", "vpp_stage")
@@ -52,7 +52,7 @@ def time_bucket(row: str = "") -> str:
 
 def rollup_query(dataset: str, source: str) -> str:
     """Return a query that aggregates raw rows of `dataset` to rollup rows; `source` is the text after FROM."""
-    series = ", ".join(map(sql_identifier, SERIES[dataset]))
+    series = ", ".join([f'"{name}"' for name in SERIES[dataset]])
     named = {
         "step": "bucket",
         "first_step": "min(step)",
@@ -68,14 +68,14 @@ def rollup_query(dataset: str, source: str) -> str:
         named |= _summary(dataset, number)
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": f"count({total})"}
-    columns = _in_order(dataset, {name: sql_identifier(name) for name in SERIES[dataset]} | named)
+    columns = _in_order(dataset, {name: f'"{name}"' for name in SERIES[dataset]} | named)
     rows = ", ".join(_input_columns(dataset))
     return f"SELECT {columns} FROM (SELECT {series}, {rows} FROM {source}) GROUP BY {series}, bucket, time_bucket"
 
 
 def combined_query(dataset: str, source: str) -> str:
     """Return a query that combines the rollup rows of `dataset` in `source` to one row per series and bucket."""
-    series = ", ".join(map(sql_identifier, SERIES[dataset]))
+    series = ", ".join([f'"{name}"' for name in SERIES[dataset]])
     named = {
         "step": "step",
         "first_step": "min(first_step)",
@@ -91,7 +91,7 @@ def combined_query(dataset: str, source: str) -> str:
         named |= _combined_summary(dataset, number)
     for total in TOTALS[dataset]:
         named |= {total: _sum(total), f"{total}_rows": _sum(f"{total}_rows")}
-    columns = _in_order(dataset, {name: sql_identifier(name) for name in SERIES[dataset]} | named)
+    columns = _in_order(dataset, {name: f'"{name}"' for name in SERIES[dataset]} | named)
     return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {time_bucket()}"
 
 
@@ -99,7 +99,7 @@ def _input_columns(dataset: str) -> Iterator[str]:
     yield from ("step", "ts", "ordinal", f"{bucket()} AS bucket", f"{time_bucket()} AS time_bucket")
     yield f"coalesce({_is_nonfinite(dataset)}, false) AS is_nonfinite"
     for number in NUMBERS[dataset]:
-        column = sql_identifier(number)
+        column = f'"{number}"'
         # One CASE for all aggregates of the column: a FILTER in each of them took two thirds more time.
         yield f"{column}, CASE WHEN isfinite({column}) THEN {column} END AS {number}_finite"
     yield from TOTALS[dataset]
@@ -110,13 +110,13 @@ def _is_nonfinite(dataset: str) -> str:
 
     The condition is false or null for a finite row.
     """
-    odd = [f"NOT isfinite({sql_identifier(number)})" for number in NUMBERS[dataset]]
+    odd = [f'NOT isfinite("{number}")' for number in NUMBERS[dataset]]
     odd += [f"{total} > 0" for total in TOTALS[dataset] if total in _NONFINITE]
     return " OR ".join(odd)
 
 
 def _summary(dataset: str, number: str) -> dict[str, str]:
-    column, finite = sql_identifier(number), f"{number}_finite"
+    column, finite = f'"{number}"', f"{number}_finite"
     nans = f"count(CASE WHEN isnan({column}) THEN 1 END)"
     return {
         f"{number}_min": f"min({finite})",
@@ -164,8 +164,8 @@ def _in_order(dataset: str, named: Mapping[str, str]) -> str:
     `named` maps column names to SQL. Columns without an entry are null: they have no meaning for several rows.
     """
     schema = dataset_schema(ROLLUPS[dataset])
-    values = (named[field.name] if field.name in named else _NULLS[field.type] for field in schema)
-    return ", ".join(f"{value} AS {sql_identifier(name)}" for value, name in zip(values, schema.names, strict=True))
+    values = [named[field.name] if field.name in named else _NULLS[field.type] for field in schema]
+    return ", ".join([f'{value} AS "{name}"' for value, name in zip(values, schema.names, strict=True)])
 
 
 _COUNTERS: Final = tuple(name for name, spec in catalogue.SCALARS_WITH_OWN_METRIC.items() if spec.type == "counter")
@@ -179,12 +179,12 @@ def raw_columns(dataset: str) -> str:
 
     Columns that rollups do not have are null.
     """
-    shown = {name: sql_identifier(name) for name in SERIES[dataset]}
+    shown = {name: f'"{name}"' for name in SERIES[dataset]}
     shown |= dict.fromkeys(("step", "position"), "coalesce(last_step, step)") | {"ts": "ts", "ordinal": "ordinal"}
     shown |= {number: _number(number) for number in NUMBERS[dataset]}
     shown |= {total: f"{total} / nullif({total}_rows, 0)" for total in TOTALS[dataset]}
     names = dataset_schema(dataset).names
-    return ", ".join(f"{shown.get(name, 'NULL')} AS {sql_identifier(name)}" for name in names)
+    return ", ".join([f'{shown.get(name, "NULL")} AS "{name}"' for name in names])
 
 
 def _number(number: str) -> str:
@@ -198,7 +198,7 @@ def _number(number: str) -> str:
 
 
 def _timeline(view: str, dataset: str) -> str:
-    added = ", ".join(map(sql_identifier, _ADDED))
+    added = ", ".join([f'"{name}"' for name in _ADDED])
     return (
         f"CREATE OR REPLACE VIEW {view} AS\n"
         f"SELECT *, {_ONE}, coalesce({_is_nonfinite(dataset)}, false)::BIGINT AS nonfinite_rows, 'raw' AS tier "

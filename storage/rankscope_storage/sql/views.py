@@ -10,12 +10,12 @@ earlier steps of the same tensor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
-from rankscope_storage.base.escaping import sql_identifier, sql_string
-from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_null, sql_type, table_schema
+from rankscope_storage.base.escaping import sql_string
+from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint, sql_nulls, sql_type, table_schema
 from rankscope_storage.files.sorting import file_fingerprint
 from rankscope_storage.sql import goodput
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
@@ -108,10 +108,10 @@ def bucket_deviations(absent: Collection[str] = ()) -> str:
     not group by these columns: with them, it would take a tenth longer and return the same groups.
     """
     keys = [name for name in OPTIONAL_KEYS if name not in absent]
-    grouped = ", ".join(map(sql_identifier, (*keys, "kind", "tensor")))
-    same = "".join(f" AND measured.{name} IS NOT DISTINCT FROM best.{name}" for name in map(sql_identifier, keys))
+    grouped = ", ".join([f'"{name}"' for name in (*keys, "kind", "tensor")])
+    same = "".join([f' AND measured."{name}" IS NOT DISTINCT FROM best."{name}"' for name in keys])
     order = ", ".join(name for name in ("attempt", "number", "rank", "kind", "tensor") if name not in absent)
-    result = ", ".join(_result_column(name, absent) for name in _RESULT)
+    result = ", ".join([sql_nulls("tensor_stats")[name] if name in absent else f'"{name}"' for name in _RESULT])
     # The step of the highest norm is found for the result rows only, which is cheaper than for all groups.
     return f"""\
 CREATE OR REPLACE MACRO bucket_deviations(of_run, top := 20, width := 50) AS TABLE
@@ -137,10 +137,6 @@ dated AS (
 SELECT {result}, highest AS norm, before AS norm_before, ratio
 FROM dated ORDER BY ratio DESC, attempt, step, rank
 """
-
-
-def _result_column(name: str, absent: Collection[str]) -> str:
-    return sql_null(dataset_schema("tensor_stats").field(name)) if name in absent else sql_identifier(name)
 
 
 DEVIATION_MACROS: Final = (_TOP_DEVIATIONS, bucket_deviations())
@@ -230,35 +226,35 @@ SAME_ROWS: Final = {
 """Views with the rows of a dataset, from when the store had neither positions nor corrected times."""
 
 
-def view_statements(*, prefix: str = "") -> Iterator[str]:
-    """Yield the statements that create the public views and macros.
+def view_statements(*, prefix: str = "") -> list[str]:
+    """Return the statements that create the public views and macros.
 
     The raw rows of a dataset are read from the relation `<prefix><dataset>`.
     """
+    statements = []
     for dataset in DATASETS:
         raw = f"{prefix}{dataset}"
+        statement = f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
         if dataset in DIMENSIONS:
-            yield f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}"
+            statements.append(f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}")
             columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
             keys = ", ".join(VERSION_KEYS[dataset])
             order = "ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST"
-            yield (
+            statement = (
                 f"CREATE OR REPLACE VIEW {dataset} AS SELECT {columns} FROM {raw}\n"
                 f"QUALIFY row_number() OVER (PARTITION BY {keys} {order}) = 1"
             )
         elif dataset in _ROLLED_UP:
-            yield rollup_view(_ROLLED_UP[dataset], raw)
-        else:
-            yield f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
-    for name, dataset in SAME_ROWS.items():
-        yield f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {dataset}"
-    yield from (TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS)
+            statement = rollup_view(_ROLLED_UP[dataset], raw)
+        statements.append(statement)
+    statements += [f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {dataset}" for name, dataset in SAME_ROWS.items()]
+    return [*statements, TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS]
 
 
 @functools.cache
 def empty_select(dataset: str) -> str:
     """Return a query that returns no rows, with the columns and types of `dataset` in order."""
-    return f"SELECT {', '.join(map(sql_null, dataset_schema(dataset)))} WHERE false"
+    return f"SELECT {', '.join(sql_nulls(dataset).values())} WHERE false"
 
 
 def empty_view(dataset: str) -> str:
@@ -291,9 +287,9 @@ def _own_columns(dataset: str) -> str:
     """
     table = table_schema()
     columns = {
-        field.name: sql_identifier(field.name)
+        field.name: f'"{field.name}"'
         if table.field(field.name).type == field.type
-        else f"{sql_identifier(field.name)}::{sql_type(field.type)} AS {sql_identifier(field.name)}"
+        else f'"{field.name}"::{sql_type(field.type)} AS "{field.name}"'
         for field in dataset_schema(dataset)
     }
     if dataset == "scalars":
@@ -312,9 +308,8 @@ def _usual_columns(dataset: str) -> str:
         return "*"
     if dataset == "scalars":
         return "*, step AS position"
-    return ", ".join(
-        sql_null(field) if field.name in unwritten else sql_identifier(field.name) for field in dataset_schema(dataset)
-    )
+    columns = [null if name in unwritten else f'"{name}"' for name, null in sql_nulls(dataset).items()]
+    return ", ".join(columns)
 
 
 def files_select(dataset: str, files: Sequence[str]) -> str:
