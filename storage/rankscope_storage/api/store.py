@@ -35,10 +35,11 @@ _NO_HARD_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLI
 class Store:
     """A store for writing, in the local folder `root`. For reading, use `rankscope_storage.connection.connect`."""
 
-    def __init__(self, root: Path, sync: Sync, mantissa_bits: int | None = None) -> None:
+    def __init__(self, root: Path, sync: Sync, mantissa_bits: int | None = None, *, is_new: bool = False) -> None:
         self.root = root
         self._sync = sync
         self._mantissa_bits = mantissa_bits
+        self._is_new = is_new
 
     @classmethod
     def open(
@@ -62,7 +63,8 @@ class Store:
             ) from error
         if is_file:
             raise NotAStoreError(f"{root} is a file, but a store is a folder: name a folder")
-        if not has_entries(root):
+        is_new = not has_entries(root)
+        if is_new:
             if not create:
                 raise NotAStoreError(f"{root} is not a Rankscope store: `rankscope serve` creates one")
             _prepare_folder(root)
@@ -72,7 +74,7 @@ class Store:
             Log.open(root, sync, may_be_older=True)
             _prepare_folder(root)
         make_folders(root / STAGING, root, sync)
-        return cls(root, sync, mantissa_bits)
+        return cls(root, sync, mantissa_bits, is_new=is_new)
 
     def claim(self, shard: str = "0/1", *, owner: str) -> Writer:
         """Take over `shard`, and return the only writer that may append to it from now on.
@@ -100,7 +102,8 @@ class Store:
                     f"shard {shard} of {self.root} was claimed concurrently by {current_owner(log, shard)}: "
                     "stop that service, or give this one another shard"
                 ) from error
-            write_sql_script(self.root)
+            if not self._is_new:  # an earlier release may have written the script
+                write_sql_script(self.root)
             return Writer(
                 log,
                 shard=shard,

@@ -150,7 +150,9 @@ def _plain_integers(columns: Mapping[str, _Column], order: pa.Array | None, data
     return {
         name
         for name, column in columns.items()
-        if name not in always_plain and column.is_wide() and (always_plain or column.has_wide_differences(order))
+        if not (column.is_constant or name in always_plain)
+        and column.is_wide()
+        and (always_plain or column.has_wide_differences(order))
     }
 
 
@@ -177,7 +179,7 @@ class _Column:
 
     def is_wide(self) -> bool:
         """Return whether these are integers or times, or lists of integers, of which two can have a wide difference."""
-        if self.is_constant or (integers := _integers(self.values)) is None:
+        if (integers := _integers(self.values)) is None:
             return False
         low, high = [end.as_py() for end in pc.min_max(integers).values()]
         return low is not None and bool(high - low >= _WIDE // 2)
