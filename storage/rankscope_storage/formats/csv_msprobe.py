@@ -11,8 +11,7 @@ apostrophe.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,10 +28,9 @@ from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress
 from rankscope_storage.formats.common.selection import Selection, require_rows
-from rankscope_storage.formats.msprobe.folders import FamilyFiles, Stream, streams
+from rankscope_storage.formats.msprobe.folders import Stream, streams, write_family
 from rankscope_storage.formats.msprobe.rows import (
     FEATURE_COLUMNS,
-    MsprobeCells,
     MsprobeSteps,
     descriptions,
     feature_cells,
@@ -47,15 +45,6 @@ ALREADY_THERE: Final = "rows that the files already contain"
 HIDDEN: Final = "rows replaced by another row of the same step and name (an earlier attempt or call)"
 
 _COUNTED: Final = ("events", "histograms", "hashes", "collectives")
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """Result of the export of one rank: its files, and by dataset the numbers of written and already present rows."""
-
-    files: tuple[Path, ...]
-    rows: Counter[str]
-    repeated: Counter[str]
 
 
 class CsvMsprobe:
@@ -76,81 +65,69 @@ class CsvMsprobe:
         with connection.pinned():
             selection = Selection(connection, run, options)
             require_rows(selection, {name: selection.count(name) for name in HELD})
+            files: list[Path] = []
+            rows: Counter[str] = Counter()
+            repeated: Counter[str] = Counter()
             try:
-                listed, written = streams(selection, target), []
+                listed = streams(selection, target)
                 for done, stream in enumerate(listed, 1):
-                    written.append(_Folder(selection, stream).write())
+                    for dataset, path, new, old in _write_folder(selection, stream):
+                        files += [path] if new else []
+                        rows[dataset] += new
+                        repeated[dataset] += old
                     progress(done, len(listed))  # streams instead of rows: they have about equally many
             except OSError as error:
                 raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
-            rows = sum((one.rows for one in written), Counter())
-            repeated = sum((one.repeated for one in written), Counter())
             omitted = _omitted(selection, rows + repeated)
         omitted[ALREADY_THERE] = repeated.total()
         return ExportReport(
-            files=tuple(path for one in written for path in one.files),
+            files=tuple(files),
             rows=rows,
             omitted={reason: count for reason, count in omitted.items() if count > 0},
         )
 
 
-class _Folder:
-    """Writer of the CSV files in the folder of one rank."""
+def _write_folder(selection: Selection, stream: Stream) -> Iterator[tuple[str, Path, int, int]]:
+    """Write the folder of one rank; yield for each file its dataset, path and numbers of new and of repeated rows."""
+    numbering = MsprobeSteps.of(selection.connection, selection.run)
+    described = descriptions(selection.connection, selection.run)
+    stream.folder.mkdir(parents=True, exist_ok=True)
+    for dataset in HELD:
+        only = stream.only(selection, dataset)
+        present = _kinds(selection, dataset, only)
+        for family, kinds in _families(dataset).items():
+            if not present.keys() & kinds:
+                continue
+            columns: Sequence[str]
+            if dataset == SCALARS:
+                columns, cells = SCALAR_COLUMNS, scalar_cells(selection, only, numbering)
+            elif dataset == "features":
+                columns = tuple(FEATURES[family].columns) if family in FEATURES else TENSOR_COLUMNS
+                cells = feature_cells(selection, family, only, numbering)
+            else:
+                columns, cells = TENSOR_COLUMNS, tensor_cells(selection, family, only, numbering, described)
+            steps = selection.options.step_count_per_record
+            micro_steps = family in MICRO_STEP_FAMILIES or any(present.get(kind) for kind in kinds)
+            for file in write_family(stream.folder, family, columns, cells, steps=steps, micro_steps=micro_steps):
+                yield dataset, *file
 
-    def __init__(self, selection: Selection, stream: Stream) -> None:
-        self._selection = selection
-        self._stream = stream
-        self._numbering = MsprobeSteps.of(selection.connection, selection.run)
-        self._described = descriptions(selection.connection, selection.run)
-        self._files: list[Path] = []
-        self._rows: Counter[str] = Counter()
-        self._repeated: Counter[str] = Counter()
 
-    def write(self) -> Written:
-        """Write the files of each msprobe family of statistics that has rows, and return the result."""
-        self._stream.folder.mkdir(parents=True, exist_ok=True)
-        for dataset in HELD:
-            present = self._kinds(dataset)
-            families = {SCALARS: present.keys()} if dataset == SCALARS else _families(dataset)
-            for family, kinds in families.items():
-                if present.keys() & kinds:
-                    micro_steps = family in MICRO_STEP_FAMILIES or any(present.get(kind) for kind in kinds)
-                    self._write_family(dataset, family, micro_steps=micro_steps)
-        return Written(tuple(self._files), self._rows, self._repeated)
+def _kinds(selection: Selection, dataset: str, only: str) -> dict[str, bool]:
+    """Return a mapping with each kind that has rows; its value is true if the kind has rows of micro-batches.
 
-    def _write_family(self, dataset: str, family: str, *, micro_steps: bool) -> None:
-        columns = TENSOR_COLUMNS if family not in FEATURES else tuple(FEATURES[family].columns)
-        columns = SCALAR_COLUMNS if dataset == SCALARS else columns
-        steps = self._selection.options.step_count_per_record
-        with FamilyFiles(self._stream.folder, family, columns, steps=steps, micro_steps=micro_steps) as files:
-            for rows in self._cells(dataset, family):
-                files.add(rows)
-        self._files += files.written
-        self._rows[dataset] += files.rows
-        self._repeated[dataset] += files.repeated
-
-    def _cells(self, dataset: str, family: str) -> Iterator[MsprobeCells]:
-        only = self._stream.only(self._selection, dataset)
-        if dataset == SCALARS:
-            return scalar_cells(self._selection, only, self._numbering)
-        if dataset == "features":
-            return feature_cells(self._selection, family, only, self._numbering)
-        return tensor_cells(self._selection, family, only, self._numbering, self._described)
-
-    def _kinds(self, dataset: str) -> dict[str, bool]:
-        """Return a mapping with each kind that has rows; its value is true if the kind has rows of micro-batches.
-
-        Scalars have no kind and are under the key `scalars`.
-        """
-        kind = sql_string(SCALARS) if dataset == SCALARS else "kind"
-        rows = self._selection.query(
-            f"SELECT {kind} AS kind, bool_or(micro_step IS NOT NULL) AS micro FROM {self._selection.source(dataset)} "
-            f"AND {self._stream.only(self._selection, dataset)} GROUP BY ALL"
-        )
-        return dict(zip(rows["kind"].to_pylist(), rows["micro"].to_pylist(), strict=True))
+    Scalars have no kind and are under the key `scalars`.
+    """
+    kind = sql_string(SCALARS) if dataset == SCALARS else "kind"
+    rows = selection.query(
+        f"SELECT {kind} AS kind, bool_or(micro_step IS NOT NULL) AS micro FROM {selection.source(dataset)} "
+        f"AND {only} GROUP BY ALL"
+    )
+    return dict(zip(rows["kind"].to_pylist(), rows["micro"].to_pylist(), strict=True))
 
 
 def _families(dataset: str) -> dict[str, frozenset[str]]:
+    if dataset == SCALARS:
+        return {SCALARS: frozenset([SCALARS])}
     if dataset == "tensor_stats":
         return {family: frozenset(map(str, kinds)) for family, kinds in TENSOR_FAMILIES.items()}
     return {family: frozenset(columns.values()) for family, columns in FEATURE_COLUMNS.items()}

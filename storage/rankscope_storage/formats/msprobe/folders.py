@@ -11,14 +11,14 @@ import datetime as dt
 import functools
 import hashlib
 import itertools
+import operator
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Final, Self
+from typing import BinaryIO, Final
 
 import numpy as np
 import pyarrow as pa
@@ -139,125 +139,89 @@ _SEPARATOR: Final = "\x1f"  # cells contain no control characters
 _MAX_CELL: Final = 1 << 20
 
 
-class FamilyFiles:
-    """Writer of the files of one family of statistics, as a context manager.
+def write_family(
+    folder: Path,
+    family: str,
+    columns: Sequence[str],
+    batches: Iterable[MsprobeCells],
+    *,
+    steps: int,
+    micro_steps: bool,
+) -> Iterator[tuple[Path, int, int]]:
+    """Write the files of one family of statistics, and yield for each its path and numbers of new and of repeated rows.
 
-    Rows must arrive in the order of their steps. The files get their final names at the end of the context, if no error
-    occurred.
+    The rows must be in the order of their steps. A row that the file in the folder contains already is not written, and
+    a file without new rows is not changed.
     """
+    keys = (*CSV_KEYS, MICRO_STEP) if micro_steps else CSV_KEYS
+    for block, pieces in itertools.groupby(_pieces(batches, steps), key=operator.itemgetter(0)):
+        path = folder / file_name(family, block, steps)
+        yield path, *_write_file(path, [*keys, *columns], keys, (cells for _, cells in pieces))
 
-    def __init__(self, folder: Path, family: str, columns: Sequence[str], *, steps: int, micro_steps: bool) -> None:
-        self.written: list[Path] = []
-        self.rows = 0
-        self.repeated = 0
-        self._folder = folder
-        self._family = family
-        self._columns = columns
-        self._steps = steps
-        self._micro_steps = micro_steps
-        self._block = -1
-        self._file: _OneFile | None = None
 
-    def add(self, cells: MsprobeCells) -> None:
-        """Write rows of the family, except rows that a file in the folder already contains."""
-        blocks = np.asarray(cells.step) // self._steps
+def _pieces(batches: Iterable[MsprobeCells], steps: int) -> Iterator[tuple[int, MsprobeCells]]:
+    """Yield the rows of each file, which covers `steps` steps, with the number of the file."""
+    for cells in batches:
+        blocks = np.asarray(cells.step) // steps
         starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
         for start, end in itertools.pairwise(starts):
             if end > start:
-                self._turn_to(int(blocks[start]))
-                assert self._file is not None  # opened by _turn_to
-                new = self._file.add(cells, start, end)
-                self.rows += new
-                self.repeated += end - start - new
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._turn_to(-1)
-        elif self._file:
-            self._file.discard()
-
-    def _turn_to(self, block: int) -> None:
-        if block == self._block:
-            return
-        if self._file and self._file.close():
-            self.written.append(self._file.path)
-        self._block, self._file = block, None
-        if block >= 0:
-            path = self._folder / file_name(self._family, block, self._steps)
-            self._file = _OneFile(path, self._columns, micro_steps=self._micro_steps)
+                yield int(blocks[start]), cells.slice(start, end - start)
 
 
-class _OneFile:
-    """Writer of one CSV file that is new or that is continued."""
+def _write_file(path: Path, header: list[str], keys: Sequence[str], pieces: Iterable[MsprobeCells]) -> tuple[int, int]:
+    """Write a file, or continue an existing one; return the numbers of new and of repeated rows."""
+    present: set[int] = set()
+    if path.exists():
+        header, present = _read(path)
+        _check_header(path, header, keys)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    new = repeated = 0
+    try:
+        with _opened(path, partial, header) as file:
+            for cells in pieces:
+                lines = _lines(cells, header, present)
+                file.write("".join([f"{line}\n" for line in lines.to_pylist()]).encode())
+                new += len(lines)
+                repeated += len(cells) - len(lines)
+        if new:
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return new, repeated
 
-    def __init__(self, path: Path, columns: Sequence[str], *, micro_steps: bool) -> None:
-        self.path = path
-        self._present: set[int] = set()
-        self._new = 0
-        self._partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        keys = (*CSV_KEYS, MICRO_STEP) if micro_steps else CSV_KEYS
-        self._header = [*keys, *columns]
-        if path.exists():
-            self._header, self._present = _read(path)
-            _check_header(path, self._header, keys)
-        self._file = self._open()
 
-    def add(self, cells: MsprobeCells, start: int, end: int) -> int:
-        """Write the rows of `cells` from `start` up to `end` that are not in the file yet, and return their number."""
-        length = end - start
-        texts = {name: column.slice(start, length) for name, column in cells.columns.items()}
-        texts |= {
-            "vpp_stage": cells.vpp_stage.slice(start, length),
-            "name": cells.name.slice(start, length),
-            "step": pc.cast(cells.step.slice(start, length), pa.string()),
-            MICRO_STEP: cells.micro_step.slice(start, length),
-        }
-        missing = pa.array(["nan"] * length, pa.string())
-        lines = pc.binary_join_element_wise(*(_quoted(texts.get(name, missing)) for name in self._header), ",")
-        if self._present:
-            lines = lines.filter(pa.array(list(self._absent(texts)), pa.bool_()))
-        if len(lines):
-            self._file.write(("\n".join(lines.to_pylist()) + "\n").encode())
-        self._new += len(lines)
-        return len(lines)
+def _opened(path: Path, partial: Path, header: Sequence[str]) -> BinaryIO:
+    """Return the file `partial`, opened at its end: with the header, or with the content of the file at `path`."""
+    if not path.exists():
+        new = partial.open("wb")
+        new.write((",".join(header) + "\n").encode())
+        return new
+    shutil.copyfile(path, partial)
+    file = partial.open("r+b")
+    file.seek(-1, os.SEEK_END)
+    # An incomplete last line of a killed writer remains as a separate line.
+    if file.read() != b"\n":
+        file.write(b"\n")
+    return file
 
-    def close(self) -> bool:
-        """Rename the temporary file of this writer to its final name if it has new rows; return whether it has any."""
-        self._file.close()
-        if not self._new:
-            self._partial.unlink()
-            return False
-        self._partial.replace(self.path)
-        return True
 
-    def discard(self) -> None:
-        """Remove the temporary file of this writer. An earlier file with the final name remains."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
-
-    def _open(self) -> BinaryIO:
-        if not self.path.exists():
-            new = self._partial.open("wb")
-            new.write((",".join(self._header) + "\n").encode())
-            return new
-        shutil.copyfile(self.path, self._partial)
-        file = self._partial.open("r+b")
-        file.seek(-1, os.SEEK_END)
-        # An incomplete last line of a killed writer remains as a separate line.
-        if file.read() != b"\n":
-            file.write(b"\n")
-        return file
-
-    def _absent(self, texts: dict[str, pa.StringArray]) -> Iterator[bool]:
-        names = [name for name in (*CSV_KEYS, MICRO_STEP) if name in self._header]
-        keys = pc.binary_join_element_wise(*(texts[name] for name in names), _SEPARATOR)
-        for key in keys.to_pylist():
-            yield hash(key) not in self._present
+def _lines(cells: MsprobeCells, header: Sequence[str], present: set[int]) -> pa.StringArray:
+    """Return the lines of those rows of `cells` whose keys are not in `present`."""
+    texts = {
+        **cells.columns,
+        "vpp_stage": cells.vpp_stage,
+        "name": cells.name,
+        "step": pc.cast(cells.step, pa.string()),
+        MICRO_STEP: cells.micro_step,
+    }
+    missing = pa.array(["nan"] * len(cells), pa.string())
+    lines = pc.binary_join_element_wise(*(_quoted(texts.get(name, missing)) for name in header), ",")
+    if not present:
+        return lines
+    keys = [texts[name] for name in (*CSV_KEYS, MICRO_STEP) if name in header]
+    joined = pc.binary_join_element_wise(*keys, _SEPARATOR).to_pylist()
+    return lines.filter(pa.array([hash(key) not in present for key in joined], pa.bool_()))
 
 
 def _read(path: Path) -> tuple[list[str], set[int]]:

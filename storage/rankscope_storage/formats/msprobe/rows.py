@@ -93,6 +93,11 @@ class MsprobeCells:
     def __len__(self) -> int:
         return len(self.step)
 
+    def slice(self, start: int, count: int) -> MsprobeCells:
+        """Return `count` of the rows, from the row number `start`."""
+        keys = [column.slice(start, count) for column in (self.step, self.vpp_stage, self.name, self.micro_step)]
+        return MsprobeCells(*keys, {name: column.slice(start, count) for name, column in self.columns.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Described:
