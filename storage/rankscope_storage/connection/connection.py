@@ -80,8 +80,6 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         self._views = BoundViews(instance)
         self._log = log
         self._pinned = log is None
-        self._locked = instance.locked
-        self._single_threaded = instance.single_threaded
         self._snapshot = snapshot
         self._reads_only = True
         self._is_closed = False
@@ -208,7 +206,11 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         The files of a version remain on disk for two hours after compaction replaced them.
         """
         self._refresh()
-        instance = acquire(self._snapshot.root, locked=self._locked, single_threaded=self._single_threaded)
+        instance = acquire(
+            self._snapshot.root,
+            locked=self._views.instance.locked,
+            single_threaded=self._views.instance.single_threaded,
+        )
         return Connection(instance, self._snapshot, None)
 
     @contextlib.contextmanager
@@ -257,7 +259,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
 
     def _fresh(self, query: str, parameters: object, run: Callable[[], T]) -> T:
         self._refresh()
-        if self._locked:
+        if self._views.instance.locked:
             check_selects(self._views.cursor, query)
         elif self._reads_only:
             self._reads_only = only_selects(self._views.cursor, query)

@@ -80,11 +80,7 @@ class CsvMsprobe:
                 raise ExportError(f"cannot write to {target}: {error.strerror or error}") from error
             omitted = _omitted(selection, rows + repeated)
         omitted[ALREADY_THERE] = repeated.total()
-        return ExportReport(
-            files=tuple(files),
-            rows=rows,
-            omitted={reason: count for reason, count in omitted.items() if count > 0},
-        )
+        return ExportReport(files=tuple(files), rows=rows, omitted=omitted)
 
 
 def _write_folder(selection: Selection, stream: Stream) -> Iterator[tuple[str, Path, int, int]]:

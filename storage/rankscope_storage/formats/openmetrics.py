@@ -204,7 +204,6 @@ class FamilyWriter:
             series = pc.binary_join_element_wise(metric, kept.column("text"), "")
             self._put(series, kept.column("value"), np.asarray(kept.column("us"), np.int64))
             self._written(batch.num_rows)
-        self.omitted += Counter()  # drops reasons with count 0
 
     def _identity(self) -> str:
         """Return an SQL expression for the labels that identify a rank in Prometheus."""
@@ -300,7 +299,7 @@ class OpenMetrics:
                 writer = FamilyWriter(selection, timeline, file, written)
                 _write(writer, selection, file)
             omitted += writer.omitted
-        return ExportReport(files=(target,), rows=counts, omitted=dict(omitted))
+        return ExportReport(files=(target,), rows=counts, omitted=omitted)
 
 
 def _write(writer: FamilyWriter, selection: Selection, file: BinaryIO) -> None:
@@ -332,7 +331,7 @@ def _omitted(selection: Selection) -> Counter[str]:
     timeless = sum(selection.count(name, f"(ts IS NULL OR NOT {SHOWN})") for name in (*RANKED, SAMPLES))
     found = {"rows without a time": timeless}
     found |= {f"{name}: not a number over time": selection.count(name) for name in LEFT_OUT}
-    return Counter({reason: count for reason, count in found.items() if count})
+    return Counter(found)
 
 
 EXPORT_FORMAT = OpenMetrics()

@@ -80,7 +80,7 @@ class Sqlite:
                 "scalars: not in these tables": selection.count("scalars"),
                 "events: not in these tables": selection.count("events"),
             }
-        return ExportReport(files=(target,), rows=rows, omitted={why: n for why, n in omitted.items() if n > 0})
+        return ExportReport(files=(target,), rows=rows, omitted=omitted)
 
 
 class _Database:

@@ -215,7 +215,7 @@ class TensorBoard:
                 files = tuple(target / file for file in files_below(folder))
             omitted += Counter({THINNED: sum(totals.values()) - rows.total()})
             omitted += Counter({NO_OP: rows["tensor_stats"] if kept.ops != OPS else 0})
-        return ExportReport(files=files, rows={name: rows[name] for name in totals}, omitted=dict(omitted))
+        return ExportReport(files=files, rows={name: rows[name] for name in totals}, omitted=omitted)
 
 
 Written = tuple[Counter[str], Counter[str]]
@@ -323,8 +323,9 @@ def _streams(selection: Selection) -> list[Stream]:
 
 def _omitted(selection: Selection) -> dict[str, int]:
     counts = {NO_STEP: sum(selection.count(name, "step IS NULL") for name in DATASETS)}
-    counts |= {f"{name}: not in event files": selection.count(name) for name in ("events", "hashes", "collectives")}
-    return {reason: count for reason, count in counts.items() if count}
+    return counts | {
+        f"{name}: not in event files": selection.count(name) for name in ("events", "hashes", "collectives")
+    }
 
 
 def _first_second(selection: Selection, only: str) -> int:

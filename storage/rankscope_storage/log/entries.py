@@ -123,18 +123,6 @@ def is_torn(entry: Path) -> bool:
         return True
 
 
-def torn_checkpoint_files(root: Path) -> list[Path]:
-    """Return the files of the newest checkpoint if it was not written completely, the damaged file first.
-
-    Returns an empty list if the checkpoint is complete.
-    """
-    torn = torn_checkpoint(root)
-    if torn is None:
-        return []
-    _, hint = checkpoint_files(root, newest_checkpoint(root))
-    return list(dict.fromkeys([torn, hint]))
-
-
 def torn_entries(root: Path) -> list[Path]:
     """Return the incompletely written entries after the newest checkpoint; every reader needs these entries."""
     return [entry for entry in _entries_after_checkpoint(root) if is_torn(entry)]
@@ -154,22 +142,22 @@ def _entries_after_checkpoint(root: Path) -> list[Path]:
     return [entry for entry in entries(root) if int(entry.stem) > newest]
 
 
-def torn_checkpoint(root: Path) -> Path | None:
-    """Return the damaged file of the newest checkpoint; None if the checkpoint is complete.
+def torn_checkpoint_files(root: Path) -> list[Path]:
+    """Return the files of the newest checkpoint if it was not written completely, the damaged file first.
 
-    This is the checkpoint itself if it was not written completely, or the file that names a checkpoint which does not
-    exist.
+    The damaged file is the checkpoint itself, or the file that names a checkpoint which does not exist. Returns an
+    empty list if the checkpoint is complete.
     """
-    newest = max((root / LOG_FOLDER).glob("*.checkpoint.parquet"), default=None)
+    newest = sorted((root / LOG_FOLDER).glob("*.checkpoint.parquet"))[-1:]
     named, hint = checkpoint_files(root, newest_checkpoint(root))
     if hint.exists() and newest_checkpoint(root) != NO_CHECKPOINT and not named.exists():
-        return hint
+        return [hint]
     try:
-        if newest is not None:
-            pq.ParquetFile(newest).read()
+        for path in newest:
+            pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException):
-        return newest
-    return None
+        return [*newest, hint]
+    return []
 
 
 def staged_entries(root: Path) -> list[Path]:

@@ -254,7 +254,7 @@ def retain(
     if dry_run:
         return _report(planned)
     if any(job.action in {RetentionAction.ROLLED, RetentionAction.CUT} for job in planned):
-        _add_rollup_columns(log)
+        log.add_missing_columns()  # only a table of an older release lacks them
     done: list[RetentionJob] = []
     rollups: list[DataFile] = []
     remaining: list[DataFile] = []
@@ -314,16 +314,6 @@ def _apply_job(log: Log, job: RetentionJob, sync: Sync) -> list[DataFile] | None
         discard(log.root, added)
         raise
     return added
-
-
-def _add_rollup_columns(log: Log) -> None:
-    for _ in range(_RETRIES):  # only a table of an older release lacks them
-        try:
-            log.add_missing_columns()
-        except ConflictError:
-            log.refresh()
-        else:
-            return
 
 
 def _report(

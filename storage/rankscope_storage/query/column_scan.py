@@ -95,21 +95,19 @@ class RowGroups:
 
     def split(self, columns: Collection[str]) -> tuple[RowGroups, RowGroups]:
         """Return the row groups in which the statistics prove that no value of `columns` is above 0, and all others."""
-        zero = tuple(group for group in self.groups if group.is_zero(columns))
-        return RowGroups(zero, self.schema), RowGroups(
-            tuple(one for one in self.groups if one not in zero), self.schema
-        )
+        return self._split([group.is_zero(columns) for group in self.groups])
 
     def split_constant(self, columns: Collection[str]) -> tuple[RowGroups, RowGroups]:
         """Return the row groups in which each of `columns` has one value by the statistics, and all others.
 
         If row groups were requested by this value, all rows of the first ones have it.
         """
-        one = tuple(group for group in self.groups if len(group.constants(columns)) == len(columns))
-        known = set(map(id, one))
-        return RowGroups(one, self.schema), RowGroups(
-            tuple(group for group in self.groups if id(group) not in known), self.schema
-        )
+        return self._split([len(group.constants(columns)) == len(columns) for group in self.groups])
+
+    def _split(self, is_first: Sequence[bool]) -> tuple[RowGroups, RowGroups]:
+        others = [not one for one in is_first]
+        first, second = (tuple(itertools.compress(self.groups, chosen)) for chosen in (is_first, others))
+        return RowGroups(first, self.schema), RowGroups(second, self.schema)
 
     def each(self) -> Iterator[RowGroups]:
         """Yield each row group alone, so that nothing else is read ahead."""

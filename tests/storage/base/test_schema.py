@@ -111,4 +111,4 @@ def test_rows_that_arrow_cannot_convert_raise_batch_error(monkeypatch):
     monkeypatch.setattr("rankscope_storage.base.schema._cast", cannot)
 
     with pytest.raises(BatchError, match="rows of events cannot be converted to the schema of the store: array cannot"):
-        conform(pa.table({"run": ["r"], "type": ["note"]}), "events")
+        conform(pa.table({"run": ["r"], "type": ["note"], "step": pa.array([1], pa.int32())}), "events")

@@ -15,7 +15,6 @@ from tests.storage.older_encoding import split_integers
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.datasets import BUCKET_STEPS
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER, has_entries
 from rankscope_storage.maintenance import compaction, vacuum
@@ -27,6 +26,7 @@ from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.maintenance.vacuum import maintain
 from rankscope_storage.runs.edit import merge as join
 from rankscope_storage.runs.edit import remove, rename
+from rankscope_storage.writer.writer import write_checkpoint
 
 Acknowledge = Callable[[int], None]
 

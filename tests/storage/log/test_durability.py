@@ -11,9 +11,9 @@ from deltalake import DeltaTable
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.log.checkpoints import Checkpointer, write_checkpoint
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER, checkpoint_files, entry, newest_checkpoint
+from rankscope_storage.writer.writer import Checkpointer, write_checkpoint
 
 
 class Power:

@@ -18,7 +18,6 @@ from rankscope_storage.base.errors import ShardLockError, StoreError, TornLogErr
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import DataFile
-from rankscope_storage.log.checkpoints import write_checkpoint
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.maintenance import check as checking
@@ -26,6 +25,7 @@ from rankscope_storage.maintenance import compaction
 from rankscope_storage.maintenance.check import FindingKind, check
 from rankscope_storage.maintenance.repair import DAMAGED, repair
 from rankscope_storage.maintenance.stats import store_stats
+from rankscope_storage.writer.writer import write_checkpoint
 
 TENSOR = {"run": "r", "incarnation": "i", "kind": "k", "tensor": "t"}
 

@@ -207,6 +207,10 @@ class ExportReport:
     rows: Mapping[str, int] = field(default_factory=dict)  # by dataset
     omitted: Mapping[str, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Leave out the reasons for which no row was omitted."""
+        object.__setattr__(self, "omitted", {reason: count for reason, count in self.omitted.items() if count > 0})
+
 
 class ExportFormat(Protocol):
     """Interface of an export format: its description, and the method that writes a run."""

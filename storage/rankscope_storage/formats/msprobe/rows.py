@@ -95,8 +95,13 @@ class MsprobeCells:
 
     def slice(self, start: int, count: int) -> MsprobeCells:
         """Return `count` of the rows, from the row number `start`."""
-        keys = [column.slice(start, count) for column in (self.step, self.vpp_stage, self.name, self.micro_step)]
-        return MsprobeCells(*keys, {name: column.slice(start, count) for name, column in self.columns.items()})
+        return MsprobeCells(
+            self.step.slice(start, count),
+            self.vpp_stage.slice(start, count),
+            self.name.slice(start, count),
+            self.micro_step.slice(start, count),
+            {name: column.slice(start, count) for name, column in self.columns.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
