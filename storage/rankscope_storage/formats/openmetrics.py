@@ -96,8 +96,7 @@ class FamilyWriter:
             f"SELECT {_MOMENT}, {self._identity()} AS labels, {column}::DOUBLE AS value FROM ({union}) "
             f"WHERE {column} IS NOT NULL ORDER BY rank NULLS FIRST, {_IN_ORDER}"
         )
-        self._head(spec.name, spec.type, spec.help, spec.unit)
-        self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
+        self._write(spec, [query])
 
     def kind_steps(self, spec: MetricSpec) -> None:
         """Write one sample per rank, kind and time: the step at which the kind was sampled."""
@@ -107,8 +106,7 @@ class FamilyWriter:
             f"FROM (SELECT DISTINCT rank, attempt, step, ts, kind FROM {source} AND {SHOWN} AND step IS NOT NULL) "
             f"ORDER BY rank NULLS FIRST, kind, {_IN_ORDER}"
         )
-        self._head(spec.name, spec.type, spec.help, spec.unit)
-        self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
+        self._write(spec, [query])
 
     def scalar_families(self) -> Iterator[tuple[MetricSpec, list[Scalar]]]:
         """Yield each metric of scalars that has rows, with the list of the scalars that are samples of this metric."""
@@ -133,8 +131,9 @@ class FamilyWriter:
 
     def scalars(self, spec: MetricSpec, scalars: Iterable[Scalar]) -> None:
         """Write the values of `scalars` as samples of the metric `spec`."""
-        family = spec.name.removesuffix("_total") if spec.type == "counter" else spec.name
-        self._head(family, spec.type, spec.help, spec.unit)
+        self._write(spec, self._scalar_queries(spec, scalars), count=True)
+
+    def _scalar_queries(self, spec: MetricSpec, scalars: Iterable[Scalar]) -> Iterator[str]:
         source = self._selection.source("scalars")
         extras = " || ".join(sql_label(name) for name in STAGE_EXTRAS)
         order = ", ".join(f"{name} NULLS FIRST" for name in ("rank", *STAGE_EXTRAS))
@@ -151,18 +150,19 @@ class FamilyWriter:
             elif own is not None and own.type == "counter":
                 which += f" AND NOT {countable}"
             text = sql_string(labels + "," if labels else "")
-            query = (
+            yield (
                 f"SELECT {_MOMENT}, {self._identity()} || {text} || {extras} AS labels, value "
                 f"FROM {source} AND {SHOWN} AND value IS NOT NULL AND {which} ORDER BY {order}, {_IN_ORDER}"
             )
-            self._write(spec.name, self._selection.stream(query, BATCH_ROWS), count=True)
 
     def tensors(self, spec: MetricSpec, ops: Sequence[str], suffix: str) -> None:
         """Write the statistics `ops` of all tensors as samples of the metric `spec`.
 
         The column of a statistic has the name of its op, followed by `suffix`.
         """
-        self._head(spec.name, spec.type, spec.help, spec.unit)
+        self._write(spec, self._tensor_queries(ops, suffix))
+
+    def _tensor_queries(self, ops: Sequence[str], suffix: str) -> Iterator[str]:
         unusual = f"nullif(coalesce(placement, '{NULL}'), '{PLACEMENT}')"
         extras = " || ".join(sql_label(name, "shown" if name == "placement" else None) for name in TENSOR_EXTRAS)
         keys = ("rank", "tensor", "kind", *TENSOR_EXTRAS)
@@ -173,7 +173,7 @@ class FamilyWriter:
         for first, last in self._selection.windows("tensor_stats", SHOWN, column="tensor"):
             source = self._selection.source("tensor_stats")
             within = f"tensor BETWEEN {sql_string(first)} AND {sql_string(last)}"
-            query = (
+            yield (
                 f"SELECT {_MOMENT}, {self._identity()} || {sql_label('kind')} || {sql_label('tensor')} || "
                 f"'op=\"' || op || '\",' || {extras} AS labels, value, op "
                 f"FROM (SELECT {columns}, {unusual} AS shown, unnest([{op_names}]) AS op, "
@@ -181,7 +181,6 @@ class FamilyWriter:
                 f"FROM {source} AND {SHOWN} AND {within}) "
                 f"WHERE value IS NOT NULL ORDER BY {order}, place, {_IN_ORDER}"
             )
-            self._write(spec.name, self._selection.stream(query, BATCH_ROWS))
             if not suffix:
                 self._written(self._selection.count("tensor_stats", f"{SHOWN} AND {within}"))
 
@@ -219,12 +218,15 @@ class FamilyWriter:
         self._pending = family_head(family, type_, help_, unit)  # written with the first sample, if there is one
         self._last = ("", -1)
 
-    def _write(self, metric: str, batches: Iterable[pa.RecordBatch], *, count: bool = False) -> None:
-        for batch in batches:
+    def _write(self, spec: MetricSpec, queries: Iterable[str], *, count: bool = False) -> None:
+        """Write a family: the rows of `queries`, which are in the order of the lines of the family."""
+        family = spec.name.removesuffix("_total") if spec.type == "counter" else spec.name
+        self._head(family, spec.type, spec.help, spec.unit)
+        for batch in itertools.chain.from_iterable(self._selection.stream(query, BATCH_ROWS) for query in queries):
             if not batch.num_rows:
                 continue
             labels = pc.utf8_slice_codeunits(batch.column("labels"), 0, -1)  # the last comma
-            series = pc.binary_join_element_wise(metric, "{", labels, "}", "")
+            series = pc.binary_join_element_wise(spec.name, "{", labels, "}", "")
             self._put(series, batch.column("value"), self._timeline.micros(batch))
             if count:
                 self._written(batch.num_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from rankscope_storage.log.shard_lock import all_shards
 from rankscope_storage.log.snapshot import RowRanges
 
 _RETRIES: Final = 5
-"""Number of consecutive refused commits after which an edit of a run fails."""
+"""Number of refused commits after which an edit of a run fails."""
 _ROUNDS: Final = 50
 
 RowChange = Callable[[pa.Table], pa.Table | None]
@@ -69,78 +69,66 @@ class RewriteReport:
     files_added: int = 0
     bytes_freed: int = 0
 
-    def __add__(self, other: RewriteReport) -> RewriteReport:
-        """Return a report with the sums of the numbers in this report and in `other`."""
-        return RewriteReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
-
 
 def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     """Commit `rewrite`, a change of the rows of a run, and retry if a compaction commits first.
 
     Raises ConflictError after several refusals. Meanwhile, a service may append rows of the run, from records that the
-    ranks of the run still hold. These rows are changed too.
+    ranks of the run still hold. These rows are changed too, in the same way.
     """
     log = Log.open(root, sync)
+    rows = changed_rows = 0
+    first: RowChange | None = None
     change: RowChange | None = None
-    done = RewriteReport()
-    refused = 0
+    removed: list[DataFile] = []
+    added: list[DataFile] = []
+
+    def build() -> Change | None:
+        nonlocal change, changed_rows
+        change = first or rewrite.rows(log.version)
+        built, changed_rows = _change_of_files(log, rewrite, change, sync)
+        return built
+
     for _ in range(_ROUNDS):
         try:
-            report, change = _try_rewrite(log, rewrite, change, sync)
+            committed = log.replace_files(build, tries=_RETRIES)
         except ConflictError:
-            refused += 1
-            if refused == _RETRIES and not done.rows:
+            if not rows:
                 raise
-            if refused == _RETRIES:
-                break
-        else:
-            refused = 0
-            done += report
-            if not report.files_removed:
-                return done
+            break
+        if committed is None:
+            freed = sum(file.size_bytes for file in removed) - sum(file.size_bytes for file in added)
+            return RewriteReport(rows=rows, files_removed=len(removed), files_added=len(added), bytes_freed=freed)
+        first = change
+        rows += changed_rows
+        removed += committed.removed
+        added += committed.added
     raise StoreError(
-        f"{done.rows} rows of run {rewrite.run!r} were changed, but a service continues to append rows with this name. "
+        f"{rows} rows of run {rewrite.run!r} were changed, but a service continues to append rows with this name. "
         "Stop it, then run `rankscope runs rm` again, or `rankscope runs merge` to join the new rows"
     )
 
 
-def _try_rewrite(log: Log, rewrite: Rewrite, change: RowChange | None, sync: Sync) -> tuple[RewriteReport, RowChange]:
-    """Try to commit `rewrite` once. Return the report, and the function that changes rows.
-
-    The caller passes this function as `change` to later tries, so that rows appended later are changed in the same way.
-    """
-    changed = change
+def _change_of_files(log: Log, rewrite: Rewrite, change: RowChange, sync: Sync) -> tuple[Change | None, int]:
+    """Write the files with rows that `change` changes; return the change of the store and the number of these rows."""
     removed: list[DataFile] = []
     added: list[DataFile] = []
-    rows = 0
-
-    def build() -> Change | None:
-        nonlocal changed, rows
-        changed = rewrite.rows(log.version) if changed is None else changed
-        incarnations: set[str] = set()
-        try:
-            for dataset in DATASETS:
-                for file in log.snapshot().of(dataset, RowRanges.of(rewrite.run)).to_pylist():
-                    own, others = _divided(log.root, file, rewrite.run)
-                    kept = changed(own)
-                    if own.num_rows and kept is not own:
-                        rows += own.num_rows
-                        incarnations |= _processes(own) - _processes(kept)
-                        removed.append(DataFile.from_snapshot(file))
-                        added.extend(_rewritten(log.root, file, rewrite, sync, changed=kept, others=others))
-        except (OSError, pa.ArrowException) as error:
-            discard(log.root, added)
-            raise StoreError(f"cannot rewrite files of {log.root}: {error}") from error
-        if not removed:
-            return None
-        forgotten = {watermark_transaction(name): NOTHING for name in incarnations if rewrite.forgets}
-        return Change(added=added, removed=removed, transactions=forgotten)
-
-    log.replace_files(build)
-    assert changed is not None
-    freed = sum(file.size_bytes for file in removed) - sum(file.size_bytes for file in added)
-    report = RewriteReport(rows=rows, files_removed=len(removed), files_added=len(added), bytes_freed=freed)
-    return report, changed
+    rows, incarnations = 0, set[str]()
+    try:
+        for dataset in DATASETS:
+            for file in log.snapshot().of(dataset, RowRanges.of(rewrite.run)).to_pylist():
+                own, others = _divided(log.root, file, rewrite.run)
+                kept = change(own)
+                if own.num_rows and kept is not own:
+                    rows += own.num_rows
+                    incarnations |= _processes(own) - _processes(kept)
+                    removed.append(DataFile.from_snapshot(file))
+                    added.extend(_rewritten(log.root, file, rewrite, sync, changed=kept, others=others))
+    except (OSError, pa.ArrowException) as error:
+        discard(log.root, added)
+        raise StoreError(f"cannot rewrite files of {log.root}: {error}") from error
+    forgotten = {watermark_transaction(name): NOTHING for name in incarnations if rewrite.forgets}
+    return Change(added=added, removed=removed, transactions=forgotten) if removed else None, rows
 
 
 def _processes(rows: pa.Table | None) -> set[str]:
