@@ -226,8 +226,6 @@ def _without_unused(column: pa.DictionaryArray) -> pa.DictionaryArray:
     # Sorted rows have neighbouring codes: only the texts between the first and the last code are examined.
     first, last = (end.as_py() for end in pc.min_max(column.indices).values())
     between = column.dictionary.slice(first, last + 1 - first)
-    if len(between) <= _SMALL_DICTIONARY:
-        return pa.DictionaryArray.from_arrays(pc.subtract(column.indices, pa.scalar(first, pa.int32())), between)
     nulls = column.indices.is_null().to_numpy(zero_copy_only=False) if column.indices.null_count else None
     codes = pc.fill_null(column.indices, first).to_numpy() - first
     is_used = np.zeros(len(between), np.bool_)

@@ -11,8 +11,7 @@ import datetime as dt
 import hashlib
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -117,23 +116,15 @@ def _ordinals(column: pa.Array, *, by_code: bool = False) -> Indices:
         return result
     integers = column.view(pa.int64()) if pa.types.is_timestamp(column.type) else column
     low, high = (value.as_py() for value in pc.min_max(integers).values())
+    values = pc.fill_null(integers, low or 0).to_numpy(zero_copy_only=False)
+    numbers: Indices
     if low is not None and high - low >= 1 << 62:  # a difference would overflow
-        return _nulls_last(integers, lambda values: np.unique(values, return_inverse=True)[1])
-    return _nulls_last(integers, lambda values: np.subtract(values, low, dtype=np.int64))
-
-
-def _nulls_last(column: pa.Array, ordinals: Callable[[Indices], Indices]) -> Indices:
-    """Return the integers that the function `ordinals` computes for the values of `column`, which order the values.
-
-    Each null gets the highest of these integers plus 1.
-    """
-    if not column.null_count:
-        return ordinals(column.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    present = ordinals(column.drop_null().to_numpy(zero_copy_only=False)) if valid.any() else np.empty(0, np.int64)
-    result = np.full(len(column), int(present.max()) + 1 if len(present) else 0, np.int64)
-    result[valid] = present
-    return result
+        numbers = np.unique(values, return_inverse=True)[1]
+    else:
+        numbers = np.subtract(values, low or 0, dtype=np.int64)
+    if integers.null_count:
+        numbers[integers.is_null().to_numpy(zero_copy_only=False)] = numbers.max() + 1
+    return numbers
 
 
 def dictionary_encoded(column: pa.ChunkedArray | pa.Array) -> pa.DictionaryArray:
@@ -162,27 +153,20 @@ _DAY_MICROSECONDS: Final = 86_400_000_000
 _ROUNDED_FILE: Final = re.compile(r"-m(\d+)\.parquet$")
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """The part (partition) of each row of a table: `codes` has one index into `names` per row."""
-
-    names: Sequence[str]
-    codes: npt.NDArray[np.integer]
-
-
 def parts(table: pa.Table, dataset: str, today: dt.date) -> Iterator[tuple[str, pa.Table]]:
     """Divide the rows of one flush into parts (partitions); yield the name and the rows of each part."""
-    names = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
-    if len(names.names) == 1:
-        yield names.names[0], table
+    names, codes = _day_parts(table, today) if dataset == "samples" else _run_parts(table, today)
+    if len(names) == 1:
+        yield names[0], table
         return
-    used = np.flatnonzero(np.bincount(names.codes, minlength=len(names.names)))
+    used = np.flatnonzero(np.bincount(codes, minlength=len(names)))
     for code in used.tolist():
-        rows = table if len(used) == 1 else table.take(pa.array(np.flatnonzero(names.codes == code)))
-        yield names.names[code], rows
+        rows = table if len(used) == 1 else table.take(pa.array(np.flatnonzero(codes == code)))
+        yield names[code], rows
 
 
-def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
+def _run_parts(table: pa.Table, today: dt.date) -> tuple[list[str], npt.NDArray[np.integer]]:
+    """Return the names of parts, and the place of the name of each row; `_day_parts` does so by the time of rows."""
     encoded = dictionary_encoded(table.column("run"))
     if len(encoded.dictionary.unique()) < len(encoded.dictionary):
         encoded = encoded.dictionary_decode().dictionary_encode()
@@ -190,19 +174,19 @@ def _run_parts(table: pa.Table, today: dt.date) -> _Parts:
     own = np.bincount(codes, minlength=len(runs)) >= OWN_PART_ROWS
     shared = len(runs)
     codes = codes if own.all() else np.where(own[codes], codes, shared)
-    return _Parts([*map(own_part, runs), shared_part(today)], codes)
+    return [*map(own_part, runs), shared_part(today)], codes
 
 
-def _day_parts(table: pa.Table, today: dt.date) -> _Parts:
+def _day_parts(table: pa.Table, today: dt.date) -> tuple[list[str], npt.NDArray[np.integer]]:
     times = one_chunk(table.column("ts")).view(pa.int64())
     if len(times) and not times.null_count:  # nearly always of one day: no sorting needed
         low, high = (value.as_py() // _DAY_MICROSECONDS for value in pc.min_max(times).values())
         if low == high:
-            return _Parts([_day(low)], np.zeros(len(times), np.int8))
+            return [_day(low)], np.zeros(len(times), np.int8)
     days, codes = np.unique(pc.fill_null(times, 0).to_numpy() // _DAY_MICROSECONDS, return_inverse=True)
     if times.null_count:
         codes = np.where(times.is_null().to_numpy(zero_copy_only=False), len(days), codes)
-    return _Parts([*map(_day, days.tolist()), today.isoformat()], codes)
+    return [*map(_day, days.tolist()), today.isoformat()], codes
 
 
 def _day(number: int) -> str:

@@ -1,1 +1,0 @@
-"""Conversion of stored rows to OpenMetrics text, column by column: lines, metric families and timestamps."""
