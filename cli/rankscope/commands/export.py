@@ -17,7 +17,7 @@ from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats import ExportFormat, ExportOptions, ExportReport, export_formats
-from rankscope_storage.formats.common.base import parse_time
+from rankscope_storage.formats.export import parse_time
 
 Target = Annotated[
     Path | None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope_storage.formats.common.base import ExportFormat, ExportOptions, ExportReport, Progress
+from rankscope_storage.formats.export import ExportFormat, ExportOptions, ExportReport, Progress
 
 __all__ = ["ExportFormat", "ExportOptions", "ExportReport", "Progress", "export_formats"]
 

@@ -32,15 +32,16 @@ from rankscope_contract.wire.escaping import label_value
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.common.base import (
+from rankscope_storage.formats.export import (
     ExportOptions,
     ExportReport,
     Progress,
+    Selection,
     count_progress,
     no_progress,
+    require_rows,
     staged_file,
 )
-from rankscope_storage.formats.common.selection import Selection, require_rows
 from rankscope_storage.prometheus import names
 from rankscope_storage.prometheus.names import NULL, PLACEMENT, STAGE_EXTRAS, TENSOR_EXTRAS, Scalar
 

@@ -14,15 +14,17 @@ from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
 from rankscope_storage.connection import Connection
 from rankscope_storage.files.encoding import ROW_GROUP_ROWS, counted_columns
-from rankscope_storage.formats.common.base import (
+from rankscope_storage.formats.export import (
     ExportOptions,
     ExportReport,
     Progress,
+    Selection,
+    columns,
     count_progress,
     no_progress,
+    require_rows,
     staged_folder,
 )
-from rankscope_storage.formats.common.selection import Selection, columns, require_rows
 
 _BATCH_ROWS: Final = ROW_GROUP_ROWS
 

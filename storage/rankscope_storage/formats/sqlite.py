@@ -20,13 +20,12 @@ import pyarrow.compute as pc
 from rankscope_msprobe.files.csv_layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.common.base import ExportOptions, ExportReport, Progress, no_progress
-from rankscope_storage.formats.common.selection import Selection, require_rows
-from rankscope_storage.formats.msprobe.folders import Stream
+from rankscope_storage.formats.export import ExportOptions, ExportReport, Progress, Selection, no_progress, require_rows
 from rankscope_storage.formats.msprobe.rows import (
     FEATURE_COLUMNS,
     MsprobeCells,
     MsprobeSteps,
+    Stream,
     descriptions,
     feature_cells,
     tensor_cells,

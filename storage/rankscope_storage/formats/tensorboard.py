@@ -29,15 +29,17 @@ from rankscope_msprobe.files.csv_layout import OPS as MSPROBE_OPS
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.formats.common.base import (
+from rankscope_storage.formats.export import (
     ExportOptions,
     ExportReport,
     Progress,
+    Selection,
+    columns,
     files_below,
     no_progress,
+    require_rows,
     staged_folder,
 )
-from rankscope_storage.formats.common.selection import Selection, columns, require_rows
 
 if TYPE_CHECKING:
     from rankscope_storage.tensorboard.events import EventFile

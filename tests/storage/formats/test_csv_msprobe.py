@@ -240,8 +240,7 @@ def test_parallel_writers_write_equal_files(shelf):
 
 
 def test_run_beyond_one_window_is_written_in_order(shelf, monkeypatch):
-    monkeypatch.setattr("rankscope_storage.formats.common.selection.WINDOW_ROWS", 3)
-    monkeypatch.setattr("rankscope_storage.formats.common.selection.WINDOW_ROWS", 3)
+    monkeypatch.setattr("rankscope_storage.formats.export.WINDOW_ROWS", 3)
     put_steps(shelf, *range(1, 12))
     target, report = shelf.export("csv", step_count_per_record=4)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -32,7 +33,7 @@ from rankscope_msprobe.files.csv_layout import (
 )
 from rankscope_storage.base.escaping import sql_identifier, sql_string
 from rankscope_storage.connection import Connection
-from rankscope_storage.formats.common.selection import Selection
+from rankscope_storage.formats.export import Selection
 from rankscope_storage.tensorboard.tags import labelled
 
 _MOMENTS: Final = ", ".join(map(sql_string, MOMENTS))
@@ -42,6 +43,35 @@ _LAST: Final = (
     "QUALIFY row_number() OVER (PARTITION BY step, {key}, coalesce(micro_step, 0) "
     "ORDER BY micro_step IS NULL, {call}ordinal DESC NULLS LAST, seq DESC NULLS LAST) = 1"
 )
+
+
+_LATEST: Final = (
+    "(step, coalesce(attempt, 0)) IN "
+    "(SELECT (step, max(coalesce(attempt, 0))) FROM {relation} WHERE run = $run AND step IS NOT NULL GROUP BY step)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A stream: the rows of one rank that are written to one folder.
+
+    They are the rows of one attempt, or if `attempt` is None, the rows of the latest attempt of each step.
+    """
+
+    folder: Path
+    rank: int
+    attempt: int | None
+
+    def only(self, selection: Selection, dataset: str) -> str:
+        """Return the SQL predicate for the rows of `dataset` that are written to the folder of this stream.
+
+        Rows without a rank belong to rank 0.
+        """
+        rank = f"coalesce(rank, 0) = {self.rank}"
+        if self.attempt is not None:
+            return f"{rank} AND coalesce(attempt, 0) = {self.attempt}"
+        relation = selection.connection.relation(dataset, run=selection.run)
+        return f"{rank} AND {_LATEST.format(relation=relation)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,0 @@
-"""Code shared by the export formats: options, report, target files, and the selection of rows to export."""
