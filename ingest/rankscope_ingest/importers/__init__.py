@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 
 from rankscope_contract.model.redaction import redacted_name
 from rankscope_ingest.base.errors import IngestError
-from rankscope_ingest.importers.common.decisions import Choices
+from rankscope_ingest.importers.common.decisions import Choices, Options
 from rankscope_ingest.importers.common.importer import (
     NOT_MINE,
     Detection,
@@ -39,7 +39,6 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
     ImportReport,
-    Options,
 )
 from rankscope_ingest.importers.common.lines import open_log, readable, refuse_binary, skip_hole
 from rankscope_ingest.importers.common.log_identity import (

@@ -48,16 +48,15 @@ _TYPICAL: Final = TRAINING_NAMES | {"eval_loss", "accuracy", "eval_accuracy"}
 """Stored names of quantities by which a log of a training, or of its evaluations, is recognized."""
 
 _LOSS_WORDS: Final = {
-    "batch": "", "mini": "MATLAB Mini-batch Loss", "iter": "",
-    "step": "Lightning train_loss_step, diffusers step_loss",
-    "total": "detectron2 total_loss", "tot": "icefall tot_loss", "sum": "", "overall": "",
-    "avr": "sd-scripts avr_loss", "avg": "", "average": "", "mean": "", "running": "", "smooth": "", "smoothed": "",
-    "train": "torchrec loss/train/total", "training": "", "reduced": "NeMo reduced_train_loss",
-    "main": "Chainer main/loss", "samples": "DeepSpeed Train/Samples/train_loss",
-    "cross": "OLMo train/CrossEntropyLoss", "entropy": "", "ce": "", "xent": "", "nll": "", "lm": "", "language": "",
-    "model": "", "mlm": "", "clm": "", "sft": "",
+    "batch", "mini", "iter", "step", "total", "tot", "sum", "overall", "avr", "avg", "average", "mean", "running",
+    "smooth", "smoothed", "train", "training", "reduced", "main", "samples", "cross", "entropy", "ce", "xent", "nll",
+    "lm", "language", "model", "mlm", "clm", "sft",
 }  # fmt: skip
-"""The words that may occur with `loss` in the name of the training loss, each with a tool that prints it.
+"""The words that may occur with `loss` in the name of the training loss.
+
+Examples: `Mini-batch Loss` (MATLAB), `train_loss_step` (Lightning), `step_loss` (diffusers), `total_loss` (detectron2),
+`tot_loss` (icefall), `avr_loss` (sd-scripts), `loss/train/total` (torchrec), `reduced_train_loss` (NeMo), `main/loss`
+(Chainer), `Train/Samples/train_loss` (DeepSpeed), `train/CrossEntropyLoss` (OLMo).
 
 Any other word, such as `bbox`, `balance` or `val`, names a part of a sum or an evaluation.
 """
@@ -66,6 +65,22 @@ RANK: Final = "rank"
 _WORLD_SIZE: Final = "world_size"
 _ADAPTER: Final = re.compile(r"lora|adapter|peft|^alpha$")
 _WORDS: Final = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of the user for a log of lines."""
+
+    loss: str | None = None
+    """The name of the quantity that is stored as the loss, too."""
+    year: int | None = None
+    """The year of times without a year, if the log contains no complete date."""
+    pattern: tuple[str, ...] = ()
+    """Regular expressions for lines of a text log; `pairs.line_of` describes the names of their groups."""
+
+    def given(self) -> list[str]:
+        """Return the names of the options that the user has given."""
+        return [name for name in self.__dataclass_fields__ if getattr(self, name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,30 +132,16 @@ class Choices:
             dates=before.dates or self.dates,
         )
 
-    def check_year(self, year: int) -> None:
-        """Raise IngestError if the user has given `year` and the stored decision has times of another year."""
-        dates = self.dates
-        if dates is not None and "Y" not in (dates.order or "") and dates.year not in {year, year - 1}:
+    def check(self, options: Options) -> None:
+        """Raise IngestError if the user has chosen a loss or a year, and this stored decision has another one."""
+        dates, year, loss = self.dates, options.year, options.loss
+        if dates and year and "Y" not in (dates.order or "") and dates.year not in {year, year - 1}:
             current = "without a year" if dates.year is None else f"with the year {dates.year}"
             raise IngestError(f"the log was imported before, {current}: `--reimport --year {year}` imports it again")
-
-    def check_loss(self, name: str) -> None:
-        """Raise IngestError if the user has chosen `name` as the loss and this stored decision has another loss."""
         is_decided = self.has_training or self.loss is not None or bool(self.losses)
-        if is_decided and self.loss != (None if _is_stored_as_loss(name) else name):
-            current = f"its loss is {self.loss}" if self.loss else f"without {name} as its loss"
-            raise IngestError(f"the log was imported before, {current}: `--reimport --loss {name}` imports it again")
-
-    def step_notes(self, before: Choices) -> list[str]:
-        """Return a message if the stored decision `before` used the number of a record as its step, and this does not.
-
-        Return an empty list otherwise.
-        """
-        if not before.numbers_rows or self.numbers_rows:
-            return []
-        return [
-            "the stored step was the number of a record, but later records have a counter: --reimport decides again"
-        ]
+        if loss is not None and is_decided and self.loss != (None if _is_stored_as_loss(loss) else loss):
+            current = f"its loss is {self.loss}" if self.loss else f"without {loss} as its loss"
+            raise IngestError(f"the log was imported before, {current}: `--reimport --loss {loss}` imports it again")
 
     def notes(self) -> list[str]:
         """Return messages to the user about the choice of the loss and the dates, if there was something to choose."""

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope_ingest.base.tables import rows_table, table_schema
-from rankscope_ingest.importers.common.decisions import Choices
+from rankscope_ingest.importers.common.decisions import Choices, Options
 from rankscope_ingest.importers.common.row_layout import Rows, Series
 
 KEPT_FAULTS: Final = 20
@@ -128,22 +128,6 @@ class Fault:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the user for a log of lines."""
-
-    loss: str | None = None
-    """The name of the quantity that is stored as the loss, too."""
-    year: int | None = None
-    """The year of times without a year, if the log contains no complete date."""
-    pattern: tuple[str, ...] = ()
-    """Regular expressions for lines of a text log; `pairs.line_of` describes the names of their groups."""
-
-    def given(self) -> list[str]:
-        """Return the names of the options that the user has given."""
-        return [name for name in self.__dataclass_fields__ if getattr(self, name)]
-
-
 @dataclass(slots=True)
 class Faults:
     """The unreadable lines of a log, and the progress of reading.
@@ -174,7 +158,7 @@ class Faults:
     """
     revised: Choices | None = None
     """The decision that all records of the log suggest, if they contradict `choices`. --reimport uses it."""
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     """The options of the user."""
     read_bytes: int = 0
     """The number of bytes of the log that were read so far.

@@ -29,7 +29,7 @@ from rankscope_contract.model.redaction import redacted_json
 from rankscope_contract.rules import AnomalyRule
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.base.tables import FROM_INGEST, rows_table, table_schema
-from rankscope_ingest.importers.common.decisions import Choices
+from rankscope_ingest.importers.common.decisions import Choices, Options
 from rankscope_ingest.importers.common.importer import (
     Checkpoint,
     Faults,
@@ -38,7 +38,6 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
     ImportReport,
-    Options,
     unkept_notes,
 )
 from rankscope_ingest.importers.common.lines import readable
@@ -229,10 +228,7 @@ def _check_choices(path: Path, before: KnownImport | None, options: Options) -> 
     if before is None or before.choices is None:
         return
     with errors_about(path):
-        if options.loss is not None:
-            before.choices.check_loss(options.loss)
-        if options.year is not None:
-            before.choices.check_year(options.year)
+        before.choices.check(options)
 
 
 @contextlib.contextmanager
@@ -246,10 +242,11 @@ def errors_about(path: Path) -> Iterator[None]:
         raise IngestError(f"{path}: {error}") from error
 
 
-def _step_notes(before: KnownImport | None, faults: Faults) -> list[str]:
-    if before is None or before.choices is None or faults.choices is None:
+def _step_notes(before: KnownImport | None, now: Choices | None) -> list[str]:
+    was = None if before is None else before.choices
+    if was is None or now is None or now.numbers_rows or not was.numbers_rows:
         return []
-    return faults.choices.step_notes(before.choices)
+    return ["the stored step was the number of a record, but later records have a counter: --reimport decides again"]
 
 
 def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
@@ -264,7 +261,7 @@ def _report(intake: _Intake, faults: Faults, rows_stored: int) -> ImportReport:
         faults=tuple(faults.first),
         notes=(
             *faults.notes,
-            *_step_notes(source.before, faults),
+            *_step_notes(source.before, faults.choices),
             *unkept_notes([f"{name} ({count:,})" for name, count in faults.unkept.most_common()]),
             *_overlap_notes(intake.overlap),
         ),
