@@ -12,6 +12,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import re
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +41,7 @@ Mark = tuple[int, str]
 
 _TAIL_BYTES: Final = 1 << 16
 _TAIL_LINES: Final = (1, 4, 16, 64)
+_DIGIT: Final = re.compile(rb"\d")
 
 _KNOWN: Final = """\
 SELECT run, arg_max(details, ordinal) AS details FROM events WHERE {} AND type = $type
@@ -227,7 +230,7 @@ def tails(path: Path, offset: int) -> list[tuple[int, str]]:
         block = file.read(min(offset, _TAIL_BYTES))
     lines = block.splitlines(keepends=True)
     texts = [b"".join(lines[-count:]) for count in _TAIL_LINES if count <= len(lines)]
-    return [(len(text), hashlib.sha256(text).hexdigest()[:32]) for text in texts]
+    return [(len(text), _short(text)) for text in texts]
 
 
 def _without_beginning(path: Path, known: Sequence[KnownImport]) -> Source | None:
@@ -239,23 +242,21 @@ def _without_beginning(path: Path, known: Sequence[KnownImport]) -> Source | Non
     if not wanted:
         return None
     with readable(path), open_log(path) as file:
-        offset = 0
+        offset, recent = 0, deque[bytes](maxlen=_TAIL_LINES[-1])
         for number, line in enumerate(file, 1):
             offset += len(line)
+            recent.append(line)
             for log, sizes in wanted.get(len(line), ()):
                 # One equal line may be a banner of each start of the program.
-                size, digest = max((pair for pair in sizes[1:] or sizes if pair[0] <= offset), default=(0, ""))
-                if (
-                    size
-                    and hashlib.sha256(line).hexdigest()[:32] == sizes[0][1]
-                    and any(48 <= byte < 58 for byte in line)
-                ):
-                    with open_log(path) as again:
-                        again.seek(offset - size)
-                        text = again.read(size)
-                    if hashlib.sha256(text).hexdigest()[:32] == digest:
-                        return Source(incarnation=log.incarnation, before=log, behind=(offset, number))
+                size, digest = max((pair for pair in sizes[1:] or sizes if pair[0] <= offset), default=(1, ""))
+                is_last = _short(line) == sizes[0][1] and _DIGIT.search(line)
+                if is_last and _short(b"".join(recent)[-size:]) == digest:
+                    return Source(incarnation=log.incarnation, before=log, behind=(offset, number))
     return None
+
+
+def _short(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def marks(path: Path, size: int) -> tuple[tuple[int, str], ...]:
@@ -291,7 +292,7 @@ def _digest(path: Path, size: int) -> str | None:
 
 def digest_of(size: int, begin: bytes, end: bytes) -> str:
     """Return the digest of a mark: of its size, and of the first and the last 64 KiB of that many bytes."""
-    return hashlib.sha256(b"%d\0%s\0%s" % (size, begin, end)).hexdigest()[:32]
+    return _short(b"%d\0%s\0%s" % (size, begin, end))
 
 
 def stream_of(log: str, source: str) -> str:
@@ -318,8 +319,7 @@ def incarnation_of(path: Path, run: str, *, generation: int = 0) -> str:
 
 
 def _incarnation(parts: Sequence[bytes]) -> str:
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return f"{IMPORT_PREFIX}{digest[:32]}"
+    return IMPORT_PREFIX + _short(b"\0".join(parts))
 
 
 @dataclass(slots=True)
