@@ -184,8 +184,8 @@ def _iso(text: str) -> int | None:
 
 _MAX_DIGITS: Final = 400  # beyond float64 anyway
 _EDGE_CHARACTERS: Final = 16  # a token this close to the end of a truncated text may be incomplete
-_BLANKS: Final = frozenset(" \t\r\n")
-_STRUCTURE: Final = _BLANKS | set(",]}:")
+_NOT_BLANK: Final = re.compile(r"[^ \t\r\n]")
+_STRUCTURE: Final = frozenset(" \t\r\n,]}:")
 
 
 def _whole(digits: str) -> int | float:
@@ -242,11 +242,11 @@ class JsonReader:
 
     def peek(self) -> str:
         """Return the next character that is not white space. Raises Cut at the end of the text."""
-        while self._text[self._at : self._at + 1] in _BLANKS:
-            self._at += 1
-        if self._at >= len(self._text):
+        found = _NOT_BLANK.search(self._text, self._at)
+        if found is None:
             raise Cut
-        return self._text[self._at]
+        self._at = found.start()
+        return found[0]
 
     def take(self, character: str) -> None:
         """Consume the next character. Raises Malformed if it is not `character`."""
