@@ -30,11 +30,8 @@ from rankscope_contract.model.redaction import redacted_name
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.decisions import Choices, Options
 from rankscope_ingest.importers.common.importer import (
-    NOT_MINE,
     Detection,
-    Fault,
     Faults,
-    Imported,
     ImportedBlock,
     ImportedRun,
     Importer,
@@ -106,13 +103,16 @@ def replaceable(
             f"{path} with its current content is not imported into the run {run!r}: import it without --reimport"
         )
     faults = Faults(options=options)
-    sources, records = _content(path, importer, faults)
+    with errors_about(path), readable(path):
+        items = importer.read(path, faults)
+        blocks = [(item.source, item.records) for item in items if isinstance(item, ImportedBlock)]
+    records = sum(count for _, count in blocks)
     has_fewer = is_shorter(path, before) if before.marks else records < before.records  # of a folder
     if not records or source.behind is not None or has_fewer:
         raise IngestError(
             f"{path} has fewer records than its last import into the run {run!r} has read: --reimport would lose them"
         )
-    streams = {stream_of(before.incarnation, source) for source in sources if source}
+    streams = {stream_of(before.incarnation, source) for source, _ in blocks if source}
     others = [log for log in known if log.incarnation != before.incarnation]
     attempts = _attempts(before) - {attempt for log in others for attempt in _attempts(log)}
     return Replaceable(
@@ -121,18 +121,6 @@ def replaceable(
         attempts=frozenset() if is_live else frozenset(attempts),
         choices=faults.revised,
     )
-
-
-def _content(path: Path, importer: Importer, faults: Faults) -> tuple[set[str], int]:
-    """Return the names of the sources in the log and its number of records."""
-    sources: set[str] = set()
-    records = 0
-    with errors_about(path), readable(path):
-        for item in importer.read(path, faults):
-            if isinstance(item, ImportedBlock):
-                sources.add(item.source)
-                records += item.records
-    return sources, records
 
 
 def _attempts(log: KnownImport) -> set[int]:
@@ -263,14 +251,10 @@ class LogGroup:
 __all__ = [
     "GROUP_LOGS",
     "IMPORT_RULES",
-    "NOT_MINE",
     "NO_END",
     "Choices",
-    "Detection",
-    "Fault",
     "Faults",
     "ImportReport",
-    "Imported",
     "ImportedBlock",
     "ImportedRun",
     "Importer",
