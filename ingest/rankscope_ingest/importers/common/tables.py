@@ -94,11 +94,6 @@ _HEADING: Final = re.compile(
 _HEADING_CELL: Final = re.compile(r"#|[A-Za-z_][\w./()@:%+ -]{0,80}:?")
 _SHORT_NAMES: Final = {"E": EPOCH, "#": "step"}  # of spaCy
 _BAR_BEHIND: Final = re.compile(r":\s+(?P<percent>\d{1,3})%.*$")
-_CELL: Final = re.compile(
-    r"[-+]?[\d.]+(?:e[-+]?\d+)?(?:[KMGTBm%]| ?m?s)?|\d+/\d+|nan|inf|\d+:\d\d(?::\d\d)?"
-    r"|\d+ [dhm] \d+ [hms]|\[[-+.\de, ]*\]",
-    re.IGNORECASE,
-)
 _IN_BRACKETS: Final = re.compile(r" \([^()]*\)$")
 _ASIDE: Final = re.compile(rf"{_IN_BRACKETS.pattern}| (?=[KMGTB]$)|(?<=[dhm]),")
 """A regular expression for the parts of a cell such as `10 (0.5%)`, `12.5 M` or `41 m, 8 s` that are left out."""
@@ -138,7 +133,9 @@ class Tables:
             return None
         is_summary = self.names[0].lower() == "class"
         values = cells[1:] if is_summary else cells
-        if (is_summary and cells[0] != _OF_ALL) or not all(map(_CELL.fullmatch, values)):
+        if is_summary and cells[0] != _OF_ALL:
+            return None
+        if any(_number(cell) is None and not cell.startswith("[") for cell in values):
             return None
         if is_summary:
             known = "".join(f"{name} {int(v) if name == EPOCH else v} " for name, v in counters.items())
