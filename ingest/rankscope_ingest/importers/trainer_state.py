@@ -22,10 +22,9 @@ import zipfile
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PurePosixPath
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import pyarrow.compute as pc
 
@@ -42,7 +41,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportedRun,
     Importer,
 )
-from rankscope_ingest.importers.common.lines import open_log, read_whole, readable
+from rankscope_ingest.importers.common.lines import checked_text, open_log, readable
 from rankscope_ingest.importers.common.object_reader import ObjectReader
 from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, json_text, whole
 from rankscope_ingest.importers.jsonl import IMPORTER as JSON_LINES
@@ -93,11 +92,10 @@ class TrainerState:
         states = find_states(path)
         if not states:
             return None
-        with states[0].open() as file:
-            try:
-                first = next(_entries(JsonReader(read_whole(file, path, Faults())), {}, Faults()), None)
-            except Cut:
-                return None
+        try:
+            first = next(_entries(JsonReader(checked_text(states[0].read(), path, Faults())), {}, Faults()), None)
+        except Cut:
+            return None
         branch = None if first is None else _Follower([], is_last=True).new(first)
         return None if branch is None else f"{self.name}/{branch.source}"
 
@@ -112,28 +110,27 @@ class TrainerState:
             follower = _Follower(branches, is_last=position == len(states))
             builder: BlockBuilder | None = None
             count = 0
-            with state.open() as file:
-                text = JsonReader(read_whole(file, Path(state.label), faults))
-                try:
-                    for entry in _entries(text, facts, faults):
-                        count += 1
-                        branch = follower.new(entry)
-                        if branch is None:
-                            continue
-                        has_branched = builder is None and follower.has_branched
-                        builder = builder or BlockBuilder(branch.source)
-                        objects.line = text.line_here
-                        objects.add(entry, builder, attempt=branch.attempt)
-                        if has_branched:
-                            differs = f"{state.label} differs from earlier checkpoints from here on"
-                            note = redacted_text(f"{differs}: attempt {branch.attempt}")
-                            builder.event(EventType.NOTE, Severity.WARNING, note)
-                        if builder.is_full and (block := builder.take()):
-                            yield block
-                except Cut:
-                    cut.append(state.label)
-                    note = f"{state.label} is truncated: it ends inside a value, after {count:,} whole entries"
-                    faults.add(text.line_here, note)
+            text = JsonReader(checked_text(state.read(), Path(state.label), faults))
+            try:
+                for entry in _entries(text, facts, faults):
+                    count += 1
+                    branch = follower.new(entry)
+                    if branch is None:
+                        continue
+                    has_branched = builder is None and follower.has_branched
+                    builder = builder or BlockBuilder(branch.source)
+                    objects.line = text.line_here
+                    objects.add(entry, builder, attempt=branch.attempt)
+                    if has_branched:
+                        differs = f"{state.label} differs from earlier checkpoints from here on"
+                        note = redacted_text(f"{differs}: attempt {branch.attempt}")
+                        builder.event(EventType.NOTE, Severity.WARNING, note)
+                    if builder.is_full and (block := builder.take()):
+                        yield block
+            except Cut:
+                cut.append(state.label)
+                note = f"{state.label} is truncated: it ends inside a value, after {count:,} whole entries"
+                faults.add(text.line_here, note)
             entries = max(entries, count)
             if builder and (block := builder.take()):
                 yield block
@@ -225,7 +222,7 @@ class StateFile:
     """One `trainer_state.json` to read. `label` is the name of the file in messages."""
 
     label: str
-    open: Callable[[], AbstractContextManager[IO[bytes]]]
+    read: Callable[[], bytes]
     modified: float | None = None  # seconds since 1970
 
 
@@ -243,7 +240,12 @@ def find_states(path: Path) -> list[StateFile]:
 
 
 def _on_disk(path: Path) -> StateFile:
-    return StateFile(label=_label(path), open=lambda: open_log(path), modified=path.stat().st_mtime)
+    return StateFile(label=_label(path), read=functools.partial(_bytes, path), modified=path.stat().st_mtime)
+
+
+def _bytes(path: Path) -> bytes:
+    with open_log(path) as file:
+        return file.read()
 
 
 def _in_archive(path: Path) -> list[StateFile]:
@@ -254,16 +256,15 @@ def _in_archive(path: Path) -> list[StateFile]:
         raise IngestError(f"{path} is a damaged archive: {error}") from error
     members = [PurePosixPath(name) for name in names if PurePosixPath(name).name == STATE_FILE]
     return [
-        StateFile(label=_label(name), open=functools.partial(_member, path, str(name)))
+        StateFile(label=_label(name), read=functools.partial(_member, path, str(name)))
         for name in _in_order(PurePosixPath(), members)
     ]
 
 
-@contextmanager
-def _member(path: Path, name: str) -> Iterator[IO[bytes]]:
+def _member(path: Path, name: str) -> bytes:
     try:
-        with zipfile.ZipFile(path) as archive, archive.open(name) as file:
-            yield file
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(name)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise IngestError(f"{name} in {path} cannot be unpacked: {error}") from error
 

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.base.errors import IngestError
@@ -177,12 +177,11 @@ def skip_hole(file: BinaryIO) -> int:
     return skipped
 
 
-def read_whole(file: IO[bytes], path: Path, faults: Faults) -> bytes:
-    """Return the bytes of `file` and update `faults.read_bytes`.
+def checked_text(data: bytes, path: Path, faults: Faults) -> bytes:
+    """Return `data`, the bytes of a file, and add their number to `faults.read_bytes`.
 
     Raises IngestError that names `path` if the file is UTF-16, compressed or binary.
     """
-    data = file.read()
     refuse_no_text(path, data[:_PROBE_BYTES])
     faults.read_bytes += len(data)
     return data

@@ -17,7 +17,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import Kind
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, block_of
-from rankscope_ingest.importers.common.lines import read_lines, read_whole
+from rankscope_ingest.importers.common.lines import checked_text, read_lines
 from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
 from rankscope_msprobe.files.csv_layout import KIND_OF_TASK, SLOTS, STACKS_COLUMNS, our_step
@@ -50,22 +50,21 @@ def members(path: Path, faults: Faults) -> Iterator[tuple[int, str, Any]]:
 
     If the file is damaged, the members before the damage are yielded.
     """
-    with path.open("rb") as file:
-        window = JsonReader(read_whole(file, path, faults))
-        try:
-            window.take("{")
-            while window.peek() != "}":
-                line = window.line_here
-                key = window.value()
-                window.take(":")
-                value = window.value()
-                yield line, str(key), value
-                if window.peek() == ",":
-                    window.take(",")
-        except Cut:
-            faults.add(window.line_here, f"{path.name}: the file is truncated")
-        except Malformed as error:
-            faults.add(window.line_here, f"{path.name}: {error}")
+    window = JsonReader(checked_text(path.read_bytes(), path, faults))
+    try:
+        window.take("{")
+        while window.peek() != "}":
+            line = window.line_here
+            key = window.value()
+            window.take(":")
+            value = window.value()
+            yield line, str(key), value
+            if window.peek() == ",":
+                window.take(",")
+    except Cut:
+        faults.add(window.line_here, f"{path.name}: the file is truncated")
+    except Malformed as error:
+        faults.add(window.line_here, f"{path.name}: {error}")
 
 
 def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str) -> ImportedBlock:
