@@ -38,7 +38,6 @@ from rankscope_ingest.importers.common.lines import (
 from rankscope_ingest.importers.common.log_names import EPOCH, Role, canonical, role_of
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import Line, in_english, line_of, match_of, parse, pattern_of, records_on
-from rankscope_ingest.importers.common.sections import Sections
 from rankscope_ingest.importers.common.tables import Boxes, Tables
 
 MAX_LINE_CHARACTERS: Final = 8192
@@ -360,6 +359,94 @@ def _is_certain(line: Line) -> bool:
 
 def _step_of(record: Mapping[str, Any]) -> Any:
     return next((value for name, value in record.items() if role_of(name) is Role.STEP), record.get(EPOCH))
+
+
+_NAMED_PART: Final = re.compile(r"eval|valid|\btest|train|\bval\b", re.IGNORECASE)
+_IN_BRACKETS: Final = re.compile(r"\([^()]*\)")
+_WORD: Final = re.compile(r"[A-Za-z]+")
+_EVALUATION: Final = frozenset((
+    "eval", "evaluation", "evaluate", "evaluating", "validation", "validate", "validating", "valid", "val",
+))  # fmt: skip
+_TEST: Final = frozenset(("test", "testing"))
+_TRAINING: Final = frozenset(("train", "training"))
+_OTHERS: Final = frozenset((
+    "run", "running", "start", "starting", "started", "begin", "beginning", "phase", "performance", "loop", "epoch",
+    "epochs", "set", "results", "result", "metrics", "stage", "model", "the", "on", "mode", "step", "iteration",
+    "summary", "statistics", "loss", "losses",
+))  # fmt: skip
+"""Words that may be next to the name of the part in a heading."""
+_OF_TRAINING: Final = frozenset(("learning_rate", "grad_norm", "loss_scale"))
+"""Stored names of quantities that an evaluation does not have."""
+
+
+class Sections:
+    """The part of a log, the training or an evaluation, to which its next row belongs.
+
+    A heading of an evaluation, such as `> EVALUATION`, holds until the next heading of training, the next epoch, or a
+    row with a quantity that only the training has. In a log without headings of training, it also ends if the counter
+    of the first row below it continues that of the training. Evaluations before the first row of training count
+    nothing: such a heading may be one of the configuration.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[str, Any] = {}
+        """The counters of the last row of training."""
+        self._split: str | None = None
+        self._has_training_headings = False
+        self._is_checked = False
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the state on which the meaning of a row depends, apart from the counters of the row before it."""
+        return self._split, bool(self.counters), self._has_training_headings, self._is_checked
+
+    def begin(self, text: str) -> bool:
+        """Begin the part of which `text` is the heading; return False if `text` is no heading."""
+        if len(text) > _HEADING_CHARACTERS or not _NAMED_PART.search(text):
+            return False
+        words = {word.lower() for word in _WORD.findall(_IN_BRACKETS.sub("", text))}
+        parts = words - _OTHERS
+        if not parts or parts - _EVALUATION - _TEST - _TRAINING or any(map(str.isdigit, _IN_BRACKETS.sub("", text))):
+            return False
+        self._split = None
+        if parts <= _TRAINING:
+            self._has_training_headings = True
+        elif self.counters:
+            self._split = "test" if parts & _TEST else "eval"
+            self._is_checked = False
+        return True
+
+    def end(self) -> None:
+        """End an evaluation: a new epoch begins with training."""
+        self._split = None
+
+    def place(self, line: Line, *, has_counters: bool) -> None:
+        """Give a row of an evaluation its split and the counters of the training; take those of a row of training.
+
+        With `has_counters`, the counters of the row are on its own line.
+        """
+        if self._split is not None and self._is_training(line, has_counters=has_counters):
+            self._split = None
+        if self._split is not None and "split" not in line.prefix:
+            line.prefix["split"] = self._split
+            line.counters = dict(self.counters)
+        elif "split" not in line.prefix and line.counters:
+            self.counters = line.counters
+
+    def _is_training(self, line: Line, *, has_counters: bool) -> bool:
+        if any(canonical(name).name in _OF_TRAINING for name in line.pairs):
+            return True
+        if self._is_checked or self._has_training_headings or not has_counters:
+            return False
+        self._is_checked = True
+        return any(
+            _count(line.counters[key]) > _count(before)
+            for key, before in self.counters.items()
+            if key in line.counters and key != EPOCH
+        )
+
+
+def _count(counter: Any) -> int:
+    return int(str(counter).partition("/")[0])
 
 
 IMPORTER = TextLog()
