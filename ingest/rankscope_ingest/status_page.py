@@ -42,6 +42,48 @@ from rankscope_view.pages.rendering import Place, is_nonfinite, render
 
 log = logging.getLogger(__name__)
 
+REFRESH_SECONDS: Final = 5.0
+TIMEOUT_SECONDS: Final = 1.0
+"""Maximum time in seconds to wait for the store. After this time, the tags and notes of the previous read are shown."""
+
+# The same as in the view `runs`, without the versions that have no tags and no note, which are nearly all.
+_LABELS: Final = """\
+SELECT run, max_by(tags, ts) FILTER (tags IS NOT NULL) AS tags, max_by(note, ts) FILTER (note IS NOT NULL) AS note
+FROM runs_history WHERE tags IS NOT NULL OR note IS NOT NULL GROUP BY run"""
+
+MAX_OBSERVATIONS: Final = 256
+"""Maximum number of observations per rank.
+
+An observation is the newest sequence number of the rank at one time. If commits fail for hours and the limit is
+reached, every second observation is dropped, but the oldest one is kept.
+"""
+
+_Observations = deque[tuple[int, float]]
+
+_REMOTE: Final = tuple(
+    spec for spec in CATALOG.values() if spec.name.startswith("rankscope_ingest_remote_") and spec.type == "counter"
+)
+
+MAX_LAG_SECONDS: Final = 60.0
+"""Age in seconds of the oldest uncommitted record above which a rank is not healthy, even if it responds."""
+
+FULL_RING: Final = 0.9
+MAX_RUNS: Final = 100
+MAX_SENDERS: Final = 10  # of refused senders of remote write
+MAX_ROWS: Final = 2000
+"""Maximum number of targets on the status page. The maximum number of exporters is the same."""
+
+HEALTH_KINDS: Final = {
+    Health.PENDING: "stopped",
+    Health.UP: "running",
+    Health.DRAINING: "completed",
+    Health.FAILING: "failed",
+    Health.GONE: "stopped",
+}
+"""Kinds of colour in the style sheet, which are the states of runs."""
+
+_WORST_FIRST: Final = {Health.FAILING: 0, Health.UP: 1, Health.DRAINING: 1, Health.PENDING: 2, Health.GONE: 3}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
@@ -163,16 +205,6 @@ def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)
 
 
-REFRESH_SECONDS: Final = 5.0
-TIMEOUT_SECONDS: Final = 1.0
-"""Maximum time in seconds to wait for the store. After this time, the tags and notes of the previous read are shown."""
-
-# The same as in the view `runs`, without the versions that have no tags and no note, which are nearly all.
-_LABELS: Final = """\
-SELECT run, max_by(tags, ts) FILTER (tags IS NOT NULL) AS tags, max_by(note, ts) FILTER (note IS NOT NULL) AS note
-FROM runs_history WHERE tags IS NOT NULL OR note IS NOT NULL GROUP BY run"""
-
-
 class LabelReader:
     """Tags and notes of all runs of the store at `path`, as fields of `RunStatus` by run."""
 
@@ -203,16 +235,6 @@ class LabelReader:
         self.labels = {row["run"]: {"tags": parse_tags(row["tags"]), "note": row["note"] or None} for row in rows}
 
 
-MAX_OBSERVATIONS: Final = 256
-"""Maximum number of observations per rank.
-
-An observation is the newest sequence number of the rank at one time. If commits fail for hours and the limit is
-reached, every second observation is dropped, but the oldest one is kept.
-"""
-
-_Observations = deque[tuple[int, float]]
-
-
 class LagClock:
     """Derives the age of uncommitted records from observations of each rank.
 
@@ -238,11 +260,6 @@ class LagClock:
         if target.head > target.committed and (not observed or target.head > observed[-1][0]):
             observed.append((target.head, now))
         return observed if len(observed) <= MAX_OBSERVATIONS else deque(list(observed)[::2])
-
-
-_REMOTE: Final = tuple(
-    spec for spec in CATALOG.values() if spec.name.startswith("rankscope_ingest_remote_") and spec.type == "counter"
-)
 
 
 def counters(total: Callable[[MetricSpec], float], wall: int) -> dict[str, Any]:
@@ -283,27 +300,6 @@ def run_statuses(
         )
         for one in runs
     ]
-
-
-MAX_LAG_SECONDS: Final = 60.0
-"""Age in seconds of the oldest uncommitted record above which a rank is not healthy, even if it responds."""
-
-FULL_RING: Final = 0.9
-MAX_RUNS: Final = 100
-MAX_SENDERS: Final = 10  # of refused senders of remote write
-MAX_ROWS: Final = 2000
-"""Maximum number of targets on the status page. The maximum number of exporters is the same."""
-
-HEALTH_KINDS: Final = {
-    Health.PENDING: "stopped",
-    Health.UP: "running",
-    Health.DRAINING: "completed",
-    Health.FAILING: "failed",
-    Health.GONE: "stopped",
-}
-"""Kinds of colour in the style sheet, which are the states of runs."""
-
-_WORST_FIRST: Final = {Health.FAILING: 0, Health.UP: 1, Health.DRAINING: 1, Health.PENDING: 2, Health.GONE: 3}
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,18 @@ _OF_TRAINING: Final = frozenset(
 
 log = logging.getLogger(__name__)
 
+WATCH_SECONDS: Final = 0.5
+"""Interval in seconds at which the version of the store is read while a page is open."""
+
+OTHERS_SECONDS: Final = 5.0
+"""The same interval for a service, which knows its own commits."""
+
+PREPARE_SECONDS: Final = 2.0
+"""Time in seconds after the start at which the pages are prepared: the ranks that register come first."""
+
+_THREADS: Final = 2
+_PATTERNS: Final = ("/", "/runs/{tail:.*}", "/compare", "/data/{tail:.*}", "/assets/{tail:.*}")
+
 
 class LiveUpdates:
     """The open pages of one store. `read_version` returns its newest version.
@@ -166,19 +178,6 @@ class LiveUpdates:
                 if version > self._version:  # of a service, a commit of its maintenance
                     self.committed(version, () if self._tails is not None else ("events",))
             await asyncio.sleep(self._watch_seconds)
-
-
-WATCH_SECONDS: Final = 0.5
-"""Interval in seconds at which the version of the store is read while a page is open."""
-
-OTHERS_SECONDS: Final = 5.0
-"""The same interval for a service, which knows its own commits."""
-
-PREPARE_SECONDS: Final = 2.0
-"""Time in seconds after the start at which the pages are prepared: the ranks that register come first."""
-
-_THREADS: Final = 2
-_PATTERNS: Final = ("/", "/runs/{tail:.*}", "/compare", "/data/{tail:.*}", "/assets/{tail:.*}")
 
 
 class Pages:

@@ -26,9 +26,12 @@ from rankscope_ingest.base.errors import RegistrationError
 
 BEARER: Final = "Bearer"
 BROWSER: Final = 'Basic realm="Rankscope: any name, and the token as password", charset="UTF-8"'
-
 _READS: Final = ("GET", "HEAD")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_SAFE_TYPES: Final = frozenset({"application/json", "application/x-protobuf"})
+
+OwnName = Callable[[str], bool]
 
 
 def token_guard(token: str | None) -> Any:
@@ -75,11 +78,6 @@ def _password(given: str) -> str:
         return base64.b64decode(given, validate=True).decode().partition(":")[2]
     except (binascii.Error, ValueError):
         return ""
-
-
-_SAFE_TYPES: Final = frozenset({"application/json", "application/x-protobuf"})
-
-OwnName = Callable[[str], bool]
 
 
 def own_names(section: ServiceSection, host_name: Callable[[], str] = socket.gethostname) -> OwnName | None:

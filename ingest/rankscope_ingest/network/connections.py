@@ -59,6 +59,8 @@ _RESERVED_PATHS: Final = frozenset(
 )
 """Paths of requests by ranks, by Prometheus, and of the health page. Their answers are short."""
 
+_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - a user may configure it, with a token
+
 
 def file_limit() -> int:
     """Return the number of files that this process can have open."""
@@ -424,9 +426,6 @@ def _refuse(accepted: socket.socket, *, is_clear: bool) -> None:
         if is_clear:
             accepted.send(_raw_answer(b"503 Service Unavailable", _FULL))
             accepted.recv(65_536)  # with an unread request, close() would reset the connection
-
-
-_WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - a user may configure it, with a token
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,6 @@ import functools
 import socket
 import zlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
@@ -198,7 +197,7 @@ class HttpClient:
                 target if query is None else target.with_query(query),
                 headers=headers,
                 allow_redirects=False,
-                timeout=_timeout(timeout_seconds),
+                timeout=aiohttp.ClientTimeout(total=timeout_seconds, connect=min(_CONNECT_SECONDS, timeout_seconds)),
                 **options,
             )
             try:
@@ -223,11 +222,6 @@ def split_url(url: str) -> tuple[URL, Address | None]:
     return target, address_of(target.host or "")
 
 
-@functools.lru_cache(maxsize=256)
-def _timeout(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds, connect=min(_CONNECT_SECONDS, seconds))
-
-
 def _fetch_error(error: Exception, url: str) -> FetchError | None:
     """Return an exception of aiohttp or of the system as a FetchError; None for any other exception."""
     if (trouble := tls_trouble(error)) is not None:
@@ -250,19 +244,11 @@ def _fetch_error(error: Exception, url: str) -> FetchError | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A complete and decompressed response body."""
-
-    body: bytes
-    content_type: str
-
-
 class PageFetcher(HttpClient):
     """HTTP client for exporters and for services that list exporters."""
 
-    async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> Document:
-        """Return the document at `url`.
+    async def get(self, url: str, *, accept: str, timeout_seconds: float, max_bytes: int) -> tuple[bytes, str]:
+        """Return the decompressed document at `url`, and its content type.
 
         Raises FetchError if the request fails, or if the document has more than `max_bytes` bytes after decompression.
         """
@@ -279,7 +265,7 @@ class PageFetcher(HttpClient):
             if response.status != 200:
                 raise FetchError("status", f"status {response.status}")
             data = await _body(response, max_bytes)
-            return Document(_decompressed(data, response, max_bytes), response.content_type)
+            return _decompressed(data, response, max_bytes), response.content_type
 
 
 async def _body(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

@@ -59,6 +59,40 @@ _COARSE_MS: Final = 15_000
 _SIX_BYTES_FROM, _SIX_BYTES_BELOW = 1 << 35, 1 << 42  # ms since 1970: from 1971 to 2109
 _SAMPLE_HEAD: Final = (2 << 3 | 2, 16, 1 << 3 | 1)  # field 2 of 16 bytes; its field 1, a double
 _TIME_TAG: Final = 2 << 3
+SAMPLES_PER_CHUNK: Final = 120
+_HEADER_BITS: Final = 16
+_NO_WINDOW: Final = 255
+_MAX_LEADING: Final = 31  # largest value of five bits
+CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
+FRAME_BYTES: Final = 1 << 20
+"""Size in bytes at which a frame of a streamed response ends, as in Prometheus.
+
+Prometheus rejects frames that are 50 times larger.
+"""
+
+SAMPLES_PER_GROUP: Final = 1 << 17
+_XOR: Final = 1  # encoding of a chunk
+
+Integers = npt.NDArray[np.int64]
+
+Words = npt.NDArray[np.uint64]
+
+READ_SECONDS: Final = 45.0
+"""Time limit of one query in seconds.
+
+The limit is below 60 s, after which Prometheus by default cancels a remote read without showing a reason.
+"""
+
+SEND_SECONDS: Final = 60.0
+_CHECK_SECONDS: Final = 0.5  # interval of checks for a disconnected client and the time limit
+_MAX_RESPONSES: Final = 3
+_KEPT_ANSWERS: Final = 4
+_KEPT_SAMPLES: Final = 500_000  # of one answer: 8 MB
+_PLAIN: Final = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
+_STREAMED: Final = {"Content-Type": CONTENT_TYPE}
+
+_Answer = tuple[dict[str, str], Iterator[bytes]]
+"""The headers and the pieces of the body of a response."""
 
 
 def read_request(data: bytes) -> tuple[tuple[SeriesQuery, ...], tuple[int, ...]]:
@@ -158,25 +192,6 @@ def _samples(times: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> b
     for place in range(6):
         rows[:, 12 + place] = times >> 7 * place & 0x7F | (0x80 if place < 5 else 0)
     return rows.tobytes()
-
-
-SAMPLES_PER_CHUNK: Final = 120
-
-_HEADER_BITS: Final = 16
-_NO_WINDOW: Final = 255
-_MAX_LEADING: Final = 31  # largest value of five bits
-CONTENT_TYPE: Final = "application/x-streamed-protobuf; proto=prometheus.ChunkedReadResponse"
-FRAME_BYTES: Final = 1 << 20
-"""Size in bytes at which a frame of a streamed response ends, as in Prometheus.
-
-Prometheus rejects frames that are 50 times larger.
-"""
-
-SAMPLES_PER_GROUP: Final = 1 << 17
-_XOR: Final = 1  # encoding of a chunk
-
-Integers = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,25 +408,6 @@ def _frame(series: object, query: int) -> bytes:
     message: bytes = MESSAGES["ChunkedReadResponse"](chunked_series=[series], query_index=query).SerializeToString()
     check_sum: int = google_crc32c.value(message)
     return as_varint(len(message)) + check_sum.to_bytes(4, "big") + message
-
-
-READ_SECONDS: Final = 45.0
-"""Time limit of one query in seconds.
-
-The limit is below 60 s, after which Prometheus by default cancels a remote read without showing a reason.
-"""
-
-SEND_SECONDS: Final = 60.0
-_CHECK_SECONDS: Final = 0.5  # interval of checks for a disconnected client and the time limit
-_MAX_RESPONSES: Final = 3
-_KEPT_ANSWERS: Final = 4
-_KEPT_SAMPLES: Final = 500_000  # of one answer: 8 MB
-_PLAIN: Final = {"Content-Type": "application/x-protobuf", "Content-Encoding": "snappy"}
-_STREAMED: Final = {"Content-Type": CONTENT_TYPE}
-
-
-_Answer = tuple[dict[str, str], Iterator[bytes]]
-"""The headers and the pieces of the body of a response."""
 
 
 class RemoteRead:

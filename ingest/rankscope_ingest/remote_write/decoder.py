@@ -38,6 +38,29 @@ Both exceed the limits of series that are stored (64 KiB of labels, 128 labels).
 request could have gigabytes, because each series may refer to the same long symbol many times.
 """
 
+MAX_KNOWN_SERIES: Final = 500_000
+"""Capacity of the cache of series.
+
+A series with less than 256 bytes of labels counts as one and takes about 800 bytes of memory. A series with longer
+labels counts several times.
+"""
+
+_BYTES_PER_SERIES: Final = 256  # of labels; a series with longer labels counts several times
+_SWEEP_ROUNDS: Final = 4
+"""Number of series to receive between two sweeps of a full cache, as a multiple of its capacity.
+
+It is sufficient for every active series to be received in between.
+"""
+
+_MAX_LABELS: Final = 128
+_MAX_LABEL_BYTES: Final = 65_536
+_MAX_DAYS: Final = 62
+_MAX_TIME_MS: Final = 253_402_300_799_000  # the end of year 9999, the latest time of Python and Arrow dates
+_NEVER_MS: Final = -(1 << 63)
+_LAST_FIELD: Final = 4  # of a TimeSeries in remote write 1.0
+_LAST_FIELD_2: Final = 5  # of a Request in remote write 2.0
+_METRIC_NAME: Final = "__name__"
+
 
 class SymbolTable:
     """The symbols of one request.
@@ -95,30 +118,6 @@ class SymbolTable:
 
     def _missing(self, references: Sequence[int]) -> DecodeError:
         return DecodeError(f"symbol {max(references)} does not exist: the request has {len(self._symbols)} symbols")
-
-
-MAX_KNOWN_SERIES: Final = 500_000
-"""Capacity of the cache of series.
-
-A series with less than 256 bytes of labels counts as one and takes about 800 bytes of memory. A series with longer
-labels counts several times.
-"""
-
-_BYTES_PER_SERIES: Final = 256  # of labels; a series with longer labels counts several times
-_SWEEP_ROUNDS: Final = 4
-"""Number of series to receive between two sweeps of a full cache, as a multiple of its capacity.
-
-It is sufficient for every active series to be received in between.
-"""
-
-_MAX_LABELS: Final = 128
-_MAX_LABEL_BYTES: Final = 65_536
-_MAX_DAYS: Final = 62
-_MAX_TIME_MS: Final = 253_402_300_799_000  # the end of year 9999, the latest time of Python and Arrow dates
-_NEVER_MS: Final = -(1 << 63)
-_LAST_FIELD: Final = 4  # of a TimeSeries in remote write 1.0
-_LAST_FIELD_2: Final = 5  # of a Request in remote write 2.0
-_METRIC_NAME: Final = "__name__"
 
 
 @dataclass(slots=True, eq=False)

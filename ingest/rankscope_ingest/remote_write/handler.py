@@ -44,6 +44,8 @@ from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS, REMOTE_WRITE_SAMPLES
 from rankscope_storage.prometheus.series import STALE_BITS
 
+log = logging.getLogger(__name__)
+
 RECEIPTS: Final = "rankscopeWritten"
 """Key in the metadata of a commit.
 
@@ -51,6 +53,26 @@ The value lists the receipts (hashes of the bodies) of the committed remote writ
 """
 
 FROM_PROMETHEUS: Final = "prometheus"
+RETRY_AFTER_SECONDS: Final = 5
+_WRITTEN: Final = "X-Prometheus-Remote-Write-{}-Written"
+FLUSH_ROWS: Final = 200_000
+ANSWER_SECONDS: Final = 20.0
+"""Time limit in seconds for a request that waits for its commit. Prometheus' default timeout is 30 s."""
+
+_MAX_WAITING_REQUESTS: Final = 2_048
+_MAX_RECEIPTS: Final = 8_192
+_COMMITS_READ: Final = 64
+_MAX_EXPANSION: Final = 4
+"""Maximum size of the labels of a request of version 2.0 with the symbols inserted, as a multiple of `max_bytes`."""
+
+_MAX_INCOMING_BODIES: Final = 4
+"""Maximum total size of the bodies that are received at the same time, as a multiple of the maximum size of a body."""
+
+_WARNINGS: Final = {
+    "exemplar": "exemplars are not stored",
+    "histogram": "native histograms are not stored",
+    "oversized": "series with more than 128 labels or 64 KiB of labels are not stored",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +153,6 @@ def samples_table(requests: Sequence[DecodedRequest]) -> pa.Table:
         pa.array(values, mask=is_stale if is_stale.any() else None),
     ]
     return pa.Table.from_arrays(columns, schema=samples_schema())
-
-
-RETRY_AFTER_SECONDS: Final = 5
-_WRITTEN: Final = "X-Prometheus-Remote-Write-{}-Written"
 
 
 class Version(enum.StrEnum):
@@ -222,22 +240,6 @@ async def _read(request: web.Request, limit: int) -> bytes:
         if len(body) > limit:
             raise RegistrationError(413, f"the request exceeds [remote_write] max_bytes ({limit} bytes)")
     return bytes(body)
-
-
-log = logging.getLogger(__name__)
-
-FLUSH_ROWS: Final = 200_000
-ANSWER_SECONDS: Final = 20.0
-"""Time limit in seconds for a request that waits for its commit. Prometheus' default timeout is 30 s."""
-
-_MAX_WAITING_REQUESTS: Final = 2_048
-_MAX_RECEIPTS: Final = 8_192
-_COMMITS_READ: Final = 64
-_MAX_EXPANSION: Final = 4
-"""Maximum size of the labels of a request of version 2.0 with the symbols inserted, as a multiple of `max_bytes`."""
-
-_MAX_INCOMING_BODIES: Final = 4
-"""Maximum total size of the bodies that are received at the same time, as a multiple of the maximum size of a body."""
 
 
 class RemoteWrite:
@@ -489,10 +491,3 @@ def _fail(waiting: asyncio.Future[int], error: Exception) -> None:
     if not waiting.done():
         waiting.set_exception(error)
         waiting.exception()
-
-
-_WARNINGS: Final = {
-    "exemplar": "exemplars are not stored",
-    "histogram": "native histograms are not stored",
-    "oversized": "series with more than 128 labels or 64 KiB of labels are not stored",
-}

@@ -25,9 +25,13 @@ from rankscope_ingest.base.config import ExporterListSection, ExporterSection
 from rankscope_ingest.base.errors import ConfigError, FetchError
 from rankscope_ingest.network.http_client import JSON, PageFetcher
 
+log = logging.getLogger(__name__)
+
 INSTANCE: Final = "instance"
 _LABEL: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _SCHEMES: Final = ("http", "https")
+MAX_LIST_BYTES: Final = 1 << 24
+_YAML: Final = (".yml", ".yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +120,6 @@ def _exporter(
     )
 
 
-log = logging.getLogger(__name__)
-
-MAX_LIST_BYTES: Final = 1 << 24
-_YAML: Final = (".yml", ".yaml")
-
-
 ShowTargets = Callable[[str, list[ScrapeTarget]], None]
 """A function that replaces all exporters of one source, such as one list.
 
@@ -173,7 +171,7 @@ class ExporterList:
         if self._section.url is None:
             return await asyncio.to_thread(_file, place)
         timeout, limit = self._section.timeout_seconds, MAX_LIST_BYTES
-        return (await self._fetch.get(place, accept=JSON, timeout_seconds=timeout, max_bytes=limit)).body
+        return (await self._fetch.get(place, accept=JSON, timeout_seconds=timeout, max_bytes=limit))[0]
 
 
 def _matching(pattern: str) -> list[str]:

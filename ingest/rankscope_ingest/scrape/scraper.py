@@ -40,8 +40,9 @@ from rankscope_ingest.scrape.page_reader import OPENMETRICS, PageReader, PageRow
 from rankscope_ingest.scrape.sample_table import PageSeries, Scrape
 from rankscope_storage.base.service_catalogue import EXPORTER_SAMPLES, EXPORTER_SAMPLES_DROPPED, EXPORTER_SCRAPES
 
-FROM_EXPORTER: Final = "exporter"
+log = logging.getLogger(__name__)
 
+FROM_EXPORTER: Final = "exporter"
 OLDEST_DAYS: Final = 62
 """Maximum age, in days, of the time of a sample on a page.
 
@@ -64,6 +65,11 @@ _Series = tuple[str, str | None]
 
 OWN: Final = ("up", "scrape_duration_seconds", "scrape_samples_scraped")
 """Names of the samples about a scrape. The last one is absent after a failed scrape."""
+
+MAX_CONCURRENT: Final = 64
+"""Maximum number of concurrent scrapes. Together with the size limit of a page, it bounds the memory for responses."""
+
+MAX_CONCURRENT_FAILING: Final = 32
 
 
 def _joined(one: pa.DictionaryArray, other: pa.DictionaryArray) -> pa.DictionaryArray:
@@ -148,14 +154,6 @@ def staleness_markers(ended: PageSeries, ts: int) -> pa.Table:
         ended.labels,
         pa.nulls(count, pa.float64()),
     )
-
-
-MAX_CONCURRENT: Final = 64
-"""Maximum number of concurrent scrapes. Together with the size limit of a page, it bounds the memory for responses."""
-
-MAX_CONCURRENT_FAILING: Final = 32
-
-log = logging.getLogger(__name__)
 
 
 class SampleReceiver(Protocol):
@@ -328,13 +326,12 @@ class Scraper:
             sink.scrape(Scrape(series=followed.own_series(), ts=ts, values=own))
 
     async def _page(self, exporter: ScrapeTarget, reader: PageReader) -> PageRows:
-        document = await self._fetch.get(
+        body, content_type = await self._fetch.get(
             exporter.url, accept=TEXT, timeout_seconds=exporter.timeout_seconds, max_bytes=exporter.max_bytes
         )
-        is_openmetrics = document.content_type == OPENMETRICS
         try:
             async with self._parsing:
-                return await asyncio.to_thread(reader.read, document.body, openmetrics=is_openmetrics)
+                return await asyncio.to_thread(reader.read, body, openmetrics=content_type == OPENMETRICS)
         except DecodeError:
             raise
         except Exception as error:  # a defect of the parser: the scrape is stored as failed

@@ -15,7 +15,6 @@ from tests.ingest.servers import FakeExporter
 from rankscope_ingest.base.config import ExporterListSection, ExporterSection
 from rankscope_ingest.base.config_file import load_config
 from rankscope_ingest.base.errors import ConfigError, FetchError
-from rankscope_ingest.network.http_client import Document
 from rankscope_ingest.scrape.discovery import configured, listed
 from rankscope_ingest.scrape.page_reader import PageReader
 from rankscope_ingest.scrape.scraper import MAX_CONCURRENT_FAILING, Followed, OwnTimes, Scraper
@@ -39,7 +38,7 @@ class Fake:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer if isinstance(answer, Document) else Document(answer, TEXT)
+        return answer if isinstance(answer, tuple) else (answer, TEXT)
 
     def samples(self, table):
         self.tables.append(table)
@@ -133,7 +132,7 @@ async def test_doubled_series_and_time_out_of_bounds_are_counted_and_not_stored(
 
 
 async def test_openmetrics_page_is_parsed_by_its_content_type():
-    fake = Fake(Document(b"# TYPE a gauge\na 1 12.5\n# EOF\n", "application/openmetrics-text"))
+    fake = Fake((b"# TYPE a gauge\na 1 12.5\n# EOF\n", "application/openmetrics-text"))
     await scrape(fake, 1)
 
     assert ("a", '{"dc":"east"}', 1.0, 12_500_000, "exporter") == fake.rows()[0]
@@ -195,7 +194,7 @@ async def test_hanging_exporters_do_not_delay_a_healthy_one(eventually):
         async def get(self, url, **_):
             if "healthy" in url:
                 self.counts["healthy"] += 1
-                return Document(b"a 1\n", TEXT)
+                return b"a 1\n", TEXT
             if url in self.failed:
                 self.hanging += 1
                 await released.wait()

@@ -19,7 +19,7 @@ from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.importers.common.importer import NOT_MINE, SETTLED_SECONDS, Detection, Faults, Imported
 
 if TYPE_CHECKING:
-    from rankscope_ingest.importers.tensorboard.rows import EventFolder, EventRows
+    from rankscope_ingest.importers.tensorboard.rows import EventRows, Place
 
 MARK: Final = "tfevents"
 _VERSION_MARK: Final = b"brain.Event:"
@@ -120,18 +120,16 @@ def _event_files(path: Path) -> Iterable[Path]:
     return (file for file in _walk(path) if MARK in file.name and file.is_file() and not file.is_symlink())
 
 
-def _place(folder: Path) -> EventFolder:
+def _place(folder: Path) -> Place:
     """Return rank, attempt and msprobe family of the files in `folder`, from the names of the folder and its parent.
 
     Only folders that msprobe's conversion has written contain a family.
     """
-    from rankscope_ingest.importers.tensorboard.rows import EventFolder  # noqa: PLC0415 - needs the extra
-
     resolved = folder.absolute()
     for rank_folder, family in ((resolved, None), (resolved.parent, resolved.name)):
         if match := _FOLDER_RANK.fullmatch(rank_folder.name):
-            return EventFolder(rank=int(match[1]), attempt=int(match[2] or 0), family=family)
-    return EventFolder()
+            return int(match[1]), int(match[2] or 0), family
+    return None, 0, None
 
 
 def _labels(relative: Path) -> dict[str, str]:

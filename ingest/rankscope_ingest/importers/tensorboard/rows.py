@@ -52,15 +52,8 @@ _INT32: Final = 1 << 31
 _MAX_COUNT: Final = float(1 << 63)
 
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventFolder:
-    """Rank, attempt and msprobe family of a file, as the names of its folders state them."""
-
-    rank: int | None = None
-    attempt: int = 0
-    family: str | None = None
+Place = tuple[int | None, int, str | None]
+"""Rank, attempt and msprobe family of a file, as the names of its folders state them."""
 
 
 class Rewinds:
@@ -110,11 +103,11 @@ class _Series:
 class EventRows:
     """The rows of one event file. Events must be added in the order of the file."""
 
-    def __init__(self, source: str, rewinds: Rewinds, place: EventFolder, labels: Mapping[str, str]) -> None:
+    def __init__(self, source: str, rewinds: Rewinds, place: Place, labels: Mapping[str, str]) -> None:
         self.passed_over = 0  # images, audio, histograms
         self._source = source
         self._rewinds = rewinds
-        self._rank, self._attempt, self._family = place.rank, place.attempt, place.family
+        self._rank, self._attempt, self._family = place
         self._labels = labels
         self._is_export = False
         self._series: dict[bytes, _Series | None] = {}
