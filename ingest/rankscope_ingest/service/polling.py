@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -281,11 +281,6 @@ class ExternalExporters:
     def scrape(self, scrape: Scrape) -> None:
         """Add the samples of one scrape to the current batch."""
         self._batcher.add_scrape(scrape, time.monotonic())
-
-    def described(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as one JSON object per exporter."""
-        now = time.monotonic()
-        return [exporter.described(now) for exporter in self.followed]
 
     @asynccontextmanager
     async def scraping(self) -> AsyncIterator[None]:

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from rankscope_ingest.http.routes import (
     refuse_compressed,
 )
 from rankscope_ingest.live.goodput import GoodputReader
-from rankscope_ingest.live.progress import Progress, RunProgress
+from rankscope_ingest.live.progress import Progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
 from rankscope_ingest.network.auth import OwnName, own_names, refuse_web_pages, token_guard
 from rankscope_ingest.network.connections import serving
@@ -178,7 +178,7 @@ class Api:
         if not self.config.service.is_guarded:
             raise RegistrationError(403, _STACKS_REFUSED)
         run, ranks = parse_stacks_request(await request.read())
-        progress = {progress.run: progress for progress in self.runs()}
+        progress = {progress.run: progress for progress in self.monitor.progress()}
         if run not in progress:
             raise RegistrationError(404, f"run {run!r} is unknown; known runs: {', '.join(progress) or 'none'}")
         known = progress[run]
@@ -187,7 +187,7 @@ class Api:
 
     async def request_stacks(self, key: AttemptKey, ranks: Collection[int] | None) -> list[RankAnswer]:
         """Request the stacks of the live ranks of an attempt, of all if `ranks` is None."""
-        return await request_stacks(self.fetcher.stacks, self.targets(), key, ranks)
+        return await request_stacks(self.fetcher.stacks, self.polling.targets, key, ranks)
 
     async def remote_write(self, request: web.Request) -> web.Response:
         """Store the samples of a remote-write request of Prometheus."""
@@ -197,7 +197,7 @@ class Api:
         """Respond with the metrics pages of the ranks, for Prometheus."""
         if (per := request.query.get("per", "rank")) != "rank":
             raise RegistrationError(400, f"per={per} is not supported: use /sd, which lists each rank")
-        return json_response(per_rank(self.targets()))
+        return json_response(per_rank(self.polling.targets))
 
     async def health(self, _: web.Request) -> web.Response:
         """Respond whether the service works normally."""
@@ -209,7 +209,7 @@ class Api:
         """Respond with the service's metrics in the Prometheus text format."""
         latest = list(self.monitor.runs.latest().values())
         self.metrics.show_exporters(exporter.is_up for exporter in self.external_exporters.followed)
-        self.metrics.show(self.targets(), latest, self.runs(), self.pipeline.rows_pending)
+        self.metrics.show(self.polling.targets, latest, self.monitor.progress(), self.pipeline.rows_pending)
         failed = {attempt.key for attempt in latest if attempt.state is RunState.FAILED}
         self.metrics.show_failures(one for one in self.monitor.incidents.open() if one.attempt_key in failed)
         self.metrics.show_goodput(self.goodput.ratios, {attempt.run for attempt in latest})
@@ -217,18 +217,18 @@ class Api:
 
     def look(self) -> None:
         """Record the sequence number of the newest record of each rank. The service calls this once per second."""
-        self._lag.look(self.targets(), time.monotonic())
+        self._lag.look(self.polling.targets, time.monotonic())
 
     async def current_status(self) -> Status:
         """Return the current status of the service, its runs, targets and exporters."""
         labels = await self._labels.fresh()
         self.look()
-        targets, now = list(self.targets()), time.monotonic()
+        targets, now = list(self.polling.targets), time.monotonic()
         return Status(
             service=self._service_status(targets, now),
-            runs=run_statuses(self.runs(), targets, now, goodput=self.goodput.ratios, labels=labels),
+            runs=run_statuses(self.monitor.progress(), targets, now, goodput=self.goodput.ratios, labels=labels),
             targets=[target_status(target, now, self._lag.seconds(target, now)) for target in targets],
-            exporters=list(self.exporters()),
+            exporters=[exporter.described(now) for exporter in self.external_exporters.followed],
         )
 
     def _service_status(self, targets: Iterable[Target], now: float) -> ServiceStatus:
@@ -246,44 +246,28 @@ class Api:
             targets={condition.value: health[condition] for condition in Health},
             rows_pending=self.pipeline.rows_pending,
             background_errors=dict(self.faults.counts),
-            notifications=self.undelivered(),
-            shared_names=[run.notice for run in self.runs() if run.notice],
+            notifications=self.deliveries.trouble(),
+            shared_names=[run.notice for run in self.monitor.progress() if run.notice],
             refused_senders=self.pipeline.remote_write.senders.listed(),
             **counters(self.metrics.total, time.time_ns() // 1000),
         )
 
-    def targets(self) -> Iterable[Target]:
-        """Return all targets that the service polls or has polled recently."""
-        return self.polling.targets
-
-    def exporters(self) -> Iterable[Mapping[str, object]]:
-        """Return the scrape state of each external exporter, as one JSON object per exporter."""
-        return self.external_exporters.described()
-
-    def runs(self) -> tuple[RunProgress, ...]:
-        """Return the progress of each run."""
-        return self.monitor.progress()
-
     def degraded(self) -> str | None:
         """Return the reason why the service is degraded, or None if it works normally."""
         return self.pipeline.degraded or self.faults.recent()
-
-    def undelivered(self) -> str | None:
-        """Return the number of notifications that could not be delivered, with the reason; None without such ones."""
-        return self.deliveries.trouble()
 
     def alarms(self) -> list[str]:
         """Return the problems of the service that the list of runs shows at its top."""
         found = []
         if reason := self.degraded():
             found.append(f"The service is degraded: {reason}")
-        if undelivered := self.undelivered():
+        if undelivered := self.deliveries.trouble():
             found.append(f"Notifications: {undelivered}")
-        found += [f"Run names: {run.notice}" for run in self.runs() if run.notice]
-        if failing := [target for target in self.targets() if target.health is Health.FAILING]:
+        found += [f"Run names: {run.notice}" for run in self.monitor.progress() if run.notice]
+        if failing := [target for target in self.polling.targets if target.health is Health.FAILING]:
             names = ", ".join(target.name for target in failing[:3])
             found.append(f"{len(failing):,} rank{'' if len(failing) == 1 else 's'} cannot be polled: {names}")
-        if lost := sum(progress.records_lost for progress in self.runs()):
+        if lost := sum(progress.records_lost for progress in self.monitor.progress()):
             found.append(f"{lost:,} {'record was' if lost == 1 else 'records were'} lost")
         return found
 
@@ -291,8 +275,8 @@ class Api:
         """Return a snapshot of the service: its URL, the progress of runs, and the numbers of targets and rows."""
         return Progress(
             url=self.url,
-            runs=self.runs(),
-            targets=sum(not target.is_gone for target in self.targets()),
+            runs=self.monitor.progress(),
+            targets=sum(not target.is_gone for target in self.polling.targets),
             rows_pending=self.pipeline.rows_pending,
             rows_stored=self.pipeline.rows_stored,
             degraded=self.degraded(),
