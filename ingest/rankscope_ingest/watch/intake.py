@@ -8,6 +8,7 @@ minutes, because a followed log is imported many thousand times.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections import deque
@@ -77,7 +78,6 @@ class WatchStore:
         self._commits = 0
         self.known: dict[str, list[KnownImport]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-watch")
-        self._connection: Connection | None = None
         self._last_ordinal = 0
         self._incidents: deque[Row] = deque()  # that no commit contains
         self._failed: Batch | None = None
@@ -110,12 +110,10 @@ class WatchStore:
             self.append(self._failed)  # the store recognizes a batch that is appended again by its identity
             self._failed = None
 
-    @property
+    @functools.cached_property
     def connection(self) -> Connection:
         """Return the connection for queries."""
-        if self._connection is None:
-            self._connection = connect(self.folder, single_threaded=True)
-        return self._connection
+        return connect(self.folder, single_threaded=True)
 
     def known_of(self, run: str) -> list[KnownImport]:
         """Return the imported logs of `run`."""
@@ -147,8 +145,7 @@ class WatchStore:
 
     async def close(self) -> None:
         """Close the connection and end the thread."""
-        if self._connection is not None:
-            await self.run(self._connection.close)
+        await self.run(self.connection.close)
         self._thread.shutdown()
 
 

@@ -76,10 +76,10 @@ class LogRows:
         """Return the last row of the attempt."""
         return self.rows[-1] if self.rows else None
 
-    def add(self, stream: str, scalars: pa.Table, events: pa.Table, modified: float | None) -> None:
+    def add(self, stream: str, scalars: pa.Table, events: pa.Table, modified: float) -> None:
         """Add the records of the incarnation `stream` that are behind the last one.
 
-        `modified` is the time of the last change of the log; it is None for records that were stored earlier.
+        `modified` is the time of the last change of the log.
         """
         records: dict[int, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
         for place, table in enumerate((scalars, events)):
@@ -88,7 +88,7 @@ class LogRows:
         before, attempt = None if self.last is None else self.arrived_at, self.attempt
         added = sum(self._record(*records[seq]) for seq in sorted(records))
         self.last_seqs[stream] = max(records, default=self.last_seqs.get(stream, -1))
-        if added and modified is not None:
+        if added:
             if before is not None and attempt == self.attempt and self.rows[-1].step_seconds is None:
                 self._gaps.append(max(0.0, modified - before) / added)
             self.arrived_at = modified

@@ -245,17 +245,13 @@ class LogIncidents:
         self._tracker = IncidentTracker(group_wait_seconds=0.0, quiet_steps=NotifySection().quiet_steps)
         self._unreported: list[Incident] = []  # of anomalies
         self._open: dict[str, Incident] = {}  # conditions by rule
+        self._unreadable_since: float | None = None
 
     @property
     def slow_since(self) -> float | None:
         """Return the median step time with which the present slow steps are compared; None if no step is slow."""
         incident = self._open.get(RUN_SLOW)
         return None if incident is None or incident.first.attempt != self._rows.attempt else incident.first.baseline
-
-    @property
-    def is_readable(self) -> bool:
-        """Return whether the log can be read, as far as it is reported."""
-        return LOG_UNREADABLE not in self._open
 
     def restore(self, stored: Iterable[tuple[Incident, str]], *, sends_again: bool) -> None:
         """Add the incidents that an earlier process has stored, each with its latest state.
@@ -330,35 +326,35 @@ class LogIncidents:
         position = step if step is not None else (-1 if last is None else last.seq)
         values = {name: getattr(verdict, name) for name in ("value", "baseline", "threshold")}
         key = f"{rule}:{attempt}:{position}:{self._run}"
-        incident = self._incident(rule, severity, verdict.reason, key, attempt=attempt, step=step, **values)
+        errors: list[str] = []
         if rule in {RUN_FAILED, RUN_STOPPED} and attempt == self._rows.attempt:
             left = len(self._rows.errors) - MAX_ERRORS
-            more = [f"and {left} more errors"] if left > 0 else []
-            incident.reports = (*self._rows.errors[:MAX_ERRORS], *more)
+            errors = self._rows.errors[:MAX_ERRORS] + [f"and {left} more errors"] * (left > 0)
+        place = {"attempt": attempt, "step": step, **values}
+        self._open_new(rule, severity, verdict.reason, key, now, reports=tuple(errors), **place)
+
+    def _open_new(
+        self, rule: str, severity: str, cause: str, key: str, now: float, *, reports: tuple[str, ...] = (), **place: Any
+    ) -> None:
+        first = Symptom(rule=rule, severity=severity, causal=(), run=self._run, rank=None, ranks=self._address, **place)
+        incident = Incident(first=first, severity=severity, opened_at=time.monotonic(), last_step=first.step, events=1)
+        incident.is_settled, incident.cause, incident.reports, incident.fixed_key = True, cause, reports, key
         self._open[rule] = incident
         self._announce(incident, now)
 
-    def _incident(
-        self, rule: str, severity: str, cause: str, key: str, *, step: int | None = None, **values: Any
-    ) -> Incident:
-        named = {"run": self._run, "rank": None, "step": step, "ranks": self._address, **values}
-        first = Symptom(rule=rule, severity=severity, causal=(), **named)
-        incident = Incident(first=first, severity=severity, opened_at=time.monotonic(), last_step=step, events=1)
-        incident.is_settled, incident.cause, incident.fixed_key = True, cause, key
-        return incident
-
-    def report_unreadable(self, error: LogUnreadableError, since: float, now: float) -> None:
-        """Report that the log could not be read since the time `since`, once it is due."""
+    def report_unreadable(self, error: LogUnreadableError, now: float) -> None:
+        """Report that the log cannot be read, once it is due."""
+        self._unreadable_since = since = now if self._unreadable_since is None else self._unreadable_since
         is_untrusted = isinstance(error, UntrustedHostError)
-        if self.is_readable and (is_untrusted or now - since >= self._section.unreadable_after_seconds):
+        is_due = is_untrusted or now - since >= self._section.unreadable_after_seconds
+        if is_due and LOG_UNREADABLE not in self._open:
             severity = Severity.CRITICAL if is_untrusted else Severity.WARNING
             key = f"{LOG_UNREADABLE}:{since:.0f}:{self._address}"
-            incident = self._incident(LOG_UNREADABLE, severity, str(error), key, attempt=self._rows.attempt)
-            self._open[LOG_UNREADABLE] = incident
-            self._announce(incident, now)
+            self._open_new(LOG_UNREADABLE, severity, str(error), key, now, attempt=self._rows.attempt, step=None)
 
     def report_readable(self) -> None:
         """Report that the log can be read again, if it was reported as unreadable."""
+        self._unreadable_since = None
         self._close({LOG_UNREADABLE}, has_continued=True)
 
     def _close(self, rules: Collection[str], *, has_continued: bool) -> None:

@@ -123,7 +123,6 @@ class LogWatcher:
         self._clock = MachineClock()
         self._incidents = LogIncidents(self._intake, file.address, self._rows, reporter, section)
         self._announce_due = reporter.announce_due
-        self._unreadable_since: float | None = None
         self._began_at = hooks.now()
         self._seen_at: float | None = None  # time at which the log was first seen with content
         self._imported: FileState | None = None
@@ -165,12 +164,13 @@ class LogWatcher:
             async for part in self._follower.parts(self._store.known.get(self.run_name, [])):
                 await self._take(part, now)
             self._clock = await self._file.clock() or self._clock
-            self._can_read()
+            self._incidents.report_readable()
+            if self.status.unreadable is not None:
+                self._set(unreadable=None)
             if part is not None and (self._imported == part.state or not part.state.size):
                 await self._judge(part.state, now)
         except LogUnreadableError as error:
-            self._unreadable_since = now if self._unreadable_since is None else self._unreadable_since
-            self._incidents.report_unreadable(error, self._unreadable_since, now)
+            self._incidents.report_unreadable(error, now)
             self._set(unreadable=str(error))
             raise
         except ShardLostError:
@@ -190,7 +190,7 @@ class LogWatcher:
         """Import a part of the log if it has new bytes, and add its rows."""
         if part.note is not None:
             log.warning("%s: %s", self._address, part.note)
-        is_live, is_first = self._imported is not None, self._intake.incarnation is None
+        is_live = self._imported is not None
         if part.has_grown and is_live:
             self._clock = self._clock.after_change(part.state.modified, now)
         if not part.is_old and (self._imported == part.state or not self._is_due(part, now)):
@@ -213,7 +213,7 @@ class LogWatcher:
         if (stream := self._intake.stream) is not None:
             seq = self._rows.last_seqs.get(stream, -1)
             scalars, events = await self._store.run(lambda: self._store.recent(self.run_name, stream, seq))
-            self._rows.add(stream, scalars, events, None if is_first else part.state.modified)
+            self._rows.add(stream, scalars, events, part.state.modified)
             self._incidents.observe(events, time.monotonic())
         # A log that has just begun is first imported when it is settled.
         if self._rows.attempt > attempt and (is_live or now > (self._seen_at or now)):
@@ -276,12 +276,6 @@ class LogWatcher:
             log.error("unexpected error in following %s, retrying", self._address, exc_info=error)
         self._intake.incarnation = self._imported = None
         self._set(unreadable=f"{'the store' if isinstance(error, StoreError) else 'unexpected error'}: {error}")
-
-    def _can_read(self) -> None:
-        self._unreadable_since = None
-        self._incidents.report_readable()
-        if self.status.unreadable is not None:
-            self._set(unreadable=None)
 
     def _set(self, **changes: Any) -> None:
         last = self._rows.last
