@@ -19,6 +19,7 @@ from rich.console import Console
 
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
+from rankscope.demo.report import report
 from rankscope.output.progress import View, fetch_runs, view_for
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up.machine import ALERTMANAGER, PROMETHEUS
@@ -77,8 +78,6 @@ def demo(
     # SIGTERM and SIGHUP stop the programs, too.
     with handling(_interrupt, signal.SIGINT), AlertReceiver() as receiver:
         tensors, senders = _collect(console, folder, receiver, faults, _training_command(steps, batch, seed, no_faults))
-    from rankscope.demo.report import report
-
     expected = ExpectedRun(run=RUN, ranks=RANKS, steps=steps, tensors=tensors, faults=faults, senders=senders)
     good = report(console, folder, expected, receiver.alerts)
     console.print(f"\n{time.monotonic() - began:.0f} seconds in total.")

@@ -10,19 +10,17 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from rankscope.access.service import load_settings, service_errors
-from rankscope.output.progress import log_to
+from rankscope.output.progress import View, log_to, view_for
 from rankscope.shell.options import Listen, Notify, OptionalStore
 from rankscope.shell.streams import live_console
+from rankscope_ingest.base.config import ServiceConfig
+from rankscope_ingest.live.progress import Progress
 
-if TYPE_CHECKING:
-    from rankscope.output.progress import View
-    from rankscope_ingest.base.config import ServiceConfig
-    from rankscope_ingest.live.progress import Progress
 log = logging.getLogger(__name__)
 
 READY: Final = "READY=1"
@@ -52,8 +50,6 @@ def serve(
     rankscope serve service.toml --listen 127.0.0.1:9470 --notify json://127.0.0.1:8080/alerts
     """
     settings = load_settings(config, store, listen, notify)
-    from rankscope.output.progress import view_for
-
     console = live_console(sys.stdout)
     with view_for(console) as view, log_to(view.print_line):
         _run(settings, view, show=not quiet)

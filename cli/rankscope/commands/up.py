@@ -7,21 +7,18 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
+from rankscope.output.progress import View, fetch_runs, view_for
 from rankscope.output.rows import columns
 from rankscope.shell.errors import CommandError
 from rankscope.shell.options import Listen, Notify, OptionalStore
 from rankscope.shell.streams import live_console
-from rankscope.up.machine import PortChoice
-
-if TYPE_CHECKING:
-    from rankscope.output.progress import View
-    from rankscope.up.machine import StateDir
-    from rankscope.up.plan import Program, StartPlan
-    from rankscope.up.supervisor import StopSignals, Supervisor
+from rankscope.up.machine import PortChoice, StateDir
+from rankscope.up.plan import SERVICE, Program, StartPlan, make_plan
+from rankscope.up.supervisor import StopSignals, Supervisor
 
 CHECK_SECONDS: Final = 0.2
 SHOW_SECONDS: Final = 1.0
@@ -67,8 +64,6 @@ def up(
 
     rankscope up --print-config
     """
-    from rankscope.up.plan import make_plan
-
     plan = make_plan(
         config=config,
         store=store,
@@ -96,9 +91,6 @@ def _print(plan: StartPlan) -> None:
 
 
 def _run(plan: StartPlan, *, quiet: bool) -> None:
-    from rankscope.output.progress import view_for
-    from rankscope.up.supervisor import StopSignals, Supervisor
-
     console, stop_signals = live_console(sys.stdout), StopSignals()
     plan.folder.create()
     with plan.folder.locked(), stop_signals.caught(), view_for(console) as view:
@@ -138,9 +130,6 @@ def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, v
 
     Returns after a stop signal, or when an essential program exited too often to be restarted.
     """
-    from rankscope.output.progress import fetch_runs
-    from rankscope.up.plan import SERVICE
-
     url, shown_at = plan.options.service.url(plan.options.ports[SERVICE]), 0.0
     while not stop_signals.count and supervisor.look():
         if not quiet and time.monotonic() - shown_at >= SHOW_SECONDS:
