@@ -7,20 +7,23 @@ Errors of the store and of DuckDB become one-line messages.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 from rankscope.access.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, plan_logs
 from rankscope.access.service import service_errors
 from rankscope.shell.errors import USAGE, CommandError, suggestion
+from rankscope.shell.options import Store
 from rankscope.shell.streams import progress_bar
 from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
@@ -113,17 +116,6 @@ RunOrPath = Annotated[
     ),
 ]
 RunOption = Annotated[str | None, typer.Option("--run", help="Run of the store or log at PATH.", show_default=False)]
-Checkpoint = Annotated[
-    Path | None,
-    typer.Option("--checkpoint", "-c", help="Checkpoint folder with a trainer_state.json.", show_default=False),
-]
-Outputs = Annotated[
-    Path | None,
-    typer.Option("--outputs", help="Folder with checkpoint-N folders; implies --latest.", show_default="./outputs"),
-]
-Latest = Annotated[
-    bool, typer.Option("--latest", "-l", help="Show the checkpoint with the largest number in --outputs.")
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +134,22 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSelection:
-    """The run that the options of a command name: see `RunOrPath`, `RunOption`, `Checkpoint`, `Outputs`, `Latest`."""
+    """The run that the options of a command name."""
 
-    source: str | None = None
-    store: Path
-    run: str | None = None
-    checkpoint: Path | None = None
-    outputs: Path | None = None
-    latest: bool = False
+    source: RunOrPath = None
+    store: Store = Path("history")
+    run: RunOption = None
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--checkpoint", "-c", help="Checkpoint folder with a trainer_state.json.", show_default=False),
+    ] = None
+    outputs: Annotated[
+        Path | None,
+        typer.Option("--outputs", help="Folder with checkpoint-N folders; implies --latest.", show_default="./outputs"),
+    ] = None
+    latest: Annotated[
+        bool, typer.Option("--latest", "-l", help="Show the checkpoint with the largest number in --outputs.")
+    ] = False
 
     def path(self) -> Path | None:
         """Return the path that the options name, or None for a run of the store.
@@ -186,6 +186,22 @@ class RunSelection:
         found = latest_checkpoint(OUTPUTS)
         print(f"{self.store} is no store: showing {found}", file=sys.stderr)
         return found
+
+
+def with_selection(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has the options of RunSelection in place of its first parameter, a RunSelection."""
+    options = inspect.signature(RunSelection, eval_str=True).parameters
+    _, *others = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [*options.values(), *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in others)]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        selection = RunSelection(**{name: given.pop(name) for name in options if name in given})
+        command(selection, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
 
 
 @contextlib.contextmanager

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
+from rankscope.access.stores import RunSelection, open_run, with_selection
 from rankscope.output.run_texts import FormatOption, events_text
 from rankscope.shell.errors import USAGE, CommandError, suggestion
-from rankscope.shell.options import Store
 from rankscope_contract.model.events import Severity
 
 
+@with_selection
 def events(
-    source: RunOrPath = None,
-    store: Store = Path("history"),
-    run: RunOption = None,
-    checkpoint: Checkpoint = None,
-    outputs: Outputs = None,
-    latest: Latest = False,
+    selection: RunSelection,
     type_: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,7 +50,6 @@ def events(
         if name not in EVENT_TYPES:
             hint = suggestion(name, EVENT_TYPES) or f" Known: {', '.join(EVENT_TYPES)}."
             raise CommandError(f"--type {name!r} is no type of events.{hint}", code=USAGE)
-    selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     with open_run(selection) as chosen:
         detail = chosen.stored(read_detail(chosen.connection, chosen.run))
     # Lines of steps repeat the loss: as on a page, they are listed if they are chosen, and if their loss is NaN.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rankscope.access.stores import Checkpoint, Latest, OpenRun, Outputs, RunOption, RunOrPath, RunSelection, open_run
-from rankscope.output.figure_files import AverageName, AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.access.stores import OpenRun, RunSelection, open_run, with_selection
+from rankscope.output.figure_files import AverageName, AxisName, Dpi, FigureFile, figure_path, write_figure
 from rankscope.shell.errors import USAGE, CommandError
-from rankscope.shell.options import Store
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,13 +43,9 @@ Absolute = Annotated[
 ]
 
 
+@with_selection
 def plot(
-    source: RunOrPath = None,
-    store: Store = Path("history"),
-    run: RunOption = None,
-    checkpoint: Checkpoint = None,
-    outputs: Outputs = None,
-    latest: Latest = False,
+    selection: RunSelection,
     kind: Kind = "overview",
     scalar: Scalar = None,
     output: FigureFile = None,
@@ -82,9 +76,8 @@ def plot(
 
     rankscope plot --latest --output training.png
     """
-    selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     figure_path(output, "figure")  # a wrong suffix is reported before the run is read
-    with open_run(selection) as chosen, drawing():
+    with open_run(selection) as chosen:
         if scalar is not None:
             figure = _metric(chosen, scalar, axis)
         elif kind == "tensors":

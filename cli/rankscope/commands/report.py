@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
+from rankscope.access.stores import RunSelection, open_run, with_selection
 from rankscope.shell.errors import USAGE, CommandError
-from rankscope.shell.options import STANDARD_OUTPUT, Store
+from rankscope.shell.options import STANDARD_OUTPUT
 
 Output = Annotated[
     Path | None,
@@ -21,13 +21,9 @@ Output = Annotated[
 Summary = Annotated[bool, typer.Option("--summary", help="Print the summary of the run, too.")]
 
 
+@with_selection
 def report(
-    source: RunOrPath = None,
-    store: Store = Path("history"),
-    run: RunOption = None,
-    checkpoint: Checkpoint = None,
-    outputs: Outputs = None,
-    latest: Latest = False,
+    selection: RunSelection,
     output: Output = None,
     summary: Summary = False,
 ) -> None:
@@ -46,18 +42,16 @@ def report(
     """
     from rankscope.output.report_file import fetch_report, make_report
 
+    source, run = selection.source, selection.run
     if source is not None and source.startswith(("http://", "https://")):
         if run is None:
             raise CommandError("--run is missing: name the run whose report the service makes", code=USAGE)
         made, name = fetch_report(source, run), run
     else:
-        selection = RunSelection(
-            source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest
-        )
         path = selection.path()
-        named = selection if path is None else RunSelection(source=str(path), store=store, run=run)
+        named = selection if path is None else RunSelection(source=str(path), store=selection.store, run=run)
         with open_run(named) as chosen:
-            made, name = make_report(chosen.connection, chosen.run, str(path or store)), chosen.run
+            made, name = make_report(chosen.connection, chosen.run, str(path or selection.store)), chosen.run
     written = made.write(output, name)
     facts = sys.stderr if written == STANDARD_OUTPUT else sys.stdout
     if summary:

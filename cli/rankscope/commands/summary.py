@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rankscope.access.stores import Checkpoint, Latest, Outputs, RunOption, RunOrPath, RunSelection, open_run
+from rankscope.access.stores import RunSelection, open_run, with_selection
 from rankscope.output.run_texts import FormatOption, summary_text
-from rankscope.shell.options import Store
 
 
+@with_selection
 def summary(
-    source: RunOrPath = None,
-    store: Store = Path("history"),
-    run: RunOption = None,
-    checkpoint: Checkpoint = None,
-    outputs: Outputs = None,
-    latest: Latest = False,
+    selection: RunSelection,
     form: FormatOption = "text",
     peak_tflops: Annotated[
         float | None,
@@ -43,7 +37,6 @@ def summary(
     """
     from rankscope_view.data.summary import read_summary
 
-    selection = RunSelection(source=source, store=store, run=run, checkpoint=checkpoint, outputs=outputs, latest=latest)
     with open_run(selection) as chosen:
         found = chosen.stored(read_summary(chosen.connection, chosen.run, peak_tflops=peak_tflops or None))
     sys.stdout.write(summary_text(found, form))

@@ -162,7 +162,7 @@ def texts_of(store, run):
     listed, shown, report = (page_of(store, *path)[1] for path in ((), ("runs", run), ("runs", run, "report")))
     table = printed(runs, store=store)
     details = printed(runs, "show", [run], store=store)
-    return [listed, shown, report, table, details, printed(summary, run, store=store)]
+    return [listed, shown, report, table, details, printed(summary, source=run, store=store)]
 
 
 async def test_run_that_ends_with_nan_has_an_open_incident_on_all_pages(start_service, fake_rank, eventually):
