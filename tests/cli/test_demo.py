@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rankscope.commands.demo import _collect
-from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks, delays
+from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.demo.report import show_page
 from rankscope.output.progress import BarView, PlainView, progress_parts
@@ -89,13 +89,6 @@ def test_both_senders_must_report_each_fault_and_nothing_else():
     assert ["Alertmanager reports AnomalyNan on rank 1"] == failed([ALERT], BOTH_SENDERS)
     assert [nothing_else] == failed([ALERT, stranger], BOTH_SENDERS)
     assert 2 == len(failed([webhook(LABELS)], BOTH_SENDERS))  # the service's own message is missing
-
-
-def test_delay_is_from_the_faulty_step_to_the_first_message():
-    late = webhook(LABELS, at=9.0)
-    found = delays(BOTH_SENDERS, lambda _: [(2, 3.0)], [replace(ALERT, at=4.5), webhook(LABELS), late])
-
-    assert [(FAULT, Sender.EMBEDDED, 1.5), (FAULT, Sender.ALERTMANAGER, 2.0)] == list(found)
 
 
 def test_receiver_accepts_messages_of_the_apprise_json_notifier():

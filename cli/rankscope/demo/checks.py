@@ -68,18 +68,6 @@ def checks(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iter
     yield from _alerts(expected, alerts)
 
 
-def delays(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iterator[tuple[Fault, Sender, float]]:
-    """Yield each fault and sender with the seconds from the faulty step to the first notification."""
-    begun: dict[int, float] = dict(
-        query("select step, epoch(min(ts)) from events where type = 'anomaly' group by step")
-    )
-    for fault in expected.faults:
-        for sender in expected.senders:
-            received = [alert.at for alert in alerts if alert.sender is sender and _reports(alert, fault)]
-            if received and fault.step in begun:
-                yield fault, sender, min(received) - begun[fault.step]
-
-
 def reported_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
     """Return for each fault, in order, whether Alertmanager has sent a notification about it."""
     received = [alert for alert in alerts if alert.sender is Sender.ALERTMANAGER]

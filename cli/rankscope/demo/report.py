@@ -15,10 +15,10 @@ from typing import Any, Final
 from rich.console import Console
 
 from rankscope.access.stores import open_store
-from rankscope.demo.checks import ExpectedRun, Query, checks, delays
+from rankscope.demo.checks import ExpectedRun, checks
 from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
-from rankscope.output.rows import columns, print_table
+from rankscope.output.rows import print_table
 from rankscope.output.run_texts import line_table, summary_text
 
 
@@ -118,7 +118,6 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
         def query(statement: str) -> list[tuple[Any, ...]]:
             return [tuple(row.values()) for row in connection.query(statement).to_pylist()]
 
-        _print_delays(console, expected, query, alerts)
         _heading(console, "Checks")
         outcome = list(checks(expected, query, alerts))
         page = make_report(connection, expected.run, str(store)).write(folder / PAGE, expected.run)
@@ -130,17 +129,6 @@ def report(console: Console, folder: Path, expected: ExpectedRun, alerts: Sequen
     console.print(NEXT_STEPS.format(store=store, data=store.resolve(), folder=folder), markup=False, soft_wrap=True)
     show_page(console, page, store)
     return all(check.holds for check in outcome)
-
-
-def _print_delays(console: Console, expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> None:
-    found = [
-        (str(fault.step), fault.rule, sender, f"{seconds:.1f} s")
-        for fault, sender, seconds in delays(expected, query, alerts)
-    ]
-    if found:
-        _heading(console, "Delay from the faulty step to the notification, per sender")
-        for line in columns(("step", "rule", "sender", "delay"), found):
-            console.print(line, markup=False, soft_wrap=True)
 
 
 def _heading(console: Console, text: str) -> None:
