@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.access.stores import OpenRun, open_runs
-from rankscope.output.figure_files import AxisName, Dpi, FigureFile, drawing, figure_path, write_figure
+from rankscope.output.figure_files import AxisName, Dpi, FigureFile, figure_path, write_figure
 from rankscope.output.run_texts import FormatOption, compare_text
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import Store
@@ -63,8 +63,7 @@ def compare(
         runs = [one for one in found if one is not None]
         text = compare_text(runs, _first_difference(opened), form)
         if path is not None:
-            with drawing():
-                write_figure(_figure(opened, scalar, axis), path, dpi)
+            write_figure(_figure(opened, scalar, axis), path, dpi)
     sys.stdout.write(text)
 
 

@@ -14,7 +14,6 @@ from rankscope.doctor.report import (
     Environment,
     State,
     as_json_text,
-    explicit_addresses,
     find_endpoints,
     is_healthy,
     report_lines,
@@ -57,9 +56,9 @@ def doctor(
         settings = load_settings(None, store, None, None)
         remedy = "see docs/configuration.md for the valid keys"
         read = [CheckResult(CONFIGURATION, State.FAIL, str(error), remedy)]
-    where = find_endpoints(
-        settings, state, given=explicit_addresses(url, prometheus, alertmanager), is_explicit=config is not None
-    )
+    addresses = {"service": url, "prometheus": prometheus, "alertmanager": alertmanager}
+    given = {name: address.rstrip("/") for name, address in addresses.items() if address}
+    where = find_endpoints(settings, state, given=given, is_explicit=config is not None)
     outcome = [*read, *run_checks(Environment(where.client_tls), where)]
     print(as_json_text(outcome) if as_json else "\n".join(report_lines(outcome)))
     if not is_healthy(outcome):

@@ -164,12 +164,6 @@ class Endpoints:
         return [(name, port) for name, url in named.items() if (port := _local_port(url))]
 
 
-def explicit_addresses(service: str | None, prometheus: str | None, alertmanager: str | None) -> dict[str, str]:
-    """Return the addresses that command-line options name, by program, without a trailing slash."""
-    given = {"service": service, "prometheus": prometheus, "alertmanager": alertmanager}
-    return {name: url.rstrip("/") for name, url in given.items() if url}
-
-
 def find_endpoints(
     settings: ServiceConfig, state: Path | None, *, given: Mapping[str, str], is_explicit: bool
 ) -> Endpoints:

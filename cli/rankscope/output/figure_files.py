@@ -1,10 +1,8 @@
-"""Write figures to files, for the commands that draw: default names, formats by suffix, and the missing extra."""
+"""Write figures to files, for the commands that draw: default names, and formats by suffix."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -36,27 +34,14 @@ AverageName = Literal["none", "ema", "average", "both"]
 Dpi = Annotated[int, typer.Option(min=20, max=1200, help="Pixels per inch of a png.")]
 
 
-@contextmanager
-def drawing() -> Iterator[None]:
-    """Raise CommandError with the name of the extra if matplotlib is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] != "matplotlib":
-            raise
-        raise CommandError(
-            "figures need matplotlib, which is not installed: pip install 'rankscope[plot]', or '.[plot]' in a checkout"
-        ) from missing
-
-
 def figure_path(output: Path | None, *names: str) -> Path:
     """Return the file of a figure: `output`, or a png in the working directory that `names` name.
 
     Raises CommandError if the suffix is no format of figures.
     """
+    from rankscope_view.figures.style import FORMATS
+
     path = output or Path(f"{file_name(*names)}.png")
-    with drawing():
-        from rankscope_view.figures.style import FORMATS
     if path != STANDARD_OUTPUT and path.suffix[1:].lower() not in FORMATS:
         raise CommandError(f"--output {path}: name a file with the suffix {', '.join(FORMATS)}", code=USAGE)
     return path
