@@ -24,7 +24,6 @@ from rankscope_msprobe.files.csv_layout import KIND_OF_TASK, SLOTS, STACKS_COLUM
 
 _NAME: Final = re.compile(r"(?:(?P<vpp>\d{1,9}):)?(?P<module>.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"size=\((?P<shape>[\d,\s]*)\), dtype=(?:torch\.)?(?P<dtype>\w+)")
-_MAX_STACK: Final = 1 << 20
 _SMALL_LIMIT: Final = 1 << 31
 _KIND_OF_TASK: Final[dict[str, str]] = {
     **KIND_OF_TASK,
@@ -82,9 +81,8 @@ def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str)
 def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, source: str) -> ImportedBlock:
     """Return one record per module whose call stack is in the file `stack_info.csv` at `path`."""
     modules = []
-    limit = csv.field_size_limit(_MAX_STACK)
+    reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in read_lines(path, faults))
     try:
-        reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in read_lines(path, faults))
         for fields in reader:
             if fields == [*STACKS_COLUMNS] or not fields:
                 continue
@@ -94,8 +92,6 @@ def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, s
             modules.append({**_module(fields[0]), "stack": fields[1], "rank": rank, "attempt": attempt})
     except csv.Error as error:
         faults.add(reader.line_num, f"{path.name}: {error}")
-    finally:
-        csv.field_size_limit(limit)
     return block_of("modules", modules, source)
 
 

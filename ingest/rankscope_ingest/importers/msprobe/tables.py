@@ -28,9 +28,9 @@ import pyarrow as pa
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import RECORD_COLUMN, Faults, ImportedBlock
-from rankscope_ingest.importers.msprobe.csv_rows import CsvRows, Floats, Integers, Mask, read_rows
+from rankscope_ingest.importers.msprobe.csv_rows import CsvRows, Floats, Integers, Mask, read_header, read_rows
 from rankscope_ingest.importers.msprobe.discovery import Named, is_tensor_family, parse_name
-from rankscope_msprobe.files.csv_layout import DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
+from rankscope_msprobe.files.csv_layout import CSV_KEYS, DIRECTION, FEATURES, OPS, OTHER, SCALARS, our_step, plain
 from rankscope_storage.tensorboard.tags import labelled
 
 MISALIGNED: Final = "a row of msprobe about communication, whose name, step and statistics are misaligned: not usable"
@@ -71,7 +71,7 @@ class FamilyReader:
         faults.around = "", ""
 
     def _blocks(self, path: Path, faults: Faults) -> Iterator[ImportedBlock]:
-        if self._family == OTHER:
+        if self._family == OTHER and set(CSV_KEYS).issubset(read_header(path)):
             faults.around = faults.around[0], f": {MISALIGNED}"
         # If a run continued after repeated steps, the following files belong to the same attempt.
         first = max(0, self._last - _repeats(path)) if self._last else 0
