@@ -166,7 +166,7 @@ class RunMonitor:
     def add_event(self, row: Row) -> None:
         """Add one row of the dataset `events` to the current batch."""
         self.batcher.add({"events": rows_table("events", [row])}, self.clock())
-        self.metrics.ages.happened(row["run"], {row["type"]: row["ts"] / 1e6})
+        self.metrics.happened(row["run"], {row["type"]: row["ts"] / 1e6})
 
     def record_incident(self, incident: Incident, state: str) -> None:
         """Add an event to the current batch which records that `incident` reached the state `state`.
@@ -312,7 +312,7 @@ class RunMonitor:
         arriving = {attempt.key for attempt in self.runs.attempts() if attempt.is_arriving(now)}
         settled = self.incidents.settle(now, steps, arriving)
         for incident in settled:
-            self.metrics.ages.settled(incident)
+            self.metrics.settled(incident)
         for incident in self.incidents.unsettled():
             for number in incident.awaited(steps.get(incident.attempt_key, {})):
                 self.poll_now(incident.first.run, number)
@@ -495,7 +495,7 @@ class RecordSink:
         monitor.metrics.count(BYTES_INGESTED, size)
         monitor.metrics.fired(key[0], rank, fired)
         if events or gaps:
-            monitor.metrics.ages.happened(key[0], latest_events([*events, *gaps]))
+            monitor.metrics.happened(key[0], latest_events([*events, *gaps]))
         monitor.runs.stepped(key, rank, body.last_step, now, target.incarnation)
         scalars = body.nested.get("scalars")
         monitor.tails.add(body)

@@ -35,78 +35,6 @@ Alert rules compare the age with a time window that is shorter than this time.
 """
 
 
-class Ages:
-    """The times of the latest loss of records, firings, incidents and events of each run."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Create an object without any times. `clock` returns the current time in monotonic seconds."""
-        self._clock = clock
-        self._lost_at: dict[str, float] = {}  # by run
-        self._fired_at: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)  # by run and label values
-        self._incidents: dict[tuple[str, ...], Incident] = {}  # by label values
-        self._events: defaultdict[str, dict[str, float]] = defaultdict(dict)  # UTC seconds by run and type
-
-    def lost(self, run: str) -> None:
-        """Record that records of a run were lost now."""
-        self._lost_at[run] = self._clock()
-
-    def fired(self, run: str, labels: tuple[str, ...]) -> None:
-        """Record that the service received a firing now.
-
-        `labels` are the label values of the counter that counts the firing: run, rank, rule and kind.
-        """
-        self._fired_at[run][labels] = self._clock()
-
-    def happened(self, run: str, events: Mapping[str, float]) -> None:
-        """Record the times of the latest events of a run, in UTC seconds by type of event."""
-        known = self._events[run]
-        known.update({kind: max(at, known.get(kind, at)) for kind, at in events.items()})
-
-    def settled(self, incident: Incident) -> None:
-        """Export the age of `incident` from now on, unless it is muted.
-
-        The labels describe the first firing of the incident.
-        """
-        if incident.is_muted:
-            return
-        first = incident.first
-        step = "" if first.step is None else str(first.step)
-        tensor = (first.kind or "", first.tensor or "", first.op or "")
-        self._incidents[first.run, _rank(first), first.rule or "Anomaly", incident.severity, *tensor, step] = incident
-
-    def keep(self, runs: set[str]) -> list[tuple[str, ...]]:
-        """Forget the times of all runs that are not in `runs`.
-
-        Return the label values (run, rank, rule and kind) of the forgotten firings.
-        """
-        self._lost_at = {run: at for run, at in self._lost_at.items() if run in runs}
-        for run in self._events.keys() - runs:
-            del self._events[run]
-        oldest = self._clock() - REMEMBER_SECONDS
-        self._incidents = {
-            labels: incident
-            for labels, incident in self._incidents.items()
-            if incident.first.run in runs and incident.seen_at >= oldest
-        }
-        return [labels for run in self._fired_at.keys() - runs for labels in self._fired_at.pop(run)]
-
-    def gauges(self) -> dict[MetricSpec, dict[tuple[str, ...], float]]:
-        """Return the values of the gauges of the ages, by label values."""
-        now = self._clock()
-        return {
-            service_catalogue.LOST_RECORDS_AGE: {(run,): now - at for run, at in self._lost_at.items()},
-            service_catalogue.ANOMALIES_INGESTED_AGE: {
-                labels: now - at for fired in self._fired_at.values() for labels, at in fired.items()
-            },
-            service_catalogue.EVENT_LAST: {
-                (run, kind): at for run, times in self._events.items() for kind, at in times.items()
-            },
-            service_catalogue.INCIDENT_AGE: {
-                labels: now - incident.seen_at for labels, incident in self._incidents.items()
-            },
-        }
-
-
 FAILURE_REASONS: Final = (
     "timeout",
     "refused",
@@ -189,7 +117,11 @@ class ServiceMetrics(Collector):
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Create the metrics of the service. `clock` returns the current time in monotonic seconds."""
-        self.ages = Ages(clock)
+        self._clock = clock
+        self._lost_at: dict[str, float] = {}  # time of the latest loss of records, by run
+        self._fired_at: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)  # by run and label values
+        self._incidents: dict[tuple[str, ...], Incident] = {}  # by label values
+        self._events: defaultdict[str, dict[str, float]] = defaultdict(dict)  # UTC seconds by run and type
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._counters: dict[MetricSpec, Counter] = {}
@@ -250,7 +182,7 @@ class ServiceMetrics(Collector):
         """Add the number `records` to the counter of the lost records of a run."""
         self.count(service_catalogue.LOST_RECORDS, records, run)
         self._lost_runs.add(run)
-        self.ages.lost(run)
+        self._lost_at[run] = self._clock()
 
     def fired(self, run: str, rank: int | None, firings: Mapping[tuple[str, str], int]) -> None:
         """Count firings by rule and kind.
@@ -261,7 +193,24 @@ class ServiceMetrics(Collector):
         for (rule, kind), count in firings.items():
             labels = (run, service_catalogue.UNKNOWN_RANK if rank is None else str(rank), rule, kind)
             self.count(service_catalogue.ANOMALIES_INGESTED, count, *labels)
-            self.ages.fired(run, labels)
+            self._fired_at[run][labels] = self._clock()
+
+    def happened(self, run: str, events: Mapping[str, float]) -> None:
+        """Record the times of the latest events of a run, in UTC seconds by type of event."""
+        known = self._events[run]
+        known.update({kind: max(at, known.get(kind, at)) for kind, at in events.items()})
+
+    def settled(self, incident: Incident) -> None:
+        """Export the age of `incident` from now on, unless it is muted.
+
+        The labels describe the first firing of the incident.
+        """
+        if incident.is_muted:
+            return
+        first = incident.first
+        step = "" if first.step is None else str(first.step)
+        tensor = (first.kind or "", first.tensor or "", first.op or "")
+        self._incidents[first.run, _rank(first), first.rule or "Anomaly", incident.severity, *tensor, step] = incident
 
     def show_exporters(self, up: Iterable[bool | None]) -> None:
         """Set the gauges of the numbers of external exporters, by the result of the last scrape.
@@ -283,8 +232,19 @@ class ServiceMetrics(Collector):
         health = Tally(target.health for target in known)
         followed = [(target.registration, target.lag_records) for target in known if not target.is_gone]
         ranks = [(attempt.run, rank) for attempt in attempts for rank in attempt.ranks.values()]
-        self._keep_counters_of({attempt.run for attempt in attempts})
-        self._gauges |= self.ages.gauges() | {
+        self._keep({attempt.run for attempt in attempts})
+        now = self._clock()
+        self._gauges |= {
+            service_catalogue.LOST_RECORDS_AGE: {(run,): now - at for run, at in self._lost_at.items()},
+            service_catalogue.ANOMALIES_INGESTED_AGE: {
+                labels: now - at for fired in self._fired_at.values() for labels, at in fired.items()
+            },
+            service_catalogue.EVENT_LAST: {
+                (run, kind): at for run, times in self._events.items() for kind, at in times.items()
+            },
+            service_catalogue.INCIDENT_AGE: {
+                labels: now - incident.seen_at for labels, incident in self._incidents.items()
+            },
             service_catalogue.TARGETS: {(condition,): health[condition] for condition in Health},
             service_catalogue.ROWS_PENDING: {(): rows_pending},
             service_catalogue.LAG_RECORDS: {(rank.run, str(rank.rank)): lag for rank, lag in followed},
@@ -310,12 +270,22 @@ class ServiceMetrics(Collector):
         """Set the gauge of the goodput for each run in `runs` whose goodput is in `ratios`."""
         self._gauges[service_catalogue.RUN_GOODPUT] = {(run,): ratios[run] for run in ratios.keys() & runs}
 
-    def _keep_counters_of(self, runs: set[str]) -> None:
-        """Remove the counters of all runs that are not in `runs`."""
+    def _keep(self, runs: set[str]) -> None:
+        """Remove the counters and times of all runs that are not in `runs`, and old incidents."""
         for run in runs:
             self.count(service_catalogue.LOST_RECORDS, 0, run)  # so that increase() sees the first loss
         for run in self._lost_runs - runs:
             self._counters[service_catalogue.LOST_RECORDS].remove(run)
         self._lost_runs = runs
-        for labels in self.ages.keep(runs):
-            self._counters[service_catalogue.ANOMALIES_INGESTED].remove(*labels)
+        for run in self._fired_at.keys() - runs:
+            for labels in self._fired_at.pop(run):
+                self._counters[service_catalogue.ANOMALIES_INGESTED].remove(*labels)
+        for times in (self._lost_at, self._events):
+            for run in times.keys() - runs:
+                del times[run]
+        oldest = self._clock() - REMEMBER_SECONDS
+        self._incidents = {
+            labels: incident
+            for labels, incident in self._incidents.items()
+            if incident.first.run in runs and incident.seen_at >= oldest
+        }

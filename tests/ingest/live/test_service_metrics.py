@@ -166,9 +166,9 @@ def test_series_of_a_removed_run_leave_the_page():
 
 def test_latest_events_never_go_back_and_leave_with_their_run():
     metrics = ServiceMetrics()
-    metrics.ages.happened("r", {"exit": 9.0, "hang": 3.0})
-    metrics.ages.happened("r", {"exit": 8.0})
-    metrics.ages.happened("gone", {"exit": 1.0})
+    metrics.happened("r", {"exit": 9.0, "hang": 3.0})
+    metrics.happened("r", {"exit": 8.0})
+    metrics.happened("gone", {"exit": 1.0})
     shown(metrics, an_attempt("r"))
     lines = [line for line in metrics.page().decode().splitlines() if line.startswith("rankscope_event_last")]
 
