@@ -35,9 +35,12 @@ ORDER BY ordinal"""
 _SERVICE_JUMPS: Final = """\
 SELECT run, attempt, sum(value) AS seconds FROM events
 WHERE type = 'clock' AND ts_origin = 'ingest' AND incarnation IS NULL GROUP BY run, attempt"""
+# The events of records that have arrived since have a negative value.
 _GIVEN_UP: Final = """\
-SELECT incarnation, details FROM events
-WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL ORDER BY ordinal"""
+SELECT incarnation, sum(value)::BIGINT AS records,
+  coalesce(max(CASE WHEN json_valid(details) THEN TRY_CAST(details->>'$.last' AS BIGINT) END), -1) AS last FROM events
+WHERE type = 'gap' AND ts_origin = 'ingest' AND seq IS NULL AND incarnation IS NOT NULL
+GROUP BY incarnation HAVING sum(value) > 0"""
 _PROCESSES: Final = """\
 SELECT incarnation, attempt FROM events
 WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
@@ -89,7 +92,7 @@ class History:
     unsent: tuple[Incident, ...] = ()
     announced_failures: frozenset[str] = frozenset()
     last_ordinal: int = 0
-    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    given_up: Mapping[str, GivenUp] = field(default_factory=dict)  # counted as lost and not arrived, by incarnation
     diverged: tuple[Diverged, ...] = ()  # of active attempts
     hashes: Sequence[Row] = ()  # of steps that not all ranks of a group have reached
     processes: Mapping[str, int] = field(default_factory=dict)  # attempts of all registered incarnations
@@ -157,7 +160,7 @@ def read_history(store: Connection, now: float) -> History:
         unsent=tuple(incident for incident, state in incidents if state == OPENED),
         announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(store),
-        given_up=_given_up(store),
+        given_up={row.pop("incarnation"): GivenUp(**row) for row in store.query(_GIVEN_UP).to_pylist()},
         diverged=tuple(item for item in read_diverged(store) if item.attempt_key in unfinished),
         hashes=store.query(_HASHES).to_pylist(),
         processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},
@@ -172,21 +175,6 @@ def _add_last_steps(store: Connection, incidents: Iterable[Incident]) -> None:
     for one in incidents:
         if one.last_step is not None:
             one.last_step = max(one.last_step, last.get((*one.attempt_key, one.first.rule), one.last_step))
-
-
-def _given_up(store: Connection) -> dict[str, GivenUp]:
-    """Return the number of records of each dead process that were counted as lost and have not arrived since.
-
-    The key is the incarnation id of the process. The result also contains the last sequence number of these records.
-    """
-    found: dict[str, GivenUp] = {}
-    for row in store.query(_GIVEN_UP).to_pylist():
-        details = parse_details(row["details"])
-        last, records = details.get("last"), details.get("records")
-        if isinstance(last, int) and isinstance(records, int):
-            before = found.get(row["incarnation"], GivenUp(last=-1, records=0))
-            found[row["incarnation"]] = GivenUp(last=max(before.last, last), records=before.records + records)
-    return {incarnation: lost for incarnation, lost in found.items() if lost.records > 0}
 
 
 def _last_ordinal(store: Connection) -> int:
