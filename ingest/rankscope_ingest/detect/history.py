@@ -54,9 +54,12 @@ WHERE type = 'anomaly' AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed'))
 GROUP BY run, attempt, rule HAVING max(step) IS NOT NULL"""
 _DIVERGENCES: Final = """\
-SELECT run, attempt, step, kind, tensor, vpp_stage, details, type FROM events
-WHERE rule = 'ReplicaDesync' AND ts_origin = 'ingest' AND type IN ('anomaly', 'note') AND step IS NOT NULL
-ORDER BY ordinal"""
+SELECT * FROM (
+  SELECT run, attempt, step, kind, tensor, vpp_stage, details, type, ordinal,
+    CASE WHEN json_valid(details) THEN details->>'$.replicas' END AS replicas FROM events
+  WHERE rule = 'ReplicaDesync' AND ts_origin = 'ingest' AND type IN ('anomaly', 'note') AND step IS NOT NULL
+  QUALIFY ordinal = max(ordinal) OVER (PARTITION BY run, attempt, kind, tensor, vpp_stage, replicas)
+) WHERE type = 'anomaly' ORDER BY ordinal"""
 
 # Steps that all ranks of a group have reached were compared. The hashes of later steps are still needed.
 _HASHES: Final = """\
@@ -279,15 +282,8 @@ def _micros(moment: dt.datetime | None) -> int:
 
 def read_diverged(store: Connection) -> list[Diverged]:
     """Return the tensors that were reported as diverged and that have not been reported as equal since."""
-    found: dict[tuple[Any, ...], Diverged] = {}
-    for row in store.query(_DIVERGENCES).to_pylist():
-        details = parse_details(row["details"])
-        key = (*(row[name] for name in ("run", "attempt", "kind", "tensor", "vpp_stage")), details.get("replicas"))
-        if row["type"] != EventType.ANOMALY:
-            found.pop(key, None)
-        elif (item := _diverged(row, details)) is not None:
-            found[key] = item
-    return list(found.values())
+    rows = store.query(_DIVERGENCES).to_pylist()
+    return [item for row in rows if (item := _diverged(row, parse_details(row["details"]))) is not None]
 
 
 def _diverged(row: Mapping[str, Any], details: Mapping[str, Any]) -> Diverged | None:
