@@ -10,7 +10,7 @@ import pytest
 from tests.view.training import MAIN, Size, write_store
 
 from rankscope_ingest.base.errors import ConfigError
-from rankscope_ingest.service.viewer import serve_pages
+from rankscope_ingest.http.pages import serve_pages
 from rankscope_storage.api.store import Store
 
 

@@ -39,7 +39,7 @@ def view(
     store, listen = source or store, listen or "127.0.0.1:0"
     with command_errors(usage=(ValueError,)):
         split_address(listen)
-    from rankscope_ingest.service.viewer import serve_pages
+    from rankscope_ingest.http.pages import serve_pages
     from rankscope_storage.connection import connect
 
     def ready(url: str) -> None:

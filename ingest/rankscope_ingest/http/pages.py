@@ -1,4 +1,4 @@
-"""Routes of the pages of runs, which `rankscope_view` renders.
+"""Routes of the pages of runs, which `rankscope_view` renders, in the service and without one (`serve_pages`).
 
 Server-sent events update open pages: new rows of a viewed run, and versions of the store. A page of a run receives the
 scalars of polled records before they are committed. It is loaded again only after a commit with other rows, such as
@@ -15,8 +15,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
@@ -25,8 +26,13 @@ import pyarrow as pa
 from aiohttp import web
 
 from rankscope_ingest.base.background import FAULTS, cancel, start_task
+from rankscope_ingest.base.config import is_loopback, split_address
+from rankscope_ingest.base.config_file import load_config
+from rankscope_ingest.base.stop_signals import stop_on_signals
+from rankscope_ingest.http.routes import errors_as_text
 from rankscope_ingest.live.tails import LiveTails
-from rankscope_ingest.network.connections import most_connections
+from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
+from rankscope_ingest.network.connections import most_connections, raise_file_limit, serving
 from rankscope_storage.base.errors import StoreError
 from rankscope_view.data.comparison import LETTERS
 from rankscope_view.pages.rendering import Place
@@ -270,3 +276,32 @@ def _response(found: Response) -> web.Response:
     if found.type != BYTES:  # cells of a heat map hardly become smaller
         answer.enable_compression()
     return answer
+
+
+async def serve_pages(
+    store: Path,
+    listen: str,
+    *,
+    environment: Mapping[str, str],
+    on_ready: Callable[[str], None],
+    named: Path | None = None,
+) -> None:
+    """Serve the pages of `store` at `listen` until a signal arrives. `on_ready` receives the address.
+
+    Commands on the pages name the folder `named`, of which `store` may be a temporary copy. Other machines need the
+    token in `environment`; processes on this machine need none. Raises ServiceError if the address cannot be used, and
+    ConfigError if other machines can reach it and there is no token.
+    """
+    raise_file_limit()
+    is_local = is_loopback(split_address(listen)[0])
+    settings = {"store.path": str(store), "service.listen": listen}
+    config = load_config(None, settings, environment={} if is_local else environment)
+    section = config.service
+    guards = [errors_as_text, token_guard(config.token), refuse_web_pages(own_names(section))]
+    application = web.Application(middlewares=guards)
+    Pages(Site(store, store=named)).add_to(application)
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        async with serving(application, section, None, shutdown_seconds=1.0) as url:
+            on_ready(url)
+            await stop.wait()
