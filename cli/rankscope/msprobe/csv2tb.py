@@ -46,7 +46,7 @@ def csv2tensorboard_by_step(
     ranks = csv_rows.rank_files(monitor_path, time_start, time_end)
     output = csv_rows.output_folder(monitor_path, output_dirpath, "csv2tensorboard_by_step")
     write = functools.partial(_write_rank, output=output, types=types)
-    counts = [count for _, count in csv_rows.in_parallel(write, ranks.items(), processes)]
+    counts = [count for _, count in csv_rows.in_parallel(write, [*ranks.items()], processes)]
     print(f"{sum(counts):,} rows of {len(ranks)} ranks; output has been saved to: {output}")
 
 

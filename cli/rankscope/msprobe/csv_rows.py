@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import datetime as dt
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -152,21 +151,16 @@ def output_folder(monitor_path: str | Path, output_dirpath: str | Path | None, f
     return folder
 
 
-def in_parallel(function: Callable[[Job], Result], jobs: Iterable[Job], number: int) -> Iterator[tuple[Job, Result]]:
+def in_parallel(function: Callable[[Job], Result], jobs: Sequence[Job], number: int) -> Iterator[tuple[Job, Result]]:
     """Call `function` with each job; yield each job and the result of the call, in the order of `jobs`.
 
-    Up to `number` calls run at the same time. Threads are used, because a script may call a converter at its top level.
-    A new process would run such a script again. Arrow reads CSV files outside of Python's interpreter lock.
+    `number` calls run at the same time. Threads are used, because a script may call a converter at its top level. A new
+    process would run such a script again. Arrow reads CSV files outside of Python's interpreter lock.
     """
     with concurrent.futures.ThreadPoolExecutor(number) as pool:
-        waiting: deque[tuple[Job, concurrent.futures.Future[Result]]] = deque()
-        for job in jobs:
-            if len(waiting) >= number:
-                first, future = waiting.popleft()
-                yield first, future.result()
-            waiting.append((job, pool.submit(function, job)))
-        for first, future in waiting:
-            yield first, future.result()
+        for start in range(0, len(jobs), number):
+            some = jobs[start : start + number]
+            yield from zip(some, pool.map(function, some), strict=True)
 
 
 def _file_rows(path: Path) -> Iterator[pa.Table]:
