@@ -14,7 +14,7 @@ from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
 from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
 from rankscope_view.data.comparison import compared_values, difference
-from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, ema_at, moving_average, notice
+from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, moving_average, notice
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.grid import Grid, GridRequest, Order, cell_value, natural, tensor_grid
 from rankscope_view.data.series import History
@@ -144,16 +144,6 @@ def test_range_of_the_axis_has_all_values_unless_a_reader_cuts_it():
 
     assert (2.4, 40.0) == found.range()
     assert 9 > found.range(is_cut=True)[1]
-
-
-@pytest.mark.parametrize("spike", [1.0, 1e30, np.nan])
-@pytest.mark.parametrize("attempts", [1, 2])
-def test_ema_of_few_rows_equals_that_of_all_rows(spike, attempts):
-    values = np.random.default_rng(0).normal(size=100_000)
-    values[50_000] = spike
-    series, rows = np.arange(len(values)) * attempts // len(values), np.array([0, 7, 700, 50_600, 99_999])
-
-    np.testing.assert_allclose(ema_at(values, series, 0.9, rows), ema(values, series, 0.9)[rows], rtol=1e-9)
 
 
 @pytest.mark.parametrize("smoothing", [Smoothing.EMA, Smoothing.AVERAGE])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -217,27 +217,19 @@ def curve(history: History, request: CurveRequest) -> Curve:
         newest = np.arange(len(history) - request.newest, len(history))
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
-    whole, visible = history, None
+    average = _average(history, request)
     newest_attempt = int(history.attempt[history.stands].max(initial=0))
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
-        history, x = history.select(visible), x[visible]
+        history, x, average = history.select(visible), x[visible], average[visible]
     starts = restarts(history.attempt)
     bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
     parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
     width = _bucket_width(history, x, parts, request)
-    pieces = [(history.select(rows), x[rows]) for rows in parts]
-    drawn = [_drawn(*piece, width) for piece in pieces]
-    numbers = [rows.start + one.rows for rows, one in zip(parts, drawn, strict=True)]
-    averages = _smoothed(whole, request, [one if visible is None else visible[one] for one in numbers])
-    lines = (
-        _line(*piece, *points, request.axis)
-        for piece, points in zip(pieces, zip(drawn, averages, strict=True), strict=True)
-    )
     return Curve(
         name=history.name,
         request=request,
-        lines=tuple(lines),
+        lines=tuple(_line(history.select(rows), x[rows], average[rows], width, request.axis) for rows in parts),
         nonfinite=_nonfinite(history, x),
         restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].tolist()),
         rows=len(history),
@@ -299,19 +291,16 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     return history, np.arange(len(history), dtype=np.float64)
 
 
-def _smoothed(history: History, request: CurveRequest, parts: Sequence[Integers]) -> list[Floats]:
-    """Return the averages at the rows of each part."""
-    rows = np.concatenate([np.array([], np.int64), *parts])
+def _average(history: History, request: CurveRequest) -> Floats:
+    """Return the chosen average at each row; NaN without one."""
+    values, attempt = history.value, history.attempt
+    if request.smoothing is Smoothing.NONE:
+        return np.broadcast_to(np.nan, len(values))
+    if request.smoothing is not Smoothing.AVERAGE:
+        values = ema(values, attempt, min(max(request.decay, 0.0), 0.9999))
     if request.smoothing is Smoothing.EMA:
-        found = ema_at(history.value, history.attempt, min(max(request.decay, 0.0), 0.9999), rows)
-    elif request.smoothing is not Smoothing.NONE:
-        values, full = history.value, request.needs_full_window
-        if request.smoothing is Smoothing.BOTH:
-            values = ema(values, history.attempt, request.decay)
-        found = moving_average(values, history.attempt, request.width, needs_full_window=full)[rows]
-    else:
-        found = np.full(len(rows), np.nan)
-    return np.split(found, np.cumsum([len(one) for one in parts])[:-1]) if parts else []
+        return values
+    return moving_average(values, attempt, request.width, needs_full_window=request.needs_full_window)
 
 
 def _window(x: Floats, request: CurveRequest) -> Integers:
@@ -360,18 +349,9 @@ def _rising_begins(x: Floats, width: float) -> Integers:
     return np.unique(np.searchsorted(x, edges, "left"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Drawn:
-    """The rows to draw, and the range of the bucket of each of them."""
-
-    rows: Integers
-    low: Floats
-    high: Floats
-
-
-def _line(history: History, x: Floats, drawn: _Drawn, smoothed: Floats, axis: Axis) -> Line:
-    """Return the points of one line, with a NaN where the line must break. `smoothed` has the averages at its rows."""
-    kept = drawn.rows
+def _line(history: History, x: Floats, average: Floats, width: float | None, axis: Axis) -> Line:
+    """Return the points of one line, with a NaN where the line must break."""
+    kept, low, high = _drawn(history, x, width)
     finite = np.isfinite(history.value)
     broken = _breaks(history, x, finite, kept, axis)
     behind = kept[broken]
@@ -384,21 +364,24 @@ def _line(history: History, x: Floats, drawn: _Drawn, smoothed: Floats, axis: Ax
         x=np.insert(x[kept], place, gap),
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),
-        smoothed=np.insert(smoothed, place, nothing),
-        low=np.insert(drawn.low, place, nothing),
-        high=np.insert(drawn.high, place, nothing),
+        smoothed=np.insert(average[kept], place, nothing),
+        low=np.insert(low, place, nothing),
+        high=np.insert(high, place, nothing),
     )
 
 
-def _drawn(history: History, x: Floats, width: float | None) -> _Drawn:
-    """Return the rows to draw: all finite ones, or the first, lowest, highest and last one of each bucket."""
+def _drawn(history: History, x: Floats, width: float | None) -> tuple[Integers, Floats, Floats]:
+    """Return the rows to draw, and the range of the bucket of each of them.
+
+    They are all finite rows, or the first, lowest, highest and last one of each bucket.
+    """
     finite = np.isfinite(history.value)
     rows = slice(None) if finite.all() else np.flatnonzero(finite)  # a slice needs no copies
     values, x = history.value[rows], x[rows]
     lowest, highest = history.lowest, history.highest
     if width is None or not len(values):
         kept = np.arange(len(x)) if isinstance(rows, slice) else rows
-        return _Drawn(kept, lowest[rows], highest[rows])
+        return kept, lowest[rows], highest[rows]
     begins = _bucket_begins(x, history.attempt[rows], width)
     ends = np.append(begins[1:], len(values))
     parts = [(first, values[first:last]) for first, last in zip(begins.tolist(), ends.tolist(), strict=True)]
@@ -407,7 +390,7 @@ def _drawn(history: History, x: Floats, width: float | None) -> _Drawn:
     bucket = np.searchsorted(begins, drawn, "right") - 1
     low = values[least] if lowest is history.value else np.fmin.reduceat(lowest[rows], begins)
     high = values[most] if highest is history.value else np.fmax.reduceat(highest[rows], begins)
-    return _Drawn(drawn if isinstance(rows, slice) else rows[drawn], low[bucket], high[bucket])
+    return drawn if isinstance(rows, slice) else rows[drawn], low[bucket], high[bucket]
 
 
 def _breaks(history: History, x: Floats, finite: Any, kept: Integers, axis: Axis) -> Integers:
@@ -479,18 +462,6 @@ def _quantile(ordered: Floats, share: float) -> float:
 LONGEST_WINDOW: Final = 500
 """Largest number of rows in a window of a moving average. The time of the calculation is proportional to it."""
 
-_SMALLEST_WEIGHT: Final = math.log(1e-24)
-"""Natural logarithm of the weight below which `ema_at` leaves values out."""
-
-_TOLERANCE: Final = 1e-15
-"""Largest relative error of an average by values that were left out: the last digits of a double."""
-
-_SHARE_READ: Final = 1.5
-"""Quotient of all values and those that `ema_at` reads, from which on it takes less time than `ema`."""
-
-_ROWS_AT_ONCE: Final = 256
-"""Number of rows whose values are copied together: less than 2 MB with the usual decay, which fits into a cache."""
-
 _LARGEST_EXPONENT: Final = 200.0
 """Natural logarithm of the largest power of the decay in a block: e^200 is within the range of a double."""
 
@@ -501,27 +472,15 @@ def ema(values: Floats, series: Integers, decay: float) -> Floats:
     `decay` is the weight of the previous average, from 0 to below 1. Rows of a series, which have equal numbers in
     `series`, must be adjacent.
     """
-    return _by_series(values, series, lambda finite: _ema(finite, decay))
-
-
-def ema_at(values: Floats, series: Integers, decay: float, rows: Integers) -> Floats:
-    """Return the elements `rows` of `ema`. For few rows, only the values that still have a weight are read."""
-    reach = math.ceil(_SMALLEST_WEIGHT / math.log(decay)) if decay > 0 else 1
-    is_short = 0 < len(rows) * reach < len(values) / _SHARE_READ and reach < len(values)
-    if not is_short or len(restarts(series)) or not np.isfinite(values).all():
-        return ema(values, series, decay)[rows]
-    found = np.empty(len(rows))
-    is_early = rows < reach
-    found[is_early] = _ema(values[:reach], decay)[rows[is_early]]
-    windows = np.lib.stride_tricks.sliding_window_view(values, reach)
-    weights = (1 - decay) * decay ** np.arange(reach - 1, -1, -1)
-    late = np.flatnonzero(~is_early)
-    for start in range(0, len(late), _ROWS_AT_ONCE):
-        own = late[start : start + _ROWS_AT_ONCE]
-        found[own] = windows[rows[own] - reach + 1] @ weights
-    left_out = max(abs(float(values.min())), abs(float(values.max()))) * decay**reach
-    is_exact = bool((left_out <= _TOLERANCE * np.abs(found)).all())  # not so behind a spike of many powers of ten
-    return found if is_exact else _ema(values, decay)[rows]
+    known = np.isfinite(values)
+    begins = [0, *restarts(series).tolist()]
+    if len(begins) == 1 and known.all():
+        return _ema(values, decay)
+    result = np.full(len(values), np.nan)
+    for first, last in itertools.pairwise([*begins, len(values)]):
+        finite = first + np.flatnonzero(known[first:last])
+        result[finite] = _ema(values[finite], decay)
+    return result
 
 
 def moving_average(values: Floats, series: Integers, width: int, *, needs_full_window: bool = False) -> Floats:
@@ -540,19 +499,6 @@ def moving_average(values: Floats, series: Integers, width: int, *, needs_full_w
         count[back:] += np.where(is_same, counts[:-back], 0.0)
     has_average = known & (count == width) if needs_full_window else known
     return np.where(has_average, total / np.maximum(count, 1.0), np.nan)
-
-
-def _by_series(values: Floats, series: Integers, smooth: Callable[[Floats], Floats]) -> Floats:
-    """Return `smooth` of the finite values of each series, at the rows of these values, and NaN in all other rows."""
-    known = np.isfinite(values)
-    begins = [0, *restarts(series).tolist()]
-    if len(begins) == 1 and known.all():
-        return smooth(values)
-    result = np.full(len(values), np.nan)
-    for first, last in itertools.pairwise([*begins, len(values)]):
-        finite = first + np.flatnonzero(known[first:last])
-        result[finite] = smooth(values[finite])
-    return result
 
 
 def _ema(values: Floats, decay: float) -> Floats:
