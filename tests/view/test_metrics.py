@@ -296,7 +296,7 @@ def test_cells_are_logarithms_of_shares_of_the_elements(adam_store):
     shares = np.array([100, 40, 30, 20, 10]) / 200
     low = grid.scale[0]
     expected = np.rint((np.log10(shares) - low) / -low * LEVELS).tolist()
-    assert ["above 1", "0.5 to 1", "0 to 0.5", "-0.5 to 0", "-1 to -0.5"] == [row.name for row in grid.rows]
+    assert ["above 1", "0.5 to 1", "0 to 0.5", "-0.5 to 0", "-1 to -0.5"] == list(grid.names)
     assert (5, FEW_STEPS) == grid.cells.shape
     assert expected == grid.cells[:, 7].tolist()
     assert {kind: ["layers.2.weight", "layers.10.weight"] for kind in ("adam_ratio", "adam_update")} == tensors

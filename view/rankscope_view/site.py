@@ -16,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -252,8 +252,8 @@ def cell(connection: Connection, request: Request) -> Response:
     found = cell_value(connection, request.query.get("run", ""), grid, request.count("column")) if names else None
     if found is None:
         return _json(None)
-    value = None if found.value is None or not math.isfinite(found.value) else found.value
-    return _json(asdict(found) | {"value": value})
+    value = found["value"]
+    return _json(found | {"value": None if value is None or not math.isfinite(value) else value})
 
 
 def _json(document: Any) -> Response:
@@ -482,7 +482,7 @@ class Site:
     def _run(self, connection: Connection, request: Request) -> Response:
         place, found = self._detail(connection, request)
         choice = chart_choice(request)
-        shown = _smaller(choice.request)
+        shown = replace(choice.request, points=800, newest=None)
         curves = {name: curve(history, shown) for name, history in found.histories.items() if name != EVAL_LOSS}
         if EVAL_LOSS in found.histories:
             curves[EVAL_LOSS] = evaluation_curve(found.history(EVAL_LOSS), found.history(LOSS), shown)
@@ -568,7 +568,7 @@ class Site:
             histories = [
                 one.histories.get(LOSS if name == DIFFERENCE else name) or nothing(name) for one in found.sides
             ]
-            drawn = compared_curve(letters, histories, name, _smaller(choice.request))
+            drawn = compared_curve(letters, histories, name, replace(choice.request, points=800, newest=None))
             curves |= {name: drawn} if drawn.rows else {}
         place = self._place_of(request, is_live=any(one.detail.row.is_live for one in found.sides))
         own = {
@@ -587,11 +587,6 @@ def _log(found: RunDetail, groups: Sequence[Group] = (), newest: int = NEWEST) -
 
 def _page(html: str) -> Response:
     return Response(body=html.encode("utf-8", "replace"))
-
-
-def _smaller(request: CurveRequest) -> CurveRequest:
-    names = ("axis", "smoothing", "decay", "width", "first", "last")
-    return CurveRequest(**{name: getattr(request, name) for name in names}, points=800)
 
 
 def _asset(name: str) -> Response:

@@ -12,7 +12,7 @@ from tests.view.training import MAIN, event, events, rows, run_row, scalars, wri
 
 from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
-from rankscope_view.data.cells import CellQuery, Window, find_groups, read_cells, sampled_columns
+from rankscope_view.data.cells import Window, cell_query, read_cells, sampled_columns
 from rankscope_view.data.comparison import compared_values, difference
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, moving_average, notice
 from rankscope_view.data.detail import read_chart
@@ -279,14 +279,14 @@ def many(tmp_path_factory):
 
 
 def holder(found: Grid, row: int) -> str:
-    return found.names[found.rows[row].holder]
+    return found.names[found.rows[row][2]]
 
 
 def test_pooled_rows_name_the_tensor_with_the_extreme(many):
     found = tensor_grid(many, "r", GridRequest(kind="grad_reduced"))
 
     assert (1250, 40) == found.cells.shape
-    assert ("layers.1700.weight", 2, 1700) == (holder(found, 850), found.rows[850].tensors, found.rows[850].first)
+    assert ("layers.1700.weight", 2, 1700) == (holder(found, 850), found.rows[850][1], found.rows[850][0])
     assert found.cells[850, 20] == found.cells[found.cells <= grid.LEVELS].max()
     assert cells.NOT_A_NUMBER == found.cells[1000, 30]
     assert "layers.2001.weight" == holder(found, 1000)
@@ -331,7 +331,7 @@ def test_rows_are_the_worst_ones_or_pooled_to_the_height_of_the_screen(many):
     assert ("layers.2001.weight", "layers.1700.weight") == worst.names
     assert (100, 40) == found.cells.shape
     assert "layers.1700.weight" == holder(found, 68)
-    assert 2500 == sum(row.tensors for row in found.rows) == len(found.names)
+    assert 2500 == sum(tensors for _, tensors, _ in found.rows) == len(found.names)
     assert (0, 0) == tensor_grid(many, "no such run", GridRequest(kind="grad_reduced")).cells.shape
 
 
@@ -342,9 +342,9 @@ def test_exact_value_of_a_pooled_cell_names_its_tensor_and_nan_has_priority(many
 
     for column, number, expected in ((20, 1700, 500.0), (3, 1699, 1)):
         found = value(column, *range(1699, 1703))
-        assert (f"layers.{number}.weight", column, expected) == (found.tensor, found.step, found.value)
+        assert (f"layers.{number}.weight", column, expected) == (found["tensor"], found["step"], found["value"])
     found = value(30, 2000, 2001)
-    assert ("layers.2001.weight", 3) == (found.tensor, found.nans)
+    assert ("layers.2001.weight", 3) == (found["tensor"], found["nans"])
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +373,7 @@ def test_tensors_are_grouped_by_layer_or_by_part(spread):
 
 @pytest.mark.parametrize(("op", "rank"), [("norm", None), ("mean", 2)])
 def test_cells_equal_sql(spread, op, rank):
-    query = CellQuery(run="r", kind="grad_reduced", op=op, rank=rank, groups=find_groups(spread, "r", "grad_reduced"))
+    query = cell_query(spread, "r", GridRequest(kind="grad_reduced", op=op, rank=rank))
     columns = sampled_columns(spread, query)
     for width in (1, 4):
         found = read_cells(query, Window(columns, 2, columns.count, width))

@@ -232,7 +232,7 @@ def test_update_size_is_the_norm_of_the_update_by_that_of_the_weight(opened):
     store = opened(runs=run_row("r", "completed"), **{name: pa.concat_tables(one) for name, one in tables.items()})
     grid = tensor_grid(store, "r", GridRequest(kind=UPDATE_RATIO, is_relative=False))
 
-    assert ["a", "b"] == [row.name for row in grid.rows]
+    assert ["a", "b"] == [grid.names[holder] for *_, holder in grid.rows]
     assert (-2.0, -1.0) == pytest.approx(grid.scale, abs=0.01)
     assert [[0, 250, 255]] * 2 == grid.cells.tolist()
 

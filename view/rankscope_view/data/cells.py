@@ -6,17 +6,18 @@ needed. Columns of the arrays are sampled steps in the order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import enum
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from rankscope_contract.model.kinds import OPS, Kind
 from rankscope_storage.connection import Connection
+from rankscope_storage.query.column_scan import RowGroups, row_groups
 from rankscope_view.data.series import Integers
 
 INFINITE: Final = 254
@@ -38,6 +39,8 @@ MOST_CELLS: Final = 20_000_000
 
 _REQUESTED: Final = ("run", "kind")
 _OF_ROW: Final = (*_REQUESTED, "tensor")
+
+MOST_ROWS: Final = 2000
 
 Singles = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -118,78 +121,28 @@ class Cells:
     bad: npt.NDArray[np.uint8]
 
 
-class Source(Protocol):
-    """Rows that are read without SQL, and the facts about them that are known before."""
+class Order(enum.StrEnum):
+    """Order of the tensors of a grid."""
 
-    @property
-    def rows(self) -> int:
-        """Return the number of rows, including those that were not requested."""
-
-    def bounds(self, column: str) -> tuple[Any, Any] | None:
-        """Return the lowest and the highest value of `column`; None if they are unknown."""
-
-    def split(self, columns: Collection[str]) -> tuple[Source, Source]:
-        """Return rows without a value above 0 in `columns`, and all others."""
-
-    def split_constant(self, columns: Collection[str]) -> tuple[Source, Source]:
-        """Return rows that are known to have the requested values in `columns`, and all others."""
-
-    def each(self) -> Iterator[Source]:
-        """Yield parts of the rows."""
-
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield `columns` of all rows; names are dictionaries."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Queried:
-    """The rows of an SQL query as a source."""
-
-    table: pa.Table
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows."""
-        return int(self.table.num_rows)
-
-    def bounds(self, column: str) -> tuple[Any, Any] | None:
-        """Return the lowest and the highest value of `column`; None without any."""
-        found = pc.min_max(self.table[column]).as_py()
-        return None if found["min"] is None else (found["min"], found["max"])
-
-    def split(self, columns: Collection[str]) -> tuple[_Queried, _Queried]:  # noqa: ARG002 - part of the protocol
-        """Return no rows, and all rows."""
-        return _Queried(self.table[:0]), self
-
-    def split_constant(self, columns: Collection[str]) -> tuple[_Queried, _Queried]:
-        """Return no rows, and all rows."""
-        return self.split(columns)
-
-    def each(self) -> Iterator[_Queried]:
-        """Yield all rows."""
-        yield self
-
-    def batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield `columns` of all rows."""
-        yield from self.table.select(list(columns)).combine_chunks().to_batches()
+    MODEL = "model"  # by layer
+    PART = "part"  # by the part of the layer, such as `mlp.down_proj.weight`; then by layer
+    WORST = "worst"  # by the largest distance from the median, non-finite ones first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CellQuery:
-    """The rows that are read: a statistic of one kind, of all ranks or one, of the tensors that the words select."""
+class GridRequest:
+    """Choices of a reader for a heat map. `words` select tensors by parts of names."""
 
-    run: str
     kind: str
     op: str = "norm"
-    rank: int | None = None
+    is_relative: bool = True
+    order: Order = Order.MODEL
     words: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()  # empty: all
-    groups: Source
-
-    def tensor_estimate(self, columns: int) -> int:
-        """Return the probable number of tensors, from the number of rows. Rows of other kinds count too."""
-        low, high = self.groups.bounds("rank") or (0, 0)
-        return max(1, self.groups.rows // int(max(1, columns) * (high - low + 1)))
+    rank: int | None = None  # None: of all ranks, the farthest from the median
+    rows: tuple[int, int] | None = None  # zoom: numbers of tensors in the chosen order
+    columns: tuple[int, int] | None = None  # zoom: numbers of sampled steps
+    most_rows: int = MOST_ROWS
 
     def selects(self, name: str) -> bool:
         """Return whether the words and tensors select the tensor `name`."""
@@ -197,20 +150,34 @@ class CellQuery:
         return all(word in lowered for word in self.words) and (not self.tensors or name in self.tensors)
 
 
-def find_groups(connection: Connection, run: str, kind: str, tensors: Sequence[str] = ()) -> Source:
-    """Return the row groups that can have statistics of `kind`, or the calculated ratios of updates."""
-    if kind == UPDATE_RATIO:
-        names = ("run", "kind", "tensor")
-        chosen = (
-            f"SELECT * FROM {relation_of(connection, run, kind)} WHERE run = $run ORDER BY tensor, rank, attempt, step"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellQuery:
+    """The rows of a request, and the row groups that can have them."""
+
+    run: str
+    request: GridRequest
+    groups: RowGroups
+
+    def tensor_estimate(self, columns: int) -> int:
+        """Return the probable number of tensors, from the number of rows. Rows of other kinds count too."""
+        low, high = self.groups.bounds("rank") or (0, 0)
+        return max(1, self.groups.rows // int(max(1, columns) * (high - low + 1)))
+
+
+def cell_query(connection: Connection, run: str, request: GridRequest) -> CellQuery:
+    """Return the row groups that can have the rows of a request; of calculated ratios of updates, all rows."""
+    others = ("nans", "infs", "attempt", "rank")
+    equal = {"run": [run], "kind": [request.kind]} | ({"tensor": list(request.tensors)} if request.tensors else {})
+    if request.kind == UPDATE_RATIO:
+        source, content = relation_of(connection, run, request.kind), pa.BufferOutputStream()
+        rows = connection.query(
+            f"SELECT * FROM {source} WHERE run = $run ORDER BY tensor, rank, attempt, step", {"run": run}
         )
-        table = connection.query(chosen, {"run": run})
-        for at, name in enumerate(table.column_names):
-            if name in names:
-                table = table.set_column(at, name, table[name].dictionary_encode())
-        return _Queried(table)
-    equal = {"run": [run], "kind": [kind]} | ({"tensor": list(tensors)} if tensors else {})
-    return connection.row_groups("tensor_stats", [run], equal, ("nans", "infs", "attempt", "rank"))
+        pq.write_table(rows, content)
+        groups = row_groups([content.getvalue()], "tensor_stats", equal, others)
+    else:
+        groups = connection.row_groups("tensor_stats", [run], equal, others)
+    return CellQuery(run=run, request=request, groups=groups)
 
 
 def relation_of(connection: Connection, run: str, kind: str, steps: tuple[int, int] | None = None) -> str:
@@ -226,9 +193,12 @@ def sampled_columns(connection: Connection, query: CellQuery) -> Columns:
     name = _first_name(query)
     if name is None:
         return Columns(())
-    own = query.groups if query.kind == UPDATE_RATIO else find_groups(connection, query.run, query.kind, (name,))
+    request = replace(query.request, words=(), tensors=(name,))
+    own = (
+        replace(query, request=request) if request.kind == UPDATE_RATIO else cell_query(connection, query.run, request)
+    )
     spans, base = [], 0
-    for attempt, steps in sorted(_steps_of(own, replace(query, words=(), tensors=(name,))).items()):
+    for attempt, steps in sorted(_steps_of(own).items()):
         first, last = steps[0], steps[-1]
         stride = max(1, round((last - first) / max(1, len(steps) - 1)))
         spans.append((attempt, first, last, stride, base))
@@ -236,10 +206,10 @@ def sampled_columns(connection: Connection, query: CellQuery) -> Columns:
     return Columns(tuple(spans))
 
 
-def _steps_of(groups: Source, query: CellQuery) -> dict[int, list[int]]:
+def _steps_of(query: CellQuery) -> dict[int, list[int]]:
     """Return the sorted steps of each attempt in the rows that `query` selects."""
     found: dict[int, set[int]] = {}
-    for batch in groups.batches([*_OF_ROW, "attempt", "step"]):
+    for batch in query.groups.batches([*_OF_ROW, "attempt", "step"]):
         chosen = _Tensors.of(batch, query, {}).is_chosen
         is_own = _both(chosen, batch.column("step").is_valid().to_numpy(zero_copy_only=False))
         attempt, step = (_whole(batch.column(one))[is_own] for one in ("attempt", "step"))
@@ -261,11 +231,12 @@ def _first_name(query: CellQuery) -> str | None:
 def read_cells(query: CellQuery, window: Window) -> Cells:
     """Return the values of all chosen tensors in the cells of `window`. The tensors have the order of the files."""
     table = _Table(window, query.tensor_estimate(window.columns.count))
-    op = query.op if query.op in OPS else "norm"
+    request = query.request
+    op = request.op if request.op in OPS else "norm"
     finite, others = query.groups.split(("nans", "infs"))
     attempts = query.groups.bounds("attempt")
     several = [] if attempts in {None, (0, 0)} and len(window.columns.spans) == 1 else ["attempt"]
-    common = ["tensor", "step", op, *several, *(["rank"] if query.rank is not None else [])]
+    common = ["tensor", "step", op, *several, *(["rank"] if request.rank is not None else [])]
     for groups, counts in ((finite, []), (others, [one for one in ("nans", "infs") if one != op])):
         for own, names in zip(groups.split_constant(_REQUESTED), ((), _REQUESTED), strict=True):
             for batch in own.batches([*names, *common, *counts]):
@@ -301,8 +272,8 @@ class _Table:
         is_kept = tensors.is_chosen
         if len(place) and (place.min() < 0 or place.max() >= window.high - window.low):
             is_kept = _both(is_kept, (place >= 0) & (place < window.high - window.low))
-        if query.rank is not None:
-            is_kept = _both(is_kept, _whole(batch.column("rank"), absent=-1) == query.rank)
+        if query.request.rank is not None:
+            is_kept = _both(is_kept, _whole(batch.column("rank"), absent=-1) == query.request.rank)
         if window.width > 1:
             place //= window.width
         np.take(tensors.rows * window.cells, tensors.codes, out=at, mode="clip")  # other modes use a buffer
@@ -392,7 +363,7 @@ class _Tensors:
     def of(cls, batch: pa.RecordBatch, query: CellQuery, rows: dict[str, int]) -> _Tensors:
         """Return the tensors of a batch. `rows` gets the names that are new."""
         is_chosen = None
-        for column, value in (("run", query.run), ("kind", query.kind)):
+        for column, value in (("run", query.run), ("kind", query.request.kind)):
             if column not in batch.schema.names:
                 continue  # all rows have this value
             known = batch.column(column)
@@ -406,7 +377,10 @@ class _Tensors:
         texts = names.take(pa.array(used)).to_pylist()
         found: list[Any] = list(map(rows.get, texts))
         if None in found:
-            found = [rows.setdefault(name, len(rows)) if name in rows or query.selects(name) else -1 for name in texts]
+            found = [
+                rows.setdefault(name, len(rows)) if name in rows or query.request.selects(name) else -1
+                for name in texts
+            ]
         numbers = np.full(len(names), -1, np.int64)
         numbers[used] = found
         if -1 in found:

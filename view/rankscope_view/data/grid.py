@@ -8,7 +8,6 @@ The histograms of one tensor over the steps are a grid, too: rows are bins, colu
 
 from __future__ import annotations
 
-import enum
 import itertools
 import json
 import re
@@ -27,22 +26,24 @@ from rankscope_storage.connection import Connection
 from rankscope_view.data.cells import (
     INFINITE,
     MOST_CELLS,
+    MOST_ROWS,
     NOT_A_NUMBER,
     UPDATE_RATIO,
     CellQuery,
     Cells,
+    GridRequest,
+    Order,
     Singles,
     Window,
-    find_groups,
+    cell_query,
     read_cells,
     relation_of,
     sampled_columns,
 )
 from rankscope_view.data.series import Integers
 
-__all__ = ["INFINITE", "NOT_A_NUMBER", "UPDATE_RATIO"]
+__all__ = ["INFINITE", "MOST_ROWS", "NOT_A_NUMBER", "UPDATE_RATIO", "GridRequest", "Order"]
 
-MOST_ROWS: Final = 2000
 MOST_COLUMNS: Final = 1000
 LEVELS: Final = 250
 ABSENT: Final = 253
@@ -61,50 +62,13 @@ _SMALLEST: Final = -1.0
 """Limits of the scale against the own median, as decimal logarithms: from a tenth to a thousand times."""
 
 
-class Order(enum.StrEnum):
-    """Order of the tensors of a grid."""
-
-    MODEL = "model"  # by layer
-    PART = "part"  # by the part of the layer, such as `mlp.down_proj.weight`; then by layer
-    WORST = "worst"  # by the largest distance from the median, non-finite ones first
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridRequest:
-    """Choices of a reader for a heat map. `words` select tensors by parts of names."""
-
-    kind: str
-    op: str = "norm"
-    is_relative: bool = True
-    order: Order = Order.MODEL
-    words: tuple[str, ...] = ()
-    tensors: tuple[str, ...] = ()  # empty: all
-    rank: int | None = None  # None: of all ranks, the farthest from the median
-    rows: tuple[int, int] | None = None  # zoom: numbers of tensors in the chosen order
-    columns: tuple[int, int] | None = None  # zoom: numbers of sampled steps
-    most_rows: int = MOST_ROWS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One row of a grid, which combines `tensors` tensors; `name` is the one with the most extreme value.
-
-    `first` and `holder`, which is the number of `name`, are numbers in `Grid.names`.
-    """
-
-    name: str
-    first: int
-    tensors: int
-    holder: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """Cells of a heat map, with the meaning of rows, columns and colours."""
 
     cells: npt.NDArray[np.uint8]
     names: tuple[str, ...]  # of all tensors in the zoom window, in the chosen order
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[int, int, int], ...]  # number of the first tensor, of tensors, and of the most extreme one
     attempts: tuple[int, ...]  # of each column
     steps: tuple[int, ...]  # first step of each column
     last_steps: tuple[int, ...]
@@ -118,9 +82,8 @@ class Grid:
 
     def encoded(self) -> bytes:
         """Return the grid for the browser: length of the header, header as JSON, and one byte for each cell."""
-        same = ("names", "base", "attempts", "steps", "scale", "tensors", "columns", "notice")
-        rows = [[row.first, row.tensors, row.holder] for row in self.rows]
-        named = {"rows": rows, "lastSteps": self.last_steps, "log": self.is_log, "firstBad": self.first_bad}
+        same = ("names", "base", "rows", "attempts", "steps", "scale", "tensors", "columns", "notice")
+        named = {"lastSteps": self.last_steps, "log": self.is_log, "firstBad": self.first_bad}
         header = {name: getattr(self, name) for name in same} | named
         text = json.dumps(header, allow_nan=False).encode()
         return struct.pack("<I", len(text)) + text + self.cells.tobytes()
@@ -166,7 +129,7 @@ def pairs(connection: Connection, dataset: str, run: str, first: str, second: st
 def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:
     """Return the grid of a statistic of all tensors of one kind over the sampled steps of `run`."""
     with connection.pinned():
-        query = grid_query(connection, run, request)
+        query = cell_query(connection, run, request)
         columns = sampled_columns(connection, query)
         low, high = bounded(request.columns, columns.count)
         if high <= low:
@@ -177,14 +140,6 @@ def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:
             return empty_grid("no statistics of this kind and name")
         order = np.array(_by_model(connection, run, request, cells.names), np.int64)
     return _grid(request, cells, window, order)
-
-
-def grid_query(connection: Connection, run: str, request: GridRequest) -> CellQuery:
-    groups = find_groups(connection, run, request.kind, request.tensors)
-    return CellQuery(
-        run=run, kind=request.kind, op=request.op, rank=request.rank, words=request.words, tensors=request.tensors,
-        groups=groups,
-    )  # fmt: skip
 
 
 def cell_width(query: CellQuery, columns: int) -> int:
@@ -215,7 +170,7 @@ def plain_grid(
     attempts, steps, last_steps = (tuple(place[at] for place in places) for at in range(3))
     return Grid(
         cells=cells, names=tuple(names), attempts=attempts, steps=steps, last_steps=last_steps, scale=scale,
-        rows=tuple(Row(name=name, first=at, tensors=1, holder=at) for at, name in enumerate(names)),
+        rows=tuple((at, 1, at) for at in range(len(names))),
         is_log=is_log, tensors=len(names), columns=len(places), notice=notice,
     )  # fmt: skip
 
@@ -262,11 +217,11 @@ def _grid(request: GridRequest, cells: Cells, window: Window, order: Integers) -
     coded = _coded(pooled, scale)
     coded[pooled_bad > 0] = pooled_bad[pooled_bad > 0]
     rows = tuple(
-        Row(name=names[start + at], first=start, tensors=min(height, len(names) - start), holder=start + at)
+        (start, min(height, len(names) - start), start + at)
         for start, at in zip(range(0, len(names), height), holders, strict=True)
     )
     where = np.argwhere(coded >= INFINITE)
-    held = causal[order[[row.holder for row in rows]]]
+    held = causal[order[[holder for *_, holder in rows]]]
     earliest = where[np.lexsort((held[where[:, 0]], where[:, 1]))][:1].tolist()
     attempts, steps, last_steps = window.places()
     is_plain = height == 1 and window.width == 1
@@ -478,26 +433,13 @@ def _cells(elements: npt.NDArray[np.float64]) -> tuple[tuple[float, float], npt.
     return scale, cells
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellValue:
-    """The exact value that a cell shows: the most extreme one of its tensors in its steps."""
-
-    tensor: str
-    attempt: int
-    step: int
-    rank: int | None
-    value: float | None
-    nans: int
-    infs: int
-
-
-def cell_value(connection: Connection, run: str, request: GridRequest, column: int) -> CellValue | None:
+def cell_value(connection: Connection, run: str, request: GridRequest, column: int) -> dict[str, Any] | None:
     """Return the exact value of a cell: of `request.tensors` in the column with this number of the grid.
 
     The value is the one that determined the colour: non-finite, or else the farthest from the median of its tensor.
     """
     with connection.pinned():
-        query = grid_query(connection, run, request)
+        query = cell_query(connection, run, request)
         columns = sampled_columns(connection, query)
         low, high = bounded(request.columns, columns.count)
         window = Window(columns, low, high, cell_width(query, high - low))
@@ -511,26 +453,29 @@ def cell_value(connection: Connection, run: str, request: GridRequest, column: i
             return None
         best = int(np.lexsort((-distance, -bad))[0])
         is_low = found.is_low is not None and bool(found.is_low[best, column])
-        return _exact_value(connection, query, cells.names[best], _place_of(window, column), is_low=is_low)
-
-
-def _place_of(window: Window, column: int) -> tuple[int, int, int]:
-    attempts, steps, last_steps = window.places()
-    return attempts[column], steps[column], last_steps[column]
+        place = tuple(places[column] for places in window.places())
+        return _exact_value(connection, query, cells.names[best], place, is_low=is_low)
 
 
 def _exact_value(
-    connection: Connection, query: CellQuery, tensor: str, place: tuple[int, int, int], *, is_low: bool
-) -> CellValue | None:
-    attempt, first, last = place
-    column = sql_identifier(query.op if query.op in OPS else "norm")
+    connection: Connection, query: CellQuery, tensor: str, place: Sequence[int], *, is_low: bool
+) -> dict[str, Any] | None:
+    request, (attempt, first, last) = query.request, place
+    column = sql_identifier(request.op if request.op in OPS else "norm")
     rows = connection.query(
         f"""SELECT step, rank, {column}::DOUBLE AS value, coalesce(nans, 0) AS nans, coalesce(infs, 0) AS infs
-        FROM {relation_of(connection, query.run, query.kind, (first, last))}
+        FROM {relation_of(connection, query.run, request.kind, (first, last))}
         WHERE run = $run AND kind = $kind AND tensor = $tensor AND coalesce(attempt, 0) = $attempt
           AND step BETWEEN $first AND $last AND coalesce($rank, rank) IS NOT DISTINCT FROM rank
         ORDER BY nans > 0 DESC, infs > 0 DESC, {column} {"ASC" if is_low else "DESC"} NULLS LAST, step, rank LIMIT 1""",
-        {"run": query.run, "kind": query.kind, "tensor": tensor, "attempt": attempt, "first": first, "last": last}
-        | {"rank": query.rank},
+        {
+            "run": query.run,
+            "kind": request.kind,
+            "tensor": tensor,
+            "attempt": attempt,
+            "first": first,
+            "last": last,
+        }
+        | {"rank": request.rank},
     ).to_pylist()
-    return CellValue(tensor=tensor, attempt=attempt, **rows[0]) if rows else None
+    return {"tensor": tensor, "attempt": attempt, **rows[0]} if rows else None

@@ -61,7 +61,7 @@ def _first_bad(grid: Grid, row: int, column: int) -> str:
     first, last = grid.steps[column], grid.last_steps[column]
     steps = f"step {count(first)}" if first == last else f"steps {count(first)} to {count(last)}"
     more = f" and {count(len(rows) - 1)} more rows" if len(rows) > 1 else ""
-    return f"first values that are not finite: {steps}, {grid.rows[row].name}{more}"
+    return f"first values that are not finite: {steps}, {grid.names[grid.rows[row][2]]}{more}"
 
 
 def _colors(grid: Grid) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
@@ -90,7 +90,7 @@ def _hatch(axes: Axes, grid: Grid) -> None:
 
 def _label_rows(axes: Axes, grid: Grid) -> None:
     """Label all rows, or the first row of each layer, or evenly distributed rows if there are too many."""
-    names = [row.name for row in grid.rows]
+    names = [grid.names[extreme] for *_, extreme in grid.rows]
     names = _without_common_ends(names)
     if len(names) <= _MOST_LABELS:
         axes.set_yticks(np.arange(len(names)) + 0.5, [_short(name) for name in names])
