@@ -300,7 +300,7 @@ def test_cells_are_logarithms_of_shares_of_the_elements(adam_store):
     assert (5, FEW_STEPS) == grid.cells.shape
     assert expected == grid.cells[:, 7].tolist()
     assert {kind: ["layers.2.weight", "layers.10.weight"] for kind in ("adam_ratio", "adam_update")} == tensors
-    assert "NaN, Inf" == broken.rows[0].name
+    assert "NaN, Inf" == broken.names[0]
     assert [20] == np.flatnonzero(broken.cells[0] == NOT_A_NUMBER).tolist()
 
 

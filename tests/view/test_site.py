@@ -19,7 +19,7 @@ import rankscope_view
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.assets import ASSETS, UPLOT
 from rankscope_view.data.incidents import incidents, shared_anomalies
-from rankscope_view.data.ranks import RankOrder, RankRow, rank_table
+from rankscope_view.data.ranks import RankOrder, RankRow, SlowRank, rank_table
 from rankscope_view.data.runs import RunQuery, run_list
 from rankscope_view.pages.format import count, measure, short
 from rankscope_view.site import Site
@@ -325,7 +325,8 @@ def test_figures_of_a_run_equal_sql(site, connection):
 
 
 def test_ranks_have_the_order_of_the_address_and_silent_ones_are_named(site, connection):
-    rows = [RankRow(rank=rank, host=f"h{rank}", against_median=0.2 * rank, is_slow=rank == 1) for rank in (0, 1)]
+    slow = SlowRank(row=1, seconds=0.9, share=0.2, phase="forward", steps=20, pauses=0)
+    rows = [RankRow(rank=0, host="h0", against_median=0.0), RankRow(rank=1, host="h1", against_median=0.2, slow=slow)]
     table = replace(rank_table(connection, MAIN), rows=tuple(rows))
 
     firsts = {order: table.ordered(RankOrder(order)).rows[0].rank for order in ("rank", "worst", "host")}

@@ -188,7 +188,7 @@ def sentences(content: ReportContent) -> Iterator[Sentence]:
         yield Sentence(ended)
     yield Sentence(_progress(content.detail))
     yield Sentence(_loss(content.summary))
-    slow = {row.rank for row in content.ranks.rows if row.is_slow}
+    slow = {row.rank for row in content.ranks.rows if row.slow}
     # A sentence below names a slow rank, so its incident is not counted a second time.
     if not ended:
         others = [one for one in content.incidents if one.tensor is not None or one.rank not in slow]

@@ -16,12 +16,12 @@ from rankscope_view.data.cells import Window, cell_query, read_cells, sampled_co
 from rankscope_view.data.comparison import compared_values, difference
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, moving_average, notice
 from rankscope_view.data.detail import read_chart
+from rankscope_view.data.detail import total_gradient_norm as gradient_norm
 from rankscope_view.data.grid import Grid, GridRequest, Order, cell_value, natural, tensor_grid
 from rankscope_view.data.series import History
 from rankscope_view.data.speed import Method, Utilization
 from rankscope_view.data.summary import read_summary
 from rankscope_view.data.tensor import Limit, allowed_range, firing_groups, first_to_leave, tensor_curve, tensor_detail
-from rankscope_view.data.tensor import total_gradient_norm as gradient_norm
 from rankscope_view.site import Site
 
 

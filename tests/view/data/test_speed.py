@@ -134,7 +134,7 @@ def ranks(*rows: RankRow) -> RankTable:
 
 
 SLOW = SlowRank(row=3, seconds=0.9, share=0.31, phase="forward", steps=20, pauses=0, since=790)
-SLOW_RANK = RankRow(rank=3, host="gpu-a", is_slow=True, slow=SLOW)
+SLOW_RANK = RankRow(rank=3, host="gpu-a", slow=SLOW)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_phases_of_a_rank_are_those_of_an_average_step(shares):
 def test_slow_rank_computes_longer_and_a_silent_one_has_no_new_rows(opened):
     size = Size(ranks=6, layers=1, steps=360)
     rows = rank_table(opened(scalars=rank_scalars("r", size, trajectory(size))), "r").rows
-    slow = [row for row in rows if row.is_slow]
+    slow = [row for row in rows if row.slow]
 
     assert [4] == [row.rank for row in slow]
     assert 0.31 == pytest.approx(slow[0].against_median, abs=0.02)

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from rankscope_contract.model.events import EventType, Severity
+from rankscope_contract.model.kinds import Kind
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Role, Smoothing, curve
 from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLine, EventLog, Group, event_lines, event_log
@@ -24,11 +25,11 @@ from rankscope_view.data.series import (
     History,
     Integers,
     ScalarRows,
+    arrival_history,
     main_series,
     read_rows,
     restarts,
 )
-from rankscope_view.data.tensor import total_gradient_norm
 
 PERPLEXITY: Final = "perplexity"
 STEP_SECONDS: Final = "step_seconds"
@@ -119,6 +120,27 @@ def main_histories(
         total = total_gradient_norm(connection, run)
         found |= {} if total is None else {GRAD_NORM: total}
     return found
+
+
+_MOST_TENSOR_ROWS: Final = 2_000_000
+"""Number of rows of a run above which its total gradient norm is not computed, because it would take seconds."""
+
+# Before clipping, as `clip_grad_norm_` returns it. `tensor_global` combines shards, and has each replica once.
+_TOTAL_NORM: Final = f"""\
+SELECT coalesce(attempt, 0)::BIGINT AS attempt, step, epoch(max(ts)) AS time,
+  CASE WHEN max(nans) > 0 THEN 'nan'::DOUBLE WHEN max(infs) > 0 THEN 'inf'::DOUBLE ELSE sqrt(sum(norm * norm)) END
+    AS value, value AS lowest, value AS highest
+FROM tensor_global WHERE run = $run AND kind = '{Kind.GRAD_REDUCED}' AND step IS NOT NULL AND micro_step IS NULL
+GROUP BY ALL HAVING value IS NOT NULL ORDER BY 1, 2"""
+
+
+def total_gradient_norm(connection: Connection, run: str) -> History | None:
+    """Return the norm of all reduced gradients of each sampled step; None without any, or of too many rows."""
+    rows = sum(connection.files_table("tensor_stats", run=run)["rows"].to_pylist())
+    if not 0 < rows <= _MOST_TENSOR_ROWS:
+        return None
+    found = arrival_history(GRAD_NORM, connection.query(_TOTAL_NORM, {"run": run}))
+    return found if len(found) else None
 
 
 def read_detail(connection: Connection, run: str, *, most_step_times: int | None = None) -> RunDetail | None:

@@ -40,7 +40,7 @@ from rankscope_view.data.cells import (
     relation_of,
     sampled_columns,
 )
-from rankscope_view.data.series import Integers
+from rankscope_view.data.series import Integers, pairs
 
 __all__ = ["INFINITE", "MOST_ROWS", "NOT_A_NUMBER", "UPDATE_RATIO", "GridRequest", "Order"]
 
@@ -109,21 +109,6 @@ def tensor_kinds(connection: Connection, run: str) -> TensorKinds:
     ranks = () if bounds is None else tuple(range(bounds[0], bounds[1] + 1))
     counts = Counter(kind for kind, _ in pairs(connection, "tensor_stats", run, "kind", "tensor"))
     return TensorKinds(counts={kind: counts[kind] for kind in sorted(counts)}, ranks=ranks)
-
-
-def pairs(connection: Connection, dataset: str, run: str, first: str, second: str) -> set[tuple[str, str]]:
-    """Return the different pairs of two columns of names in the rows of `run`; null is an empty text."""
-    found: set[tuple[str, str]] = set()
-    for batch in connection.row_groups(dataset, [run], {"run": [run]}).batches(["run", first, second]):
-        run_, *columns = (batch.column(name) for name in ("run", first, second))
-        names, others = ([*column.dictionary.to_pylist(), ""] for column in columns)
-        at, behind = (column.indices.fill_null(len(column.dictionary)).to_numpy() for column in columns)
-        numbers = at * len(others) + behind
-        if run_.dictionary.to_pylist() != [run]:
-            numbers = numbers[run_.indices.to_numpy() == run_.dictionary.index(run).as_py()]
-        for number in np.flatnonzero(np.bincount(numbers, minlength=len(names) * len(others))).tolist():
-            found.add((names[number // len(others)], others[number % len(others)]))
-    return found
 
 
 def tensor_grid(connection: Connection, run: str, request: GridRequest) -> Grid:

@@ -21,8 +21,7 @@ from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_view.data.curves import Curve, CurveRequest, curve, joined
 from rankscope_view.data.detail import CHARTS, PERPLEXITY, nothing, read_chart
-from rankscope_view.data.grid import pairs
-from rankscope_view.data.series import History, all_series, read_measured
+from rankscope_view.data.series import History, all_series, pairs, read_measured
 
 HARDWARE: Final = "Host and GPU"
 MONITOR: Final = "Step phases and monitor"
@@ -169,16 +168,12 @@ def metric_histories(connection: Connection, run: str, metric: Metric, rank: int
 
 def metric_curve(metric: Metric, histories: Sequence[History], request: CurveRequest) -> Curve:
     """Return the curve of a metric, with one line for each of its `histories`, in the order of its labels."""
-    curves = [
-        _keyed(curve(one, request), f"{metric.stored}{labels or ''}")
-        for one, labels in zip(histories, metric.labels, strict=False)
-    ]
+    curves = []
+    for history, labels in zip(histories, metric.labels, strict=False):
+        drawn, key = curve(history, request), f"{metric.stored}{labels or ''}"
+        curves.append(replace(drawn, lines=tuple(replace(line, key=key) for line in drawn.lines)))
     words = [metric.words(labels) for labels in metric.labels]
     return joined(curves, words) if any(words) else curves[0]
-
-
-def _keyed(one: Curve, key: str) -> Curve:
-    return replace(one, lines=tuple(replace(line, key=key) for line in one.lines))
 
 
 def scalar_lines(connection: Connection, run: str, name: str, rank: int | None = None) -> list[tuple[str, History]]:

@@ -70,7 +70,6 @@ class RankRow:
     compute_seconds: float | None = None  # input, computation and pauses: a step without the wait for others
     phases: Mapping[str, float] = field(default_factory=dict)
     latest: Mapping[str, float] = field(default_factory=dict)
-    is_slow: bool = False
     slow: SlowRank | None = None
     is_silent: bool = False
     against_median: float | None = None  # 0.31: 31 % longer than the median of the others
@@ -103,7 +102,7 @@ class RankTable:
         keys: dict[RankOrder, Callable[[RankRow], Any]] = {
             RankOrder.RANK: lambda row: row.rank,
             RankOrder.WORST: lambda row: (
-                (0, -(row.against_median or 0.0)) if row.is_slow else (1 if row.is_silent else 2, 0.0),
+                (0, -(row.against_median or 0.0)) if row.slow else (1 if row.is_silent else 2, 0.0),
                 row.rank,
             ),
             RankOrder.HOST: lambda row: (row.host or "", row.rank),
@@ -159,11 +158,10 @@ def _judged(attempt: int, rows: list[RankRow], last: int | None, phases: PhaseSt
     }
     times = [row.step_seconds for row in rows if row.step_seconds is not None and row.rank not in silent]
     middle = float(np.median(times)) if times else None
-    matrix = phases.own()
     heard = [at for at, rank in enumerate(phases.ranks) if rank not in silent]
     found = find_slow_ranks(phases.seconds[heard], phases.phases, phases.steps)
     slow = {phases.ranks[heard[one.row]]: one for one in found}
-    recent = matrix.seconds[:, np.array(matrix.steps) > (last or 0) - RECENT_STEPS]
+    recent = phases.own()[:, np.array(phases.steps) > (last or 0) - RECENT_STEPS]
     counts = np.isfinite(recent).sum(axis=1)
     own = np.where(counts, np.nansum(recent, axis=1) / np.maximum(counts, 1), np.nan)
     usual = dict(zip(phases.ranks, zip(own.tolist(), of_others(own).tolist(), strict=True), strict=True))
@@ -175,27 +173,11 @@ def _judged(attempt: int, rows: list[RankRow], last: int | None, phases: PhaseSt
                 row,
                 compute_seconds=mine if np.isfinite(mine) else None,
                 against_median=mine / others - 1 if len(usual) > 1 and mine >= 0 and others > 0 else None,
-                is_slow=row.rank in slow,
                 slow=slow.get(row.rank),
                 is_silent=row.rank in silent,
             )
         )
     return RankTable(attempt=attempt, rows=tuple(judged), last_step=last, median_step=middle)
-
-
-@dataclass(frozen=True, slots=True)
-class StepMatrix:
-    """Seconds of each rank (row) at each step (column); NaN without a row."""
-
-    ranks: list[int]
-    steps: list[int]
-    seconds: Floats
-
-    def against_median(self) -> Floats:
-        """Return each value divided by the median rank of its step, so that a common slow-down hides no rank."""
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratio: Floats = self.seconds / row_medians(self.seconds.T)[None, :]
-        return ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +189,9 @@ class PhaseSteps:
     phases: list[str]
     seconds: Floats
 
-    def own(self) -> StepMatrix:
-        """Return the time in which each rank does not wait for others: input, computation and pauses."""
-        return StepMatrix(self.ranks, self.steps, own_seconds(self.seconds, self.phases))
+    def own(self) -> Floats:
+        """Return the time [ranks, steps] in which each rank does not wait for others: input, computation and pauses."""
+        return own_seconds(self.seconds, self.phases)
 
 
 def read_phases(
@@ -232,18 +214,20 @@ def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step:
     if table.last_step is None:
         return empty_grid("no step times")
     name = STEP_SECONDS if whole_step else STEP_PHASE_SECONDS
-    matrix = read_phases(connection, run, table.attempt, table.last_step, name).own()
-    if not matrix.ranks:
+    phases = read_phases(connection, run, table.attempt, table.last_step, name)
+    if not phases.ranks:
         return empty_grid("no step times by rank")
-    ratio = matrix.against_median()
+    own = phases.own()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = own / row_medians(own.T)[None, :]  # of each step, so that a common slow-down hides no rank
     low, high = _STRIP_SCALE
     code = np.clip((ratio - low) / (high - low), 0, 1) * LEVELS
     cells = np.where(np.isfinite(ratio), np.nan_to_num(code), ABSENT).astype(np.uint8)
-    known = dict(zip(matrix.ranks, cells, strict=True))
-    absent = np.full(len(matrix.steps), ABSENT, np.uint8)
+    known = dict(zip(phases.ranks, cells, strict=True))
+    absent = np.full(len(phases.steps), ABSENT, np.uint8)
     full = np.array([known.get(row.rank, absent) for row in table.rows])
-    places = [(table.attempt, step, step) for step in matrix.steps]
-    names, notice = [f"rank {row.rank}" for row in table.rows], f"newest {len(matrix.steps):,} steps"
+    places = [(table.attempt, step, step) for step in phases.steps]
+    names, notice = [f"rank {row.rank}" for row in table.rows], f"newest {len(phases.steps):,} steps"
     return plain_grid(full, names, places, scale=_STRIP_SCALE, is_log=False, notice=notice)
 
 

@@ -471,10 +471,14 @@ WHERE run = $run AND name IN (SELECT unnest($names)) AND step IS NOT NULL GROUP 
 
 
 def _of_view(connection: Connection, run: str, name: str, labels: str) -> History:
-    rows = connection.query(_VIEW, {"run": run, "name": name, "labels": labels})
-    columns = {one: rows[one].to_numpy(zero_copy_only=False) for one in rows.column_names}
-    columns["time"] = columns["time"].astype(np.float64)  # null becomes NaN
+    columns = columns_of(connection.query(_VIEW, {"run": run, "name": name, "labels": labels}))
     return History(name=name, **columns | {"stands": columns["stands"].astype(np.bool_)})
+
+
+def columns_of(rows: pa.Table) -> dict[str, Any]:
+    """Return the columns of a query by name as arrays: times and values as double, in which null is NaN."""
+    arrays = {name: rows[name].to_numpy(zero_copy_only=False) for name in rows.column_names}
+    return arrays | {name: arrays[name].astype(np.float64) for name in ("time", "value", "lowest", "highest")}
 
 
 def _rolled_up(connection: Connection, run: str, names: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -482,6 +486,13 @@ def _rolled_up(connection: Connection, run: str, names: Collection[str]) -> Iter
     if names and connection.files("scalar_rollups", run=run):
         found = connection.query(_ROLLED_UP, {"run": run, "names": list(names)}).to_pylist()
         yield from ((row["name"], row["labels"]) for row in reversed(found) if is_main(row["labels"]))
+
+
+def arrival_history(name: str, rows: pa.Table) -> History:
+    """Return the rows of a query as a history whose positions are those in the order of arrival."""
+    columns = columns_of(rows)
+    later = np.minimum.accumulate(np.append(columns["step"], np.iinfo(np.int64).max)[::-1])[::-1][1:]
+    return History(name=name, **columns, cumulative=np.arange(len(rows)), stands=columns["step"] < later)
 
 
 # A record of the machine has no step: its place is the last step before it of the same process.
@@ -498,9 +509,7 @@ GROUP BY coalesce(attempt, 0), own.step ORDER BY 1, 2"""
 
 def read_measured(connection: Connection, run: str, name: str, labels: str, rank: int | None) -> History:
     """Return a series of which the records have no step, such as those of the machine."""
-    rows = connection.query(_MEASURED, {"run": run, "name": name, "labels": labels, "rank": rank})
-    columns = {one: rows[one].to_numpy(zero_copy_only=False) for one in rows.column_names}
-    columns["time"] = columns["time"].astype(np.float64)
+    columns = columns_of(connection.query(_MEASURED, {"run": run, "name": name, "labels": labels, "rank": rank}))
     columns["position"] = columns["step"]
     training = _training(connection, run, ScalarRows()) if columns["attempt"].any() else None
     return numbered(name, columns, labels or None, training)
@@ -553,3 +562,18 @@ _PLACE: Final = ("attempt", "position", "step")
 def _alone(rows: SeriesRows, columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of rows of which each has an attempt and position of its own."""
     return {**columns, "time": rows.time, "value": rows.value, "lowest": rows.value, "highest": rows.value}
+
+
+def pairs(connection: Connection, dataset: str, run: str, first: str, second: str) -> set[tuple[str, str]]:
+    """Return the different pairs of two columns of names in the rows of `run`; null is an empty text."""
+    found: set[tuple[str, str]] = set()
+    for batch in connection.row_groups(dataset, [run], {"run": [run]}).batches(["run", first, second]):
+        run_, *columns = (batch.column(name) for name in ("run", first, second))
+        names, others = ([*column.dictionary.to_pylist(), ""] for column in columns)
+        at, behind = (column.indices.fill_null(len(column.dictionary)).to_numpy() for column in columns)
+        numbers = at * len(others) + behind
+        if run_.dictionary.to_pylist() != [run]:
+            numbers = numbers[run_.indices.to_numpy() == run_.dictionary.index(run).as_py()]
+        for number in np.flatnonzero(np.bincount(numbers, minlength=len(names) * len(others))).tolist():
+            found.add((names[number // len(others)], others[number % len(others)]))
+    return found

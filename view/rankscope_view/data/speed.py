@@ -82,7 +82,10 @@ WHERE lower(step.name) IN ({_STEPS_NAMED}) AND lower(loading.name) NOT IN ({_STE
   AND coalesce(loading.timer IN ({", ".join(map(sql_string, _DATA_TIMERS))}), loading.name != 'timer_seconds')
 GROUP BY ALL HAVING sum(loading.seconds) >= 0)
 ORDER BY whole = '{STEP_SECONDS}' DESC, rows DESC, source, whole"""
-_RANKS: Final = "SELECT count(DISTINCT rank) AS ranks FROM {scalars} WHERE run = $run AND name = $name"
+_NAMES: Final = (STEP_SECONDS, *UNITS, *_TOTALS, *_BATCH_NAMES)
+_RANKS: Final = """\
+SELECT name, greatest(count(DISTINCT rank), 1) AS ranks FROM {scalars}
+WHERE run = $run AND name IN (SELECT unnest($names)) GROUP BY name"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +101,12 @@ class Throughput:
     @property
     def finite(self) -> Floats:
         """Return the finite values of steps that are not superseded."""
-        return self.history.value[self.history.stands & np.isfinite(self.history.value)]
+        return _finite(self.history)
 
     @property
     def median(self) -> float | None:
         """Return the median of all finite values."""
-        return float(np.median(self.finite)) if len(self.finite) else None
+        return _median(self.history)
 
     @property
     def low(self) -> float | None:
@@ -167,61 +170,35 @@ class Speed:
 def read_speed(connection: Connection, run: str, histories: Mapping[str, History], config: str | None) -> Speed:
     """Return the speed of `run`. `histories` has the scalars that the caller has read already, by name."""
     with connection.pinned():
-        read = _Reader(connection, run, dict(histories))
-        step_times = read.history(STEP_SECONDS)
-        throughput = _throughput(read, step_times)
-        batch = _global_batch(read, config)
-        phases = read.rows(_PHASES)
-        logged = [] if phases else read.rows(_LOGGED)
-        samples = read.history("samples_per_second")
-        ranks = read.ranks("samples_per_second") if samples is not None else 1
-    times = _finite(step_times)
-    step_seconds = float(np.median(times)) if len(times) else None
+        known = main_series(connection, run, [name for name in _NAMES if name not in histories]) | dict(histories)
+
+        def rows(query: str, **parameters: Any) -> list[dict[str, Any]]:
+            text = query.format(scalars=connection.relation("scalars", run=run))
+            return list(connection.query(text, {"run": run, **parameters}).to_pylist())
+
+        ranks = {row["name"]: row["ranks"] for row in rows(_RANKS, names=list(known))}
+        phases = rows(_PHASES)
+        logged = [] if phases else rows(_LOGGED)
+    step_times, batch = known.get(STEP_SECONDS), _global_batch(known, config)
+    samples = _finite(known.get("samples_per_second")) * ranks.get("samples_per_second", 1)
+    times, step_seconds = _finite(step_times), _median(step_times)
     seconds = {row["phase"]: row["seconds"] for row in phases}
     data_wait = _phase_share(seconds, Phase.DATA_WAIT) or _logged_share(logged)
     if not seconds and data_wait is not None:
         seconds = {Phase.DATA_WAIT: data_wait.value, "rest": 1 - data_wait.value}
     return Speed(
-        throughput=throughput,
+        throughput=_throughput(known, ranks),
         step_times=step_times,
         step_seconds=step_seconds,
         first_step_seconds=float(times[0]) if len(times) else None,
         global_batch=batch,
-        batch_check=_check(_finite(samples) * ranks, step_seconds, batch),
+        batch_check=_check(samples, step_seconds, batch),
         data_wait=data_wait,
         collective=_phase_share(seconds, Phase.COLLECTIVE),
         for_slower=sum(row["excess"] for row in phases if row["phase"] == Phase.COLLECTIVE),
         time_spent=shares_text(seconds),
         has_gpus=json_object(config).get("device") != "cpu",
     )
-
-
-class _Reader:
-    """Reads scalars of one run, each at most once."""
-
-    def __init__(self, connection: Connection, run: str, histories: dict[str, History]) -> None:
-        self._connection = connection
-        self._run = run
-        self._source = connection.relation("scalars", run=run)
-        self._known: dict[str, History | None] = dict(histories)
-
-    def history(self, name: str) -> History | None:
-        """Return the history of the main series of a scalar, or None if the run does not have it."""
-        if name not in self._known:
-            self._known[name] = main_series(self._connection, self._run, [name]).get(name)
-        return self._known[name]
-
-    def rows(self, query: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self._connection.query(
-            query.format(scalars=self._source), {"run": self._run}
-        ).to_pylist()
-        return found
-
-    def ranks(self, name: str) -> int:
-        """Return the number of ranks that have the scalar, at least 1."""
-        query = _RANKS.format(scalars=self._source)
-        found: list[int] = self._connection.query(query, {"run": self._run, "name": name})["ranks"].to_pylist()
-        return max(1, *found)
 
 
 def _finite(history: History | None) -> Floats:
@@ -231,19 +208,20 @@ def _finite(history: History | None) -> Floats:
     return history.value[history.stands & np.isfinite(history.value)]
 
 
-def _throughput(read: _Reader, step_times: History | None) -> Throughput | None:
+def _throughput(known: Mapping[str, History], ranks: Mapping[str, int]) -> Throughput | None:
     """Return the throughput: logged, or from totals and step times, or as steps per second."""
     for name, unit in UNITS.items():
-        history = read.history(name)
+        history = known.get(name)
         if history is not None and len(history) > 1:
-            return Throughput(name=name, unit=unit, source=name, ranks=read.ranks(name), history=history)
+            return Throughput(name=name, unit=unit, source=name, ranks=ranks.get(name, 1), history=history)
+    step_times = known.get(STEP_SECONDS)
     if step_times is None or not len(step_times):
         return None
     for total, name in _TOTALS.items():
-        history = read.history(total)
+        history = known.get(total)
         if history is None:
             continue
-        rates = replace(_rates(history, step_times, read.ranks(total)), name=name)
+        rates = replace(_rates(history, step_times, ranks.get(total, 1)), name=name)
         if len(rates):
             source = f"{total} and {STEP_SECONDS}"
             return Throughput(name=name, unit=UNITS[name], source=source, ranks=1, history=rates)
@@ -269,10 +247,10 @@ def _rates(totals: History, step_times: History, ranks: int) -> History:
     return replace(found, value=rate[kept], lowest=rate[kept], highest=rate[kept])
 
 
-def _global_batch(read: _Reader, config: str | None) -> float | None:
+def _global_batch(known: Mapping[str, History], config: str | None) -> float | None:
     """Return the newest logged global batch, or that of the configuration."""
     for name in _BATCH_NAMES:
-        values = _finite(read.history(name))
+        values = _finite(known.get(name))
         if len(values):
             return float(values[-1])
     return next((value for key, value in numbers_of(config) if key.rpartition(".")[2] in _BATCH_NAMES), None)
@@ -436,8 +414,8 @@ def model_flops_share(connection: Connection, run: str, peak_tflops: float | Non
     return None
 
 
-def _median(history: History) -> float | None:
-    values = history.value[history.stands & np.isfinite(history.value)]
+def _median(history: History | None) -> float | None:
+    values = _finite(history)
     return float(np.median(values)) if len(values) else None
 
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import numpy as np
-import pyarrow as pa
 
-from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, OPS, Kind
+from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, OPS
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, causal_order
 from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
 from rankscope_view.data.incidents import CAUSAL_PLACE
-from rankscope_view.data.series import GRAD_NORM, Floats, History
+from rankscope_view.data.series import Floats, History, arrival_history
 
 MOST_FIRINGS: Final = 50
 MOST_LINES: Final = 16
@@ -58,16 +57,6 @@ _FIRINGS: Final = """\
 SELECT attempt, rank, step, rule, severity, op, value, baseline, threshold FROM events
 WHERE run = $run AND type = 'anomaly' AND tensor = $tensor AND kind IS NOT DISTINCT FROM $kind
 ORDER BY attempt DESC, step DESC, rank LIMIT 5000"""
-_MOST_ROWS: Final = 2_000_000
-"""Number of rows of a run above which its total gradient norm is not computed, because it would take seconds."""
-
-# Before clipping, as `clip_grad_norm_` returns it. `tensor_global` combines shards, and has each replica once.
-_TOTAL_NORM: Final = f"""\
-SELECT coalesce(attempt, 0)::BIGINT AS attempt, step, epoch(max(ts)) AS time,
-  CASE WHEN max(nans) > 0 THEN 'nan'::DOUBLE WHEN max(infs) > 0 THEN 'inf'::DOUBLE ELSE sqrt(sum(norm * norm)) END
-    AS value, value AS lowest, value AS highest
-FROM tensor_global WHERE run = $run AND kind = '{Kind.GRAD_REDUCED}' AND step IS NOT NULL AND micro_step IS NULL
-GROUP BY ALL HAVING value IS NOT NULL ORDER BY 1, 2"""
 _THRESHOLD: Final = """\
 SELECT arg_max(threshold, ts) AS threshold FROM events
 WHERE run = $run AND type = 'anomaly' AND kind = $kind AND op = $op AND rule = $rule AND threshold IS NOT NULL"""
@@ -130,28 +119,7 @@ def tensor_history(
     """Return the largest value over ranks at each sampled step, and the range of the ranks, in the order of arrival."""
     source = connection.relation("tensor_stats", run=run)
     parameters = {"run": run, "kind": kind, "tensor": tensor, "attempt": attempt}
-    return _history(op, connection.query(_CURVE.format(**_columns(op), source=source), parameters))
-
-
-def total_gradient_norm(connection: Connection, run: str) -> History | None:
-    """Return the norm of all reduced gradients of each sampled step; None without any, or of too many rows."""
-    rows = sum(connection.files_table("tensor_stats", run=run)["rows"].to_pylist())
-    if not 0 < rows <= _MOST_ROWS:
-        return None
-    found = _history(GRAD_NORM, connection.query(_TOTAL_NORM, {"run": run}))
-    return found if len(found) else None
-
-
-def _history(name: str, rows: pa.Table) -> History:
-    columns = {
-        name: rows[name].to_numpy(zero_copy_only=False).astype(np.float64)
-        for name in ("time", "value", "lowest", "highest")
-    }
-    attempts, step = (rows[name].to_numpy().astype(np.int64) for name in ("attempt", "step"))
-    later = np.minimum.accumulate(np.append(step, np.iinfo(np.int64).max)[::-1])[::-1][1:]
-    return History(
-        name=name, attempt=attempts, step=step, cumulative=np.arange(len(step)), stands=step < later, **columns
-    )
+    return arrival_history(op, connection.query(_CURVE.format(**_columns(op), source=source), parameters))
 
 
 def tensor_detail(connection: Connection, run: str, kind: str, op: str, tensor: str) -> TensorDetail:

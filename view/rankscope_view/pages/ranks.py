@@ -47,7 +47,7 @@ class Memory:
 def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: float, *, past: Sequence[Incident]) -> str:
     """Return the page of the ranks of a run, in this order. `past` are the incidents of the run."""
     ordered = table.ordered(order)
-    slow = next((one.rank for one in table.rows if one.is_slow), None)
+    slow = next((one.rank for one in table.rows if one.slow), None)
     first = next((one for one in past if one.rule == SLOW_RANK), None) if slow is None else None
     over = first if first is not None and first.is_resolved else None
     median = "" if table.median_step is None else f", median step {table.median_step:.3g} s"
