@@ -18,7 +18,7 @@ from rankscope_storage.base.rule_names import RUN_FINISHED
 from rankscope_storage.connection import Connection
 from rankscope_view.data.curves import Axis, on_axis
 from rankscope_view.data.incidents import CAUSAL_PLACE
-from rankscope_view.data.series import History
+from rankscope_view.data.series import Floats, History, Integers
 
 NEWEST: Final = 200
 """Number of lines of the event log on the page of a run; its full history has a page of its own."""
@@ -150,31 +150,29 @@ def event_log(
     chosen = [line for line in known if not groups or line.group in groups]
     if not groups or Group.STEP in groups:
         chosen += step_lines(loss, others, newest)
-    times = _times(loss)
+    times = _times(loss, {line.attempt or 0 for line in chosen if line.at is None})
     chosen.sort(key=lambda line: _newest_first(line, times))
     launches = sum(line.type == EventType.LAUNCH for line in known)
     return EventLog(lines=tuple(chosen[:newest]), counts=counts, restarts=max(0, launches - 1))
 
 
-def _times(loss: History) -> dict[int, tuple[list[int], list[float]]]:
+def _times(loss: History, attempts: Iterable[int]) -> dict[int, tuple[Integers, Floats]]:
     """Return the steps of each attempt that have a time, in ascending order, with their times."""
-    rows = sorted(zip(loss.attempt.tolist(), loss.step.tolist(), loss.time.tolist(), strict=True))
-    found: dict[int, tuple[list[int], list[float]]] = {}
-    for attempt, step, at in rows:
-        if not math.isnan(at):
-            steps, times = found.setdefault(attempt, ([], []))
-            steps.append(step)
-            times.append(at)
+    known, found = loss.select(np.isfinite(loss.time)), {}
+    for attempt in attempts:
+        own = np.flatnonzero(known.attempt == attempt)
+        own = own[np.argsort(known.step[own], kind="stable")]
+        found[attempt] = known.step[own], known.time[own]
     return found
 
 
-def _newest_first(line: EventLine, times: Mapping[int, tuple[list[int], list[float]]]) -> tuple[float, ...]:
+def _newest_first(line: EventLine, times: Mapping[int, tuple[Integers, Floats]]) -> tuple[float, ...]:
     """Return the sort key of a line. A line without a time follows the row of its step, or the last row before it."""
     at, is_later = line.at, False
-    known, of_rows = times.get(line.attempt or 0, ([], []))
-    if at is None and line.step is not None and known:
-        before = bisect.bisect_right(known, line.step) - 1
-        at, is_later = of_rows[max(before, 0)], before >= 0
+    if at is None and line.step is not None and len(times[line.attempt or 0][0]):
+        steps, of_rows = times[line.attempt or 0]
+        before = int(np.searchsorted(steps, line.step, "right")) - 1
+        at, is_later = float(of_rows[max(before, 0)]), before >= 0
     at = -math.inf if at is None else at
     return -at, -(line.attempt or 0), -(line.step or 0), not is_later, line.group is not Group.STEP
 

@@ -7,7 +7,7 @@ rare: a history with such rows is that of the view `scalar_history`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -174,11 +174,6 @@ class SeriesRows:
         return SeriesRows(**found, step=found["position"] if self.step is self.position else self.step[chosen])
 
 
-_WHOLE, _REAL = np.empty(0, np.int64), np.empty(0)
-_UNREAD: Final = SeriesRows(_WHOLE, _WHOLE, _WHOLE, _WHOLE, _WHOLE, _REAL, _REAL)
-"""Stands for row groups that are read after all others."""
-
-
 @dataclass(slots=True)
 class ScalarRows:
     """Rows by run and name, then by labels."""
@@ -204,7 +199,7 @@ class ScalarRows:
             return None
         rows = parts[0]
         if len(parts) > 1:
-            rows = SeriesRows(*(_joined([getattr(part, one) for part in parts]) for one in SeriesRows.__slots__))
+            rows = _in_one(parts)
             parts[:] = [rows]  # the next call needs no copy
         if rank is not None:
             rows = rows.select(rows.rank == rank)
@@ -217,6 +212,13 @@ class ScalarRows:
 def is_main(labels: str) -> bool:
     """Return whether these labels are not those of a log that was imported into a live run."""
     return f'"{IMPORTED_FROM}":' not in labels
+
+
+def _in_one(parts: Sequence[SeriesRows]) -> SeriesRows:
+    columns = [name for name in SeriesRows.__slots__ if name != "step"]
+    joined = {name: _joined([getattr(part, name) for part in parts]) for name in columns}
+    are_equal = all(part.step is part.position for part in parts)
+    return SeriesRows(**joined, step=joined["position"] if are_equal else _joined([part.step for part in parts]))
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -232,16 +234,14 @@ def read_rows(connection: Connection, runs: Collection[str], names: Collection[s
         return found
     equal = {"run": wanted, "name": sorted(names)}
     groups = connection.row_groups("scalars", wanted, equal, _CONSTANT)
-    long: dict[tuple[str, str, str | None], list[RowGroups]] = {}
     for is_whole, adjacent in itertools.groupby(groups.stretches(_CONSTANT), _is_whole):
         if is_whole:
             for constants, own in adjacent:
-                key = (constants["run"], constants["name"], constants["labels"])
-                long.setdefault(key, []).append(own)
-                found.add(*key, _UNREAD)
+                batches = own.batches([one for one in _NUMBERS if one not in constants])
+                rows = _in_one([_rows(_complete(batch), constants) for batch in batches])  # frees the parts at once
+                found.add(constants["run"], constants["name"], constants["labels"], rows)
         else:
             _add_mixed([own for _, own in adjacent], set(wanted), names, found)
-    _read_long(long, found)
     return found
 
 
@@ -249,85 +249,6 @@ def _is_whole(stretch: tuple[Mapping[str, Any], RowGroups]) -> bool:
     """Return whether all rows of adjacent row groups are of one series and attempt, and are not few."""
     constants, groups = stretch
     return groups.rows >= _WHOLE_ROWS and all(one in constants for one in (*_SERIES, *_ABSENT))
-
-
-def _read_long(long: Mapping[tuple[str, str, str | None], Sequence[RowGroups]], found: ScalarRows) -> None:
-    """Read the row groups that contain one series only, each series into arrays of its final length.
-
-    Scalars of one record have the same step and time, so that series often share these arrays.
-    """
-    before: SeriesRows | None = None
-    for (run, name, labels), unread in long.items():
-        series = found.parts.get((run, name), {})
-        parts, remaining = series.pop(labels or ""), iter(unread)
-        pieces = itertools.chain.from_iterable(
-            _pieces(next(remaining)) if part is _UNREAD else (part,) for part in parts
-        )
-        rows = sum(len(part.step) for part in parts) + sum(groups.rows for groups in unread)
-        read = _in_one(pieces, rows, before)
-        if len(read.step):
-            series[labels or ""] = [read]
-            before = read
-        if not series:
-            del found.parts[run, name]
-
-
-def _in_one(pieces: Iterable[SeriesRows], most: int, before: SeriesRows | None) -> SeriesRows:
-    """Return adjacent pieces of a series with at most `most` rows as one.
-
-    Its positions and times are those of `before` as far as they are equal.
-    """
-    position = _Column(most, np.int64, None if before is None else before.position)
-    time = _Column(most, np.float64, None if before is None else before.time)
-    value = np.empty(most)
-    others: list[list[Integers]] = [[], [], []]  # attempt, rank, micro_step
-    steps: list[Integers] = []
-    are_equal, at = True, 0
-    for piece in pieces:
-        own = slice(at, at + len(piece.step))
-        position.put(own, piece.position)
-        time.put(own, piece.time)
-        value[own] = piece.value
-        steps.append(piece.step)
-        are_equal &= piece.step is piece.position
-        for columns, column in zip(others, (piece.attempt, piece.rank, piece.micro_step), strict=True):
-            columns.append(column)
-        at = own.stop
-    attempt, rank, micro = (_joined(columns) if at else _WHOLE for columns in others)
-    places = position.get(at)
-    return SeriesRows(attempt, rank, micro, places, places if are_equal else _joined(steps), time.get(at), value[:at])
-
-
-def _pieces(groups: RowGroups) -> Iterator[SeriesRows]:
-    """Yield the rows of row groups that contain one series only."""
-    constants = groups.constants(_CONSTANT)
-    for batch in groups.batches([one for one in _NUMBERS if one not in constants]):
-        yield _rows(_complete(batch), constants)
-
-
-class _Column:
-    """One column of a long series. It is the array of the series before, as long as all values are equal."""
-
-    def __init__(self, rows: int, dtype: Any, earlier: npt.NDArray[Any] | None) -> None:
-        self._rows = rows
-        self._dtype = dtype
-        self._values = earlier
-        self._is_shared = earlier is not None
-
-    def put(self, own: slice, values: npt.NDArray[Any]) -> None:
-        """Store values at the rows `own`, which follow those of the call before."""
-        if self._is_shared and self._values is not None and np.array_equal(self._values[own], values):
-            return
-        if self._is_shared or self._values is None:
-            array = np.empty(self._rows, self._dtype)
-            if self._values is not None:
-                array[: own.start] = self._values[: own.start]
-            self._values, self._is_shared = array, False
-        self._values[own] = values
-
-    def get(self, rows: int) -> npt.NDArray[Any]:
-        """Return the first `rows` values."""
-        return np.empty(0, self._dtype) if self._values is None else self._values[:rows]
 
 
 def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
