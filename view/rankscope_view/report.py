@@ -22,7 +22,7 @@ from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_view.assets import assets_of_file
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Line, Smoothing, curve
-from rankscope_view.data.detail import CHARTS, RunDetail, evaluation_curve, nothing
+from rankscope_view.data.detail import CHARTS, RunDetail, chart_curve, nothing
 from rankscope_view.data.events import EVENT_GROUPS, EventLine, EventLog, Group, Marker, event_log, markers
 from rankscope_view.data.incidents import STATE_TEXTS, Incident, counted, incidents
 from rankscope_view.data.metrics import own_histories
@@ -317,8 +317,7 @@ def _curves_on(
     for name, history in found.histories.items():
         smoothing = Smoothing.NONE if name == EVAL_LOSS else Smoothing.EMA
         request = CurveRequest(axis=axis, smoothing=smoothing, points=points * (_MAIN_FACTOR if name == LOSS else 1))
-        is_evaluation = name == EVAL_LOSS
-        drawn = evaluation_curve(history, found.history(LOSS), request) if is_evaluation else curve(history, request)
+        drawn = chart_curve(history, found.history(LOSS), request)
         lines = [_kept_line(line) for line in drawn.lines]
         documents[name] = drawn.document() | {"lines": lines, "markers": _thinned(marked[axis, name], drawn)}
     return documents

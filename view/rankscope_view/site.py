@@ -28,7 +28,7 @@ from rankscope_storage.connection import Connection, connect
 from rankscope_view.assets import ASSETS, Asset, digest
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare, difference
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, joined
-from rankscope_view.data.detail import CHARTS, RunDetail, evaluation_curve, nothing, read_charts, read_detail
+from rankscope_view.data.detail import CHARTS, RunDetail, chart_curve, nothing, read_charts, read_detail
 from rankscope_view.data.events import EVENT_GROUPS, NEWEST, EventLog, Group, event_lines, event_log, markers
 from rankscope_view.data.grid import (
     MOST_ROWS,
@@ -109,6 +109,11 @@ class Request:
         """Return the names of the runs that are requested, such as those of a comparison; none for the list of runs."""
         named = self.segments[1:2] if self.segments[:1] == ("runs",) else ()
         return list(filter(None, (self.query.get("run"), *named, *map(self.query.get, LETTERS))))
+
+    @property
+    def no_run(self) -> NoRunError:
+        """Return the error of a request for a run that the store does not have."""
+        return NoRunError(f"The store has no run {self.run!r}.")
 
     def number(self, name: str) -> float | None:
         """Return a finite number of the query, or None."""
@@ -280,10 +285,7 @@ def scalar_curve(connection: Connection, request: Request) -> Response:
         others = [EVAL_LOSS] if has_markers else []
         read = read_charts(connection, run, [name, *others, *([LOSS] if name == EVAL_LOSS else [])])
         history, evaluations = read[name], read.get(EVAL_LOSS, evaluations)
-        if name == EVAL_LOSS:
-            drawn = evaluation_curve(history, read[LOSS], choice.request)
-        else:
-            drawn = curve(history, choice.request)
+        drawn = chart_curve(history, read.get(LOSS) or nothing(LOSS), choice.request)
     document = drawn.document()
     if has_markers or metric is not None:
         found = markers(event_lines(connection, run), evaluations, history, choice.request.axis)
@@ -476,16 +478,15 @@ class Site:
         most = None if request.query.get("goodput") else self._most_step_times
         found = read_detail(connection, request.run, most_step_times=most)
         if found is None:
-            raise NoRunError(f"The store has no run {request.run!r}.")
+            raise request.no_run
         return self._place_of(request, is_live=found.row.is_live), found
 
     def _run(self, connection: Connection, request: Request) -> Response:
         place, found = self._detail(connection, request)
         choice = chart_choice(request)
         shown = replace(choice.request, points=800, newest=None)
-        curves = {name: curve(history, shown) for name, history in found.histories.items() if name != EVAL_LOSS}
-        if EVAL_LOSS in found.histories:
-            curves[EVAL_LOSS] = evaluation_curve(found.history(EVAL_LOSS), found.history(LOSS), shown)
+        loss = found.history(LOSS)
+        curves = {name: chart_curve(history, loss, shown) for name, history in found.histories.items()}
         log = _log(found)
         metrics = read_metrics(connection, request.run)
         return _page(run_page.page(place, found, choice, curves=curves, log=log, metrics=metrics))
@@ -501,7 +502,7 @@ class Site:
     def _report(self, connection: Connection, request: Request) -> Response:
         found = report(connection, request.run, made_at=self._clock(), source=self._path.name)
         if found is None:
-            raise NoRunError(f"The store has no run {request.run!r}.")
+            raise request.no_run
         headers = {
             "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
             "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file_name(request.run))}.html",
@@ -511,7 +512,7 @@ class Site:
     def _row(self, connection: Connection, request: Request) -> tuple[Place, RunRow]:
         row = run_row(connection, request.run)
         if row is None:
-            raise NoRunError(f"The store has no run {request.run!r}.")
+            raise request.no_run
         return self._place_of(request, is_live=row.is_live), row
 
     def _tensors(self, connection: Connection, request: Request) -> Response:

@@ -13,7 +13,7 @@ from tests.view.training import HOSTILE, MAIN, event, events, run_row, scalars
 from rankscope.output.run_texts import summary_text
 from rankscope_storage.connection import connect
 from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve
-from rankscope_view.data.detail import early_stopping, evaluation_curve, logging_interval, perplexity, read_chart
+from rankscope_view.data.detail import chart_curve, early_stopping, logging_interval, perplexity, read_chart
 from rankscope_view.data.runs import INCIDENTS, NO_CURVE, STOPPING, RunQuery, run_facts, run_list
 from rankscope_view.data.runs import run_row as row_of_run
 from rankscope_view.data.summary import Trend, losses_of, read_summary, summary_document, trend
@@ -200,7 +200,7 @@ def test_ruined_run_gets_no_advice_from_its_curves(connection, opened, slope, wo
 def test_training_loss_is_behind_evaluations_on_common_axes(connection, axis):
     evaluations, loss, absent = (read_chart(connection, MAIN, name) for name in ("eval_loss", "loss", "absent"))
     request = CurveRequest(axis=axis, smoothing=Smoothing.NONE)
-    found, alone = (evaluation_curve(evaluations, one, request) for one in (loss, absent))
+    found, alone = (chart_curve(evaluations, one, request) for one in (loss, absent))
 
     expected = [] if axis in {Axis.ARRIVAL, Axis.ATTEMPT} else [Role.TRAINING]
     assert expected == [line.role for line in found.lines if line.role]

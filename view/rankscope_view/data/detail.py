@@ -251,13 +251,19 @@ _TRAINING_BULK: Final = (0.005, 0.995)
 """Quantiles of the training loss since the first evaluation that the default range of the chart contains."""
 
 
-def evaluation_curve(evaluations: History, loss: History, request: CurveRequest) -> Curve:
-    """Return the curve of `evaluations`. Before its lines, it has the average of `loss`, if the axis is common to both.
+def chart_curve(history: History, loss: History, request: CurveRequest) -> Curve:
+    """Return the curve of `history`. That of evaluations has the average of `loss` first, if the axis is common to both.
 
     The default range contains the training loss since the first evaluation: before that, it can be much higher.
     """
-    own = curve(evaluations, request)
-    if request.axis not in _SHARED_AXES or request.newest is not None or not len(loss) or own.extent is None:
+    own = curve(history, request)
+    if (
+        history.name != EVAL_LOSS
+        or request.axis not in _SHARED_AXES
+        or request.newest is not None
+        or not len(loss)
+        or own.extent is None
+    ):
         return own
     training = curve(
         loss,

@@ -123,7 +123,11 @@ class RunRow:
     @property
     def is_live(self) -> bool:
         """Return whether the run has not ended, so that pages follow it. A run without a state is history."""
-        return self.state is not None and self.state not in ENDED
+        return _is_live(self.state)
+
+
+def _is_live(state: str | None) -> bool:
+    return state is not None and state not in ENDED
 
 
 def open_count(number: int, which: str = "") -> str:
@@ -206,9 +210,8 @@ def run_list(connection: Connection, query: RunQuery) -> RunList:
         found = incidents(connection, [row["run"] for row in known])
         troubled = {run for run, listed in found.items() if any(one.is_open for one in listed)}
         chosen = [row for row in known if _matches(row, query, troubled)]
-        names = [row["run"] for row in chosen]
-        latest = read_newest(connection, names, {}, has_curves=False).values if query.sort == "loss" else None
-        chosen.sort(key=lambda row: _sort_key(row, query.sort, latest), reverse=query.is_descending)
+        scalars = read_rows(connection, [row["run"] for row in chosen] if query.sort == "loss" else [], [LOSS])
+        chosen.sort(key=lambda row: _sort_key(row, query.sort, scalars), reverse=query.is_descending)
         shown = chosen[query.page * PAGE_RUNS : (query.page + 1) * PAGE_RUNS]
         rows = _complete(connection, shown, found)
     counts = {"selected": len(chosen), "total": len(known), "with_incidents": len(troubled)}
@@ -266,7 +269,7 @@ def _matches(row: Mapping[str, Any], query: RunQuery, troubled: Collection[str])
     return query.state is None or (row["state"] or "unknown") == query.state
 
 
-def _sort_key(row: Mapping[str, Any], sort: str, latest: Mapping[tuple[str, str], Any] | None) -> tuple[Any, ...]:
+def _sort_key(row: Mapping[str, Any], sort: str, scalars: ScalarRows) -> tuple[Any, ...]:
     value: Any
     match sort:
         case "run":
@@ -276,8 +279,9 @@ def _sort_key(row: Mapping[str, Any], sort: str, latest: Mapping[tuple[str, str]
         case "progress":
             value = (row["last_step"] or 0) / (row["planned_steps"] or math.inf)
         case "loss":
-            loss = (latest or {}).get((row["run"], LOSS), {}).get("value")
-            value = -math.inf if loss is None or math.isnan(loss) else loss
+            losses = scalars.main(row["run"], LOSS)
+            loss = math.nan if losses is None else _newest(losses, 1)["value"]
+            value = -math.inf if math.isnan(loss) else loss
         case _:
             value = row["ended_at"] or row["updated_at"] or row["started_at"] or -math.inf
     return value, row["run"]
@@ -292,49 +296,61 @@ def _complete(
     rows: ScalarRows | None = None,
 ) -> list[RunRow]:
     known = list(known)
-    names = [row["run"] for row in known]
-    live = {row["run"]: row for row in known if row["state"] is not None and row["state"] not in ENDED}
-    newest = read_newest(connection, names, live, has_curves=has_curves, rows=rows)
+    rows = rows or read_rows(connection, [row["run"] for row in known], set(_SHOWN))
     # The service stores the step of a followed log rarely, and its rows need no scalar that the list shows.
-    logs = [run for run, row in live.items() if row["source_kind"] not in {None, "live"}]
-    for line in connection.query(_LAST_ROWS, {"runs": logs}).to_pylist() if logs else ():
-        newest.values[line["run"], ""] = line
-    found_rows = [_run_row(row, newest, found.get(row["run"], ())) for row in known]
+    logs = [row["run"] for row in known if _is_live(row["state"]) and row["source_kind"] not in {None, "live"}]
+    last = connection.query(_LAST_ROWS, {"runs": logs}).to_pylist() if logs else []
+    of_log = {line["run"]: line for line in last}
+    found_rows = [
+        _run_row(row, rows, of_log.get(row["run"]), found.get(row["run"], ()), has_curve=has_curves) for row in known
+    ]
     lags = {one.run: lag for one in found_rows if (lag := (one.step or 0) - (one.loss_step or math.inf)) > 10}
     apart = connection.query(_LOSSES_APART, {"runs": list(lags)}).to_pylist() if lags else ()
     late = {line["run"] for line in apart if lags[line["run"]] > 5 * line["apart"]}
     return [replace(one, is_loss_late=one.run in late) for one in found_rows]
 
 
-def _run_row(row: Mapping[str, Any], newest: Newest, listed: Sequence[Incident]) -> RunRow:
-    run = row["run"]
-    latest = newest.values
-    speeds = {
-        name: latest[run, name]["value" if name in {"step_seconds", "steps_per_second"} else "total"]
+def _run_row(
+    row: Mapping[str, Any],
+    scalars: ScalarRows,
+    of_log: Mapping[str, Any] | None,
+    listed: Sequence[Incident],
+    *,
+    has_curve: bool,
+) -> RunRow:
+    """Return a run with its newest values. `of_log` is the last row of a followed log."""
+    is_live = _is_live(row["state"])
+    series = _shown_series(scalars, row["run"], row["attempt"] if is_live else None)
+    latest = {name: _newest(one, SPEED_STEPS if name in SPEEDS else 1) for name, one in series.items()}
+    loss = latest.get(LOSS, {})
+    speeds: dict[str, float] = {
+        name: latest[name]["value" if name in {"step_seconds", "steps_per_second"} else "total"]
         for name in SPEEDS
-        if (run, name) in latest
+        if name in latest
     }
     speed_name = next(iter(speeds), None)
-    rows = [latest[run, name] for name in ("", LOSS, LEARNING_RATE, *SPEEDS) if (run, name) in latest]
+    rows = [*latest.values(), *([] if of_log is None else [of_log])]
     newest_attempt = max((one["attempt"] for one in rows), default=0)
-    attempt_of_row = -1 if (run, "") in latest else row["attempt"] or 0  # a log has one last step for all attempts
+    attempt_of_row = row["attempt"] or 0 if of_log is None else -1  # a log has one last step for all attempts
     placed = [*((one["attempt"], one["position"]) for one in rows), (attempt_of_row, row["last_step"])]
     positions = [step for attempt, step in placed if step is not None and attempt >= newest_attempt]
     times = [one["logged_at"] for one in rows if one["logged_at"] is not None]
+    is_paced = is_live and row["state"] != RunState.STALLED
+    has_curve = has_curve and LOSS in series
     return RunRow(
         **{name: row[name] for name in ("run", *_COLUMNS) if name not in {"last_step", "updated_at"}},
         step=_done(row, positions),
         seen_at=max(times, default=row["ended_at"] or row["updated_at"]),
-        loss=latest.get((run, LOSS), {}).get("value"),
-        loss_step=latest.get((run, LOSS), {}).get("position"),
-        loss_ranks=latest.get((run, LOSS), {}).get("ranks", 0),
-        loss_ranks_missing=latest.get((run, LOSS), {}).get("missing", 0),
-        learning_rate=latest.get((run, LEARNING_RATE), {}).get("value"),
+        loss=loss.get("value"),
+        loss_step=loss.get("position"),
+        loss_ranks=loss.get("ranks", 0),
+        loss_ranks_missing=loss.get("missing", 0),
+        learning_rate=latest.get(LEARNING_RATE, {}).get("value"),
         speed=speeds.get(speed_name or ""),
         speed_name=speed_name,
         speeds=speeds,
-        eta_seconds=None if row["state"] == RunState.STALLED else newest.etas.get(run),
-        sparkline=newest.sparklines.get(run, NO_CURVE),
+        eta_seconds=_seconds_left(list(series.values()), row["planned_steps"]) if is_paced else None,
+        sparkline=_sparkline(by_step(series[LOSS])[0]["value"]) if has_curve else NO_CURVE,
         incidents=tuple(one for one in listed if one.is_open),
         is_ruined=row["state"] == RunState.FAILED
         or any(not one.is_resolved and one.rule not in {SLOW_RANK, RUN_SLOW} for one in listed),
@@ -421,49 +437,13 @@ SPEED_STEPS: Final = 20
 _SHOWN: Final = (LOSS, LEARNING_RATE, *SPEEDS)
 
 
-Live = Mapping[str, Mapping[str, Any]]
-"""Attempt and planned steps of live runs, by run."""
-
-
-@dataclass(slots=True)
-class Newest:
-    """Newest rows by run and name, and sparklines and seconds that are left by run."""
-
-    values: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    sparklines: dict[str, Sparkline] = field(default_factory=dict)
-    etas: dict[str, float | None] = field(default_factory=dict)
-
-
-def read_newest(
-    connection: Connection,
-    runs: Sequence[str],
-    live: Live,
-    *,
-    has_curves: bool,
-    rows: ScalarRows | None = None,
-) -> Newest:
-    """Return the newest rows of `runs`, and the time left of the runs in `live`.
-
-    `rows` has the rows of the shown scalars, if they were read before.
-    """
-    found = Newest()
-    rows = rows or read_rows(connection, runs, set(_SHOWN))
-    for run in runs:
-        _add(found, rows, run, live, has_curves=has_curves)
-    return found
-
-
-def _add(found: Newest, rows: ScalarRows, run: str, live: Live, *, has_curves: bool) -> None:
+def _shown_series(rows: ScalarRows, run: str, last: int | None) -> dict[str, SeriesRows]:
+    """Return the scalars that the list shows, up to the attempt `last`: a younger one has ended before it."""
     series = {name: one for name in _SHOWN if (one := rows.main(run, name)) is not None}
-    last = live.get(run, {}).get("attempt")
     for name, one in series.items():
-        own = one.attempt <= (math.inf if last is None else last)  # a younger one has ended before it
+        own = one.attempt <= (math.inf if last is None else last)
         series[name] = one if own.all() or not own.any() else one.select(own)
-        found.values[run, name] = _newest(series[name], SPEED_STEPS if name in SPEEDS else 1)
-    if has_curves and LOSS in series:
-        found.sparklines[run] = _sparkline(by_step(series[LOSS])[0]["value"])
-    if run in live:
-        found.etas[run] = _seconds_left(list(series.values()), live[run]["planned_steps"])
+    return series
 
 
 def _newest(rows: SeriesRows, steps: int) -> dict[str, Any]:
@@ -502,20 +482,14 @@ def _ranks(rank: Integers) -> int:
 def _sparkline(values: Floats) -> Sparkline:
     """Return the lowest, the highest and the last value of each of 20 parts; instead of the last, one that is NaN."""
     places = len(values)
-    parts = SPARKLINE_POINTS // 3
-    begins = sorted({-(-part * places // parts) for part in range(parts)} - {places})
-    kept: set[int] = set()
+    bounds = np.linspace(0, places, min(SPARKLINE_POINTS // 3, places) + 1, dtype=np.int64)
     is_finite = np.isfinite(values)
-    are_finite = bool(is_finite.all())
-    for first, last in itertools.pairwise([*begins, places]):
-        part, finite = values[first:last], is_finite[first:last]
-        if are_finite or finite.all():
-            kept |= {first + int(part.argmin()), first + int(part.argmax()), last - 1}
-            continue
-        if finite.any():
-            own = np.flatnonzero(finite)
-            kept |= {first + int(own[part[own].argmin()]), first + int(own[part[own].argmax()])}
-        kept.add(first + int(np.flatnonzero(~finite)[-1]))
+    bad, ends = np.flatnonzero(~is_finite), bounds[1:] - 1
+    ends[np.searchsorted(bounds, bad, "right") - 1] = bad  # the last one of each part
+    low, high = np.where(is_finite, values, np.inf), np.where(is_finite, values, -np.inf)
+    kept = set(ends.tolist())
+    for first, last in itertools.pairwise(bounds.tolist()):
+        kept |= {first + int(low[first:last].argmin()), first + int(high[first:last].argmax())}
     drawn = sorted(kept)
     return Sparkline(points=tuple(zip(drawn, values[drawn].tolist(), strict=True)), places=places)
 

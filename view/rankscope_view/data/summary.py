@@ -381,39 +381,31 @@ def _times(detail: RunDetail, stored: RunSummary, totals: Mapping[str, Mapping[s
 
 def summary_document(found: Summary) -> dict[str, Any]:
     """Return the summary as a document for JSON, without the curves. NaN and Inf remain numbers."""
-    speed, throughput = found.speed, found.speed.throughput
-    document = {name: asdict(getattr(found, name)) for name in ("progress", "losses", "parameters", "times")}
+    speed, throughput, check = found.speed, found.speed.throughput, found.speed.batch_check
+    document: dict[str, Any] = {name: getattr(speed, name) for name in ("step_seconds", "first_step_seconds")}
+    document |= {"global_batch": speed.global_batch, "time_spent": speed.time_spent or None}
+    document |= {name: _known(getattr(speed, name)) for name in ("data_wait", "collective")}
+    document["batch_check"] = check and asdict(check) | {"difference": check.difference, "is_off": check.is_off}
+    document["throughput"] = throughput and {
+        **{name: getattr(throughput, name) for name in ("name", "unit", "source", "ranks", "median")},
+        "p10": throughput.low,
+        "rows_below_p10": throughput.rows_below,
+    }
     return {
         "run": found.run,
         "reason": found.stored.reason,
         "incidents": found.incidents,
         "open_incidents": [sentence_of(one) for one in found.detail.row.incidents],
         "end": found.detail.row.end_sentence or None,
-        **document,
-        "evaluations": [asdict(one) for one in found.evaluations],
-        "metrics": [asdict(one) for one in found.metrics],
-        "best": None if found.best is None else asdict(found.best),
-        "speed": {
-            "throughput": None
-            if throughput is None
-            else {
-                **{name: getattr(throughput, name) for name in ("name", "unit", "source", "ranks", "median")},
-                "p10": throughput.low,
-                "rows_below_p10": throughput.rows_below,
-            },
-            **{name: getattr(speed, name) for name in ("step_seconds", "first_step_seconds", "global_batch")},
-            "batch_check": None
-            if speed.batch_check is None
-            else asdict(speed.batch_check)
-            | {"difference": speed.batch_check.difference, "is_off": speed.batch_check.is_off},
-            "data_wait": None if speed.data_wait is None else asdict(speed.data_wait),
-            "collective": None if speed.collective is None else asdict(speed.collective),
-            "time_spent": speed.time_spent or None,
-        },
-        "utilization": None
-        if found.utilization is None
-        else asdict(found.utilization) | {"words": found.utilization.words},
-        "hints": [asdict(one) for one in found.hints],
+        **{name: asdict(getattr(found, name)) for name in ("progress", "losses", "parameters", "times")},
+        **{name: list(map(asdict, getattr(found, name))) for name in ("evaluations", "metrics", "hints")},
+        "best": _known(found.best),
+        "speed": document,
+        "utilization": found.utilization and asdict(found.utilization) | {"words": found.utilization.words},
         "advice": [asdict(one) for one in found.detail.advice],
         "stored": asdict(found.stored),
     }
+
+
+def _known(value: Any) -> dict[str, Any] | None:
+    return None if value is None else asdict(value)

@@ -16,7 +16,7 @@ from rankscope_view.data.runs import SPEED_STEPS
 from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LOSS
 from rankscope_view.pages.format import count, kind_words, measure
 from rankscope_view.pages.rendering import Place, render, upper_first
-from rankscope_view.pages.run import SMOOTHINGS, ChartChoice, is_long, metric_groups, scalar_words, title
+from rankscope_view.pages.run import SMOOTHINGS, Chart, ChartChoice, is_long, metric_groups, scalar_words, title
 
 _NOTES: Final = {
     DIFFERENCE: "below 0: lower loss than A",
@@ -29,22 +29,6 @@ _NO_ROWS: Final = "No step, or no tensor and no scalar, is stored for both."
 _NO_ROWS_OF_RANKS: Final = (
     "No statistic or hash of a replica, which must be equal on both, is stored. The curves show other differences."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedChart:
-    """The chart of a scalar, with one line for each side."""
-
-    name: str
-    curve: Curve
-    title: str
-    note: str
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Return the choices of the chart, for scripts."""
-        is_log, has_zero = self.name == GRAD_NORM, self.name == DIFFERENCE
-        return {"name": self.name, "log": is_log, "fixed": False, "zero": has_zero, "compare": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,14 +145,15 @@ def _share(point: Point) -> str:
     return f", a difference of {size}"
 
 
-def _chart(name: str, curve: Curve, letters: Sequence[str]) -> ComparedChart:
+def _chart(name: str, curve: Curve, letters: Sequence[str]) -> Chart:
     missing = [] if name == DIFFERENCE else [one for one in letters if one not in {line.label for line in curve.lines}]
     absent = f"{' and '.join(missing)} logged none" if missing else ""
-    return ComparedChart(
+    return Chart(
         name=name,
         curve=curve,
         title="Loss against A" if name == DIFFERENCE else title(name),
         note=", ".join(filter(None, (_NOTES.get(name, ""), absent))),
+        options={"name": name, "log": name == GRAD_NORM, "fixed": False, "zero": name == DIFFERENCE, "compare": True},
     )
 
 

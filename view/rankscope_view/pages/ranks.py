@@ -36,14 +36,6 @@ class Verdict:
     usual_rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Memory of a rank as text, and its share of the memory of the device if that is known."""
-
-    text: str = NOTHING
-    share: float | None = None
-
-
 def page(place: Place, row: RunRow, table: RankTable, order: RankOrder, now: float, *, past: Sequence[Incident]) -> str:
     """Return the page of the ranks of a run, in this order. `past` are the incidents of the run."""
     ordered = table.ordered(order)
@@ -144,10 +136,11 @@ def _seconds(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}" if value < 100 else measure(value)
 
 
-def _memory(row: RankRow) -> Memory:
+def _memory(row: RankRow) -> tuple[str, float | None]:
+    """Return the memory of a rank as text, and its share of the memory of the device if that is known."""
     used = row.latest.get("device_memory_allocated_bytes") or row.latest.get("resident_memory_bytes")
     if used is None:
-        return Memory()
+        return NOTHING, None
     total = row.latest.get("gpu_memory_total_bytes")
     of_total = f" / {total / _GIBIBYTE:.0f}" if total else ""
-    return Memory(text=f"{used / _GIBIBYTE:.1f}{of_total}", share=min(1.0, used / total) if total else None)
+    return f"{used / _GIBIBYTE:.1f}{of_total}", min(1.0, used / total) if total else None

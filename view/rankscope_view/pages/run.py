@@ -100,16 +100,16 @@ class ChartChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """The panel of one chart of a run. `source` is the name under which the script logged the scalar, if it differs."""
+    """The panel of one chart of a run or a comparison."""
 
     name: str
     curve: Curve
     title: str
     note: str
-    hint: str
-    axis: str
     options: Mapping[str, Any]  # for scripts
-    is_cut: bool
+    hint: str = ""
+    axis: str = ""
+    is_cut: bool = False
 
     @property
     def is_loss(self) -> bool:
