@@ -280,23 +280,11 @@ class _Table:
         at += place
         values = batch.column(op)
         numbers = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-        if is_kept is None and window.width == 1 and (at[1:] > at[:-1]).all():
-            self._store_rising(at, numbers)
-        elif is_kept is None:
+        if is_kept is None:
             self._store(at, numbers, is_sorted=tensors.has_sorted(place, window.width))
         else:
             self._store(at[is_kept], numbers[is_kept], is_sorted=False)
         self._mark(batch, at, is_kept, values)
-
-    def _store_rising(self, at: Integers, values: Singles) -> None:
-        """Store values of different cells in the order of the cells, without a search if no cell is left out."""
-        is_dense = len(at) > 0 and at[-1] - at[0] == len(at) - 1
-        own = slice(int(at[0]), int(at[-1]) + 1) if is_dense else at
-        high = self._high.reshape(-1)
-        if self._low is None and np.isnan(high[own]).all():
-            high[own] = values
-        else:
-            self._store(at, values, is_sorted=True)
 
     def _store(self, at: Integers, values: Singles, *, is_sorted: bool) -> None:
         """Store values. With `is_sorted`, the rows of each cell are adjacent."""

@@ -252,7 +252,7 @@ _TRAINING_BULK: Final = (0.005, 0.995)
 
 
 def chart_curve(history: History, loss: History, request: CurveRequest) -> Curve:
-    """Return the curve of `history`. That of evaluations has the average of `loss` first, if the axis is common to both.
+    """Return the curve of `history`. That of evaluations has the average of `loss` first, if they share the axis.
 
     The default range contains the training loss since the first evaluation: before that, it can be much higher.
     """

@@ -207,15 +207,17 @@ def sparkline(line: Sparkline) -> Markup:
 
     A value between two others that are not finite is a dot.
     """
-    places, values = (np.array(column, float) for column in zip(*line.points, strict=True))
-    is_finite = np.isfinite(values)
-    low, high = np.min(values, initial=math.inf, where=is_finite), np.max(values, initial=-math.inf, where=is_finite)
+    finite = [value for _, value in line.points if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     across, down = (_WIDTH - 4) / max(1, line.places - 1), (_HEIGHT - 6) / ((high - low) or 1.0)
-    parts = _parts(2 + places * across, 3 + (high - values) * down)
-    marks = "".join(
-        f'<rect class="nan" x="{0.5 + place * across:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>'
-        for place in places[~is_finite].tolist()
-    )
+    parts: list[list[Point]] = [[]]
+    marks = ""
+    for place, value in line.points:
+        if math.isfinite(value):
+            parts[-1].append((2 + place * across, 3 + (high - value) * down))
+        else:
+            marks += f'<rect class="nan" x="{0.5 + place * across:.1f}" y="{_HEIGHT - 4}" width="3.5" height="3"/>'
+            parts.append([])
     dots = _path(part for part in parts if len(part) == 1)
     return Markup(
         f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
