@@ -42,7 +42,7 @@ from rankscope_view.data.grid import (
     tensor_kinds,
 )
 from rankscope_view.data.incidents import counted, incident_story, incidents
-from rankscope_view.data.metrics import metric_curve, metric_histories, named_histories, read_metrics
+from rankscope_view.data.metrics import metric_curve, metric_histories, read_metrics, scalar_lines
 from rankscope_view.data.ranks import RankOrder, rank_grid, rank_table
 from rankscope_view.data.runs import RunQuery, RunRow, known_runs, run_goodput, run_list, run_row
 from rankscope_view.data.series import EVAL_LOSS, GRAD_NORM, LOSS, History
@@ -193,7 +193,8 @@ def compared_curves(connection: Connection, request: Request) -> Response:
     source = LOSS if name == DIFFERENCE else name
     if len(sides) < 2:
         raise NotFoundError("A comparison needs two sides.")
-    found = [(one, *line) for one in sides for line in named_histories(connection, one.run, source, one.rank)]
+    absent = [("", nothing(source))]
+    found = [(one, *line) for one in sides for line in scalar_lines(connection, one.run, source, one.rank) or absent]
     labels = [", ".join(filter(None, (one.letter.upper(), words))) for one, words, _ in found]
     return _json(compared_curve(labels, [rows for *_, rows in found], name, chart_choice(request).request).document())
 
@@ -302,7 +303,7 @@ def goodput(connection: Connection, request: Request) -> Response:
 def curve_csv(connection: Connection, request: Request) -> Response:
     """Return all stored rows of a scalar in the zoom window as CSV."""
     run, name = request.query.get("run", ""), request.query.get("name", LOSS)
-    history = named_histories(connection, run, name)[0][1]
+    history = next((rows for _, rows in scalar_lines(connection, run, name)), nothing(name))
     sheet = io.StringIO()
     writer = csv.writer(sheet)
     writer.writerow(("attempt", "step", "cumulative_step", "time", name, "lowest", "highest", "is_superseded"))
@@ -546,7 +547,8 @@ class Site:
         place, row = self._row(connection, request)
         found = incidents(connection, [row.run]).get(row.run, [])
         if len(request.segments) == 3:
-            return _page(incident_page.list_page(place, row, counted(connection, found)))
+            listed = counted(connection, found)
+            return _page(render("incidents.html", place=place, row=row, found=listed))
         one = next((one for one in found if one.key == request.segments[3]), None)
         if one is None:
             raise NotFoundError(f"The run {row.run!r} has no incident {request.segments[3]!r}.")

@@ -79,10 +79,12 @@ def _first_difference(opened: Sequence[OpenRun]) -> Divergence | None:
 
 def _figure(opened: Sequence[OpenRun], scalar: str, axis: AxisName) -> Figure:
     from rankscope_view.data.curves import Axis
-    from rankscope_view.data.metrics import named_histories
+    from rankscope_view.data.detail import nothing
+    from rankscope_view.data.metrics import scalar_lines
     from rankscope_view.figures.lines import overlay
 
-    found = [(one.run, *line) for one in opened for line in named_histories(one.connection, one.run, scalar)]
+    absent = [("", nothing(scalar))]
+    found = [(one.run, *line) for one in opened for line in scalar_lines(one.connection, one.run, scalar) or absent]
     named = [(", ".join(filter(None, (run, words))), rows) for run, words, rows in found]
     title = f"{scalar} of {len(opened)} runs" if len(named) > len(opened) else None
     return overlay(scalar, named, axis=Axis(axis), title=title)

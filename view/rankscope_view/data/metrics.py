@@ -20,7 +20,7 @@ from rankscope_storage.base.datasets import IMPORTED_FROM
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
 from rankscope_view.data.curves import Curve, CurveRequest, curve, joined
-from rankscope_view.data.detail import CHARTS, PERPLEXITY, nothing, read_chart
+from rankscope_view.data.detail import CHARTS, PERPLEXITY, read_chart
 from rankscope_view.data.series import History, all_series, pairs, read_measured
 
 HARDWARE: Final = "Host and GPU"
@@ -181,11 +181,13 @@ def scalar_lines(connection: Connection, run: str, name: str, rank: int | None =
 
     `name` is stored, a name under which the script logged the scalar, or the perplexity.
     """
-    metrics = read_metrics(connection, run)
-    if (metric := metrics.found.get(name)) is not None:
-        histories = metric_histories(connection, run, metric, rank)
-        return [(metric.words(labels), one) for labels, one in zip(metric.labels, histories, strict=False)]
-    stored = next((stored for stored, source in metrics.sources.items() if source == name), name)
+    stored = name
+    if name not in CHARTS:
+        metrics = read_metrics(connection, run)
+        if (metric := metrics.found.get(name)) is not None:
+            histories = metric_histories(connection, run, metric, rank)
+            return [(metric.words(labels), one) for labels, one in zip(metric.labels, histories, strict=False)]
+        stored = next((stored for stored, source in metrics.sources.items() if source == name), name)
     history = read_chart(connection, run, stored, rank)
     return [("", history)] if len(history) else []
 
@@ -197,13 +199,6 @@ def own_histories(connection: Connection, run: str, most: int) -> dict[str, Hist
         for labels, history in zip(metric.labels, metric_histories(connection, run, metric), strict=False):
             found[metric.title(labels)] = history
     return dict(itertools.islice(found.items(), most))
-
-
-def named_histories(connection: Connection, run: str, name: str, rank: int | None = None) -> list[tuple[str, History]]:
-    """Return the lines of a scalar as pairs of words and rows; at least one, which may have no rows."""
-    if name in CHARTS:
-        return [("", read_chart(connection, run, name, rank))]
-    return scalar_lines(connection, run, name, rank) or [("", nothing(name))]
 
 
 def close_names(connection: Connection, run: str, name: str) -> list[str]:

@@ -237,9 +237,10 @@ def read_rows(connection: Connection, runs: Collection[str], names: Collection[s
     for is_whole, adjacent in itertools.groupby(groups.stretches(_CONSTANT), _is_whole):
         if is_whole:
             for constants, own in adjacent:
-                batches = own.batches([one for one in _NUMBERS if one not in constants])
-                rows = _in_one([_rows(_complete(batch), constants) for batch in batches])  # frees the parts at once
-                found.add(constants["run"], constants["name"], constants["labels"], rows)
+                batches = map(_complete, own.batches([one for one in _NUMBERS if one not in constants]))
+                parts = [_rows(batch, constants) for batch in batches if batch.num_rows]
+                if parts:  # joined at once, so that the memory of the parts is used again
+                    found.add(constants["run"], constants["name"], constants["labels"], _in_one(parts))
         else:
             _add_mixed([own for _, own in adjacent], set(wanted), names, found)
     return found

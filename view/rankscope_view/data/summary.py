@@ -180,7 +180,7 @@ def read_summary(
         totals = {
             row["name"]: row for row in connection.query(_TOTALS.format(scalars=scalars), {"run": run}).to_pylist()
         }
-        epochs = _history(connection, run, "epoch")
+        epochs = main_series(connection, run, ["epoch"]).get("epoch")
         speed = read_speed(connection, run, detail.histories, detail.facts.config)
         utilization = read_utilization(connection, run, speed, peak_tflops=peak_tflops)
         losses = _as_logged(losses_of(detail.history(LOSS)), connection, scalars, run)
@@ -222,10 +222,6 @@ def _as_logged(losses: Losses, connection: Connection, scalars: str, run: str) -
     return replace(
         losses, **{name: found[name] for name in ("current", "lowest", "lowest_step") if found[name] is not None}
     )
-
-
-def _history(connection: Connection, run: str, name: str) -> History | None:
-    return main_series(connection, run, [name]).get(name)
 
 
 def _trainer_state(config: str | None) -> Mapping[str, Any]:
@@ -313,9 +309,9 @@ def trend(losses: Floats) -> Trend:
 
 
 def _evaluations(connection: Connection, run: str, scalars: str) -> tuple[Evaluation, ...]:
-    rows = connection.query(_EVALUATIONS.format(scalars=scalars), {"run": run})
-    found = [(name, _history(connection, run, name)) for name in rows["name"].to_pylist()]
-    return tuple(_evaluation(name, history) for name, history in found if history is not None and history.stands.any())
+    names = connection.query(_EVALUATIONS.format(scalars=scalars), {"run": run})["name"].to_pylist()
+    found = main_series(connection, run, names)
+    return tuple(_evaluation(name, history) for name, history in found.items() if history.stands.any())
 
 
 def _evaluation(name: str, history: History) -> Evaluation:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from typing import Final
 
 from rankscope_storage.api.summaries import AnomalyRow
@@ -16,11 +15,6 @@ from rankscope_view.pages.rendering import Place, rank_list, render
 
 _SHOWN: Final = 8
 _MOST_GROUPS: Final = 200
-
-
-def list_page(place: Place, row: RunRow, found: Sequence[Incident]) -> str:
-    """Return all incidents of a run, open ones first."""
-    return render("incidents.html", place=place, row=row, found=found)
 
 
 def page(place: Place, row: RunRow, one: Incident, story: Story) -> str:
