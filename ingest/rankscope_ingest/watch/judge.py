@@ -39,7 +39,6 @@ class LogRow:
     """One row of training in a log."""
 
     seq: int
-    attempt: int
     rank: int | None
     step: int | None
     written: float | None
@@ -132,7 +131,6 @@ class LogRows:
         self.rows.append(
             LogRow(
                 seq=first["seq"],
-                attempt=self.attempt,
                 rank=first["rank"],
                 step=first["step"],
                 written=written,

@@ -396,7 +396,8 @@ class LogIncidents:
     def _announce(self, incident: Incident, now: float) -> None:
         first, most = incident.first, self._section.message_rows
         end = math.inf if first.step is None else first.step
-        rows = [row for row in self._rows.rows if row.attempt == first.attempt and (row.step or 0) <= end][-most:]
+        own = self._rows.rows if first.attempt == self._rows.attempt else ()
+        rows = [row for row in own if (row.step or 0) <= end][-most:]
         guide = guide_of(rows, self._intake.planned_steps)
         incident.log = LogReport(address=self._address, rows=row_texts(rows), guide=guide)
         self._reporter.announce(incident, self._machine, now, wait_seconds=self._section.poll_seconds)
