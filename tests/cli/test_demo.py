@@ -13,7 +13,7 @@ from rankscope.commands.demo import _collect
 from rankscope.demo.checks import KINDS_OF_EVERY_STEP, KINDS_OF_OPTIMIZER_STEPS, ExpectedRun, Fault, checks
 from rankscope.demo.receiver import Alert, AlertReceiver, Sender, parse_alert
 from rankscope.demo.report import show_page
-from rankscope.output.progress import BarView, PlainView, progress_parts
+from rankscope.output.progress import ProgressView, progress_parts
 from rankscope.shell.errors import CommandError
 from rankscope_ingest.live.progress import RunProgress
 
@@ -127,7 +127,7 @@ def test_progress_has_the_known_values_and_a_lag_while_the_run_lasts(changes, pa
 def test_plain_view_limits_the_rate_of_lines_per_run():
     moved, ended = replace(RUN, step=70), replace(RUN, step=200, state="completed")
     text = io.StringIO()
-    with PlainView(Console(file=text, width=40), every_seconds=5.0) as view:
+    with ProgressView(Console(file=text, width=40), every_seconds=5.0) as view:
         for run, now in ((RUN, 0.0), (moved, 1.0), (RUN, 6.0), (moved, 7.0), (ended, 8.0), (ended, 99.0)):
             view.show([run], now)
 
@@ -138,7 +138,7 @@ def test_plain_view_limits_the_rate_of_lines_per_run():
 
 def test_bar_view_draws_a_bar_and_prints_lines_above_it_with_masked_names():
     text = io.StringIO()
-    with BarView(Console(file=text, force_terminal=True, width=160)) as view:
+    with ProgressView(Console(file=text, force_terminal=True, width=160)) as view:
         view.show([RUN, replace(RUN, run="a\x1b[2J\nb")], 0.0)
         view.print_line("ALERT [not markup]")
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
 from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.demo.report import report
-from rankscope.output.progress import View, fetch_runs, view_for
+from rankscope.output.progress import ProgressView, fetch_runs
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.up.machine import ALERTMANAGER, PROMETHEUS
 from rankscope.up.plan import SERVICE, StartPlan, make_plan
@@ -139,7 +139,7 @@ def _train(command: list[str], folder: Path, url: str, receiver: AlertReceiver, 
     environment["RANKSCOPE_SPOOL_DIR"] = str((folder / "rankscope-records").absolute())
     training = start(command, log, environment)
     try:
-        with view_for(console) as view:
+        with ProgressView(console) as view:
             view.print_line(f"{'training':<14}{RANKS} ranks  (log: {log})")
             _watch(training, url, receiver, view)
     finally:
@@ -173,7 +173,7 @@ def _training_command(steps: int, batch: int, seed: int, no_faults: bool) -> lis
     ]
 
 
-def _watch(training: subprocess.Popen[bytes], url: str, receiver: AlertReceiver, view: View) -> None:
+def _watch(training: subprocess.Popen[bytes], url: str, receiver: AlertReceiver, view: ProgressView) -> None:
     """Show progress and alerts until the training exits."""
     running = True
     while running:

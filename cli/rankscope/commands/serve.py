@@ -15,7 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from rankscope.access.service import load_settings, service_errors
-from rankscope.output.progress import View, log_to, view_for
+from rankscope.output.progress import ProgressView, log_to
 from rankscope.shell.options import Listen, Notify, OptionalStore
 from rankscope.shell.streams import live_console
 from rankscope_ingest.base.config import ServiceConfig
@@ -51,11 +51,11 @@ def serve(
     """
     settings = load_settings(config, store, listen, notify)
     console = live_console(sys.stdout)
-    with view_for(console) as view, log_to(view.print_line):
+    with ProgressView(console) as view, log_to(view.print_line):
         _run(settings, view, show=not quiet)
 
 
-def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
+def _run(settings: ServiceConfig, view: ProgressView, *, show: bool) -> None:
     from rankscope_ingest.service.main import run
 
     def ready(url: str) -> None:
@@ -73,7 +73,7 @@ def _run(settings: ServiceConfig, view: View, *, show: bool) -> None:
 class _ProgressPrinter:
     """Prints the progress of runs, and a line when the service becomes degraded or recovers."""
 
-    def __init__(self, view: View, *, show: bool) -> None:
+    def __init__(self, view: ProgressView, *, show: bool) -> None:
         self._view = view
         self._show = show
         self._degraded: str | None = None

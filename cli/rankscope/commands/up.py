@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from rankscope.output.progress import View, fetch_runs, view_for
+from rankscope.output.progress import ProgressView, fetch_runs
 from rankscope.output.rows import columns
 from rankscope.shell.errors import CommandError
 from rankscope.shell.options import Listen, Notify, OptionalStore
@@ -93,7 +93,7 @@ def _print(plan: StartPlan) -> None:
 def _run(plan: StartPlan, *, quiet: bool) -> None:
     console, stop_signals = live_console(sys.stdout), StopSignals()
     plan.folder.create()
-    with plan.folder.locked(), stop_signals.caught(), view_for(console) as view:
+    with plan.folder.locked(), stop_signals.caught(), ProgressView(console) as view:
         plan.folder.write(plan.files)
         supervisor = Supervisor(
             plan.programs,
@@ -117,7 +117,7 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
         raise CommandError("stopped immediately: live ranks keep the records that were not stored", code=130)
 
 
-def _print_report(plan: StartPlan, view: View) -> None:
+def _print_report(plan: StartPlan, view: ProgressView) -> None:
     lines = [*plan.warnings, "", *overview(plan.programs, plan.left_out, plan.folder), ""]
     lines += [*plan.notification_lines, "\nFor the training job:"]
     lines += [f"  {line}" for line in exports(plan.advertised, plan.token_file)]
@@ -125,7 +125,9 @@ def _print_report(plan: StartPlan, view: View) -> None:
         view.print_line(line)
 
 
-def _watch(plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, view: View, *, quiet: bool) -> None:
+def _watch(
+    plan: StartPlan, supervisor: Supervisor, stop_signals: StopSignals, view: ProgressView, *, quiet: bool
+) -> None:
     """Print exits of programs and show progress.
 
     Returns after a stop signal, or when an essential program exited too often to be restarted.

@@ -9,9 +9,8 @@ import contextlib
 import dataclasses
 import logging
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -32,29 +31,6 @@ LINE_INTERVAL_SECONDS: Final = 5.0
 MAX_BARS: Final = 6
 
 _FIELDS: Final = {field.name: str(field.type) for field in dataclasses.fields(RunProgress)}
-
-
-class View(contextlib.AbstractContextManager["View"]):
-    """A display of the progress of runs that can also print lines."""
-
-    @abstractmethod
-    def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Update the display with the current state of `runs`.
-
-        `now` is a time in seconds of any clock; only differences matter.
-        """
-
-    @abstractmethod
-    def print_line(self, line: str) -> None:
-        """Print one line that remains on the screen."""
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the printed text on the screen."""
-
-
-def view_for(console: Console) -> View:
-    """Return a BarView if `console` is a terminal, otherwise a PlainView."""
-    return BarView(console) if console.is_terminal else PlainView(console)
 
 
 def fetch_runs(
@@ -81,58 +57,40 @@ def _progress(run: Mapping[str, Any]) -> RunProgress:
     return RunProgress(**known | {key: float(value) for key, value in texts.items()})
 
 
-class PlainView(View):
-    """Progress of runs as lines of text, for a file or a pipe.
+class ProgressView(Live):
+    """A display of the progress of runs that can also print lines.
 
-    A line is printed for a run when its state changes. If only its step changes, a line is printed at most every
-    `every_seconds` seconds.
+    On a terminal, it has a progress bar and a line of numbers for each live run. For a file or a pipe, it prints a line
+    for a run when its state changes, or its step, but lines about steps at most every `every_seconds` seconds.
     """
 
     def __init__(self, console: Console, *, every_seconds: float = LINE_INTERVAL_SECONDS) -> None:
-        self._console = console
+        waiting = Text("waiting for ranks")
+        super().__init__(waiting, console=console, auto_refresh=False, transient=not console.is_terminal)
         self._every_seconds = every_seconds
         self._last: dict[str, tuple[float, int | None, str]] = {}
 
     def show(self, runs: Sequence[RunProgress], now: float) -> None:
-        """Print a line for each run of which the state or the step changed.
+        """Update the display with the current state of `runs`. If no run is live, the last one has a bar.
 
-        If only the step changed, a line for the run is printed at most every `every_seconds` seconds.
+        `now` is a time in seconds of any clock; only differences matter.
         """
+        if not self.console.is_terminal:
+            self._print_changes(runs, now)
+        elif shown := [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]:
+            self.update(Group(*(part for run in shown for part in _bar(run))), refresh=True)
+
+    def print_line(self, line: str) -> None:
+        """Print a line that remains on the screen, above the bars."""
+        self.console.print(Text(masked(line)), soft_wrap=True)
+
+    def _print_changes(self, runs: Sequence[RunProgress], now: float) -> None:
         for run in runs:
             at, step, state = self._last.get(run.run, (-math.inf, None, ""))
             moved = run.step != step and now - at >= self._every_seconds
             if run.step is not None and run.state != RunState.PENDING and (moved or run.state != state):
                 self._last[run.run] = (now, run.step, run.state)
                 self.print_line(f"{printable(run.run)} {run.state}  {'  '.join(progress_parts(run))}")
-
-    def print_line(self, line: str) -> None:
-        """Print `line` as it is; rich does not interpret markup in it."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class BarView(View):
-    """Progress of runs at the bottom of a terminal: for each run, a progress bar and below it a line of numbers."""
-
-    def __init__(self, console: Console) -> None:
-        self._live = Live(Text("waiting for ranks"), console=console, auto_refresh=False)
-
-    def __enter__(self) -> Self:
-        self._live.start(refresh=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop the updates of the progress bars; the last ones remain on the screen."""
-        self._live.stop()
-
-    def show(self, runs: Sequence[RunProgress], now: float) -> None:  # noqa: ARG002 - bars are not rate-limited
-        """Draw the bars of up to MAX_BARS live runs; if no run is live, draw that of the last element of `runs`."""
-        shown = [run for run in runs if run.ranks_alive][:MAX_BARS] or runs[-1:]
-        if shown:
-            self._live.update(Group(*(part for run in shown for part in _bar(run))), refresh=True)
-
-    def print_line(self, line: str) -> None:
-        """Print `line` above the bars."""
-        self._live.console.print(Text(masked(line)), soft_wrap=True)
 
 
 def _bar(run: RunProgress) -> Iterator[Table | Text]:
