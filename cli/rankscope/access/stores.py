@@ -64,7 +64,8 @@ def store_errors() -> Iterator[None]:
     except NotAStoreError as error:
         raise CommandError(str(error), code=USAGE) from error
     except (StoreError, duckdb.Error, pa.ArrowInvalid) as error:
-        text = damage(error) or _one_line(str(error))
+        # DuckDB appends a copy of the statement, which has several lines.
+        text = damage(error) or " ".join(str(error).partition("\n\nLINE")[0].split())
         raise CommandError(f"{text}. {_FULL}" if re.search("No space left|quota exceeded", text) else text) from error
 
 
@@ -91,12 +92,6 @@ def resolve_run(connection: Connection, run: str | None) -> str:
         )
         raise CommandError(f"run {run!r} not found.{hint}", code=USAGE)
     return run
-
-
-def _one_line(text: str) -> str:
-    """Return the text of an error as one line, without the copy of the statement that DuckDB appends to it."""
-    message = text.partition("\n\nLINE")[0]
-    return " ".join(part.strip() for part in message.splitlines() if part.strip())
 
 
 T = TypeVar("T")

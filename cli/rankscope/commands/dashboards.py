@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,8 +138,9 @@ def deploy(
         raise CommandError("--add-route needs the contact point of the route: add --receiver NAME", code=USAGE)
     with command_errors(GrafanaError):
         points = [] if contact_points is None else read_contact_points(contact_points, os.environ)
+        urls = {"rankscope-live": prometheus_url, "rankscope-history": history_url or prometheus_url}
         options = deployment.Options(
-            urls=_given({"rankscope-live": prometheus_url, "rankscope-history": history_url or prometheus_url}),
+            urls={uid: address for uid, address in urls.items() if address is not None},
             contact_points=points,
             receiver=receiver,
             add_route=add_route,
@@ -179,10 +179,6 @@ def _server(url: str, token_file: Path, org: int | None) -> Server:
 
     proxy = proxy_of(url, ENVIRONMENT)
     return Server(url, read_credentials(token_file), organisation=org, proxy=proxy)
-
-
-def _given(urls: Mapping[str, str | None]) -> dict[str, str]:
-    return {uid: url for uid, url in urls.items() if url is not None}
 
 
 def _next_steps(folder: Path, count: int) -> str:

@@ -105,7 +105,8 @@ def _run(plan: StartPlan, *, quiet: bool) -> None:
         )
         try:
             supervisor.start()
-            plan.save_addresses()
+            urls = {program.name: program.url for program in plan.programs}
+            plan.folder.save_notes({"ports": dict(plan.options.ports), "urls": urls})
             _print_report(plan, view)
             _watch(plan, supervisor, stop_signals, view, quiet=quiet)
         finally:

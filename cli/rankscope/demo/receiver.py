@@ -68,7 +68,8 @@ class AlertReceiver:
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                receiver._take(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                receiver.alerts.append(parse_alert(json.loads(body), time.time()))
                 self.send_response(204)
                 self.end_headers()
 
@@ -95,6 +96,3 @@ class AlertReceiver:
         while self._yielded < len(self.alerts):
             self._yielded += 1
             yield self.alerts[self._yielded - 1]
-
-    def _take(self, body: bytes) -> None:
-        self.alerts.append(parse_alert(json.loads(body), time.time()))

@@ -295,7 +295,7 @@ def run_details(connection: Connection, run: str) -> dict[str, Any]:
         "tags": parse_tags(known["tags"]),
         "note": known["note"],
         **_code(started["config"]),
-        "config": _settings(started["config"]),
+        "config": {key: value for key, value in json_object(started["config"]).items() if key not in _APART},
         "attempts": [_launch(row) for row in launches.to_pylist()],
     }
 
@@ -343,10 +343,6 @@ def _code(config: str | None) -> dict[str, Any]:
         "git_commit": commit if isinstance(commit, str) else None,
         "argv": [str(part) for part in argv] if isinstance(argv, list) else None,
     }
-
-
-def _settings(config: str | None) -> dict[str, Any]:
-    return {key: value for key, value in json_object(config).items() if key not in _APART}
 
 
 def _block(name: str, *texts: str | None) -> Iterator[str]:

@@ -60,7 +60,7 @@ def command_files() -> dict[str, Path]:
 
 def missing_extras(command: str) -> list[str]:
     """Return the extras that `command` needs and that are not installed."""
-    return [extra for extra in NEEDED.get(command, USUAL) if not all(map(_is_installed, MODULES[extra]))]
+    return [extra for extra in NEEDED.get(command, USUAL) if not all(map(importlib.util.find_spec, MODULES[extra]))]
 
 
 def install_line(extras: Sequence[str]) -> str:
@@ -88,10 +88,6 @@ def overview() -> str:
     if needed:
         lines += ["", f"To install the missing extras: {install_line(list(needed))}"]
     return "\n".join([*lines, ""])
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def _purpose(file: Path) -> str:

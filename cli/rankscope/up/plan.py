@@ -296,11 +296,6 @@ class StartPlan:
         ]
         return files(replace(self.options, service=service, receivers=redacted), self.folder)
 
-    def save_addresses(self) -> None:
-        """Save the ports and URLs of the started programs for the next start and for `rankscope doctor`."""
-        addresses = {program.name: program.url for program in self.programs}
-        self.folder.save_notes({"ports": dict(self.options.ports), "urls": addresses})
-
 
 def make_plan(
     *,
