@@ -29,8 +29,7 @@ from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import write_file
 from rankscope_storage.maintenance import retention
-from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
-from rankscope_storage.maintenance.retention_plan import File
+from rankscope_storage.maintenance.retention import File, Retention, RetentionReport, retain
 
 ROWS = int(os.environ.get("RANKSCOPE_RETENTION_ROWS", "4000000"))
 RANKS, TENSORS = 4, 250

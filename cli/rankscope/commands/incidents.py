@@ -16,7 +16,7 @@ from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
 from rankscope_contract.wire.spool import spool_folders
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.runs.incidents import close_incidents
+from rankscope_storage.runs.tags import close_incidents
 from rankscope_view.data.incidents import Incident, closing_columns, sentence_of, utc
 from rankscope_view.data.incidents import incidents as read
 

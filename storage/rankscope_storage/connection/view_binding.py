@@ -20,8 +20,7 @@ from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.pruning import ViewReference, row_ranges, view_references
 from rankscope_storage.query.statements import StatementCache, needed_definitions
-from rankscope_storage.sql.scalar_curve import scalar_curve, sole_attempt_curve
-from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT
+from rankscope_storage.sql.scalar_history import LOSS_OF_SOLE_ATTEMPT, scalar_curve, sole_attempt_curve
 from rankscope_storage.sql.views import bucket_deviations, common_columns, has_positions, raw_select, tensor_latest
 
 LATEST: Final = "tensor_latest"

@@ -26,7 +26,7 @@ from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.shard_lock import all_shards, shard_numbers
 from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query.sql_script import write_sql_script
-from rankscope_storage.sql.launch_order import CLOCK_JUMPS, JUMPS
+from rankscope_storage.sql.goodput import CLOCK_JUMPS, JUMPS
 from rankscope_storage.sql.scalar_history import IS_IMPORTED
 from rankscope_storage.sql.views import files_select
 

@@ -1,4 +1,6 @@
-"""Tags and notes of a run, which users set. They are stored as further versions of the run's row in `runs`.
+"""Tags and notes of a run, which users set, and the closing of its incidents.
+
+Tags and notes are stored as further versions of the run's row in `runs`, and a closed incident as an event.
 
 A service may write versions of the same run's row concurrently. The versions of the service have null tags, and the
 column `ordinal` orders them. A version with tags has a null `ordinal`, so that the run's state and steps never come
@@ -9,14 +11,16 @@ and with the renaming of runs.
 from __future__ import annotations
 
 import datetime as dt
+import getpass
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
+from rankscope_contract.model.events import CLOSED, EventType
 from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
@@ -158,3 +162,33 @@ def _check_tag(key: str, value: str) -> None:
         raise StoreError(f"{key!r} is not a valid tag key: a key has 1 to {LONGEST_KEY} printable characters without =")
     if len(value) > LONGEST_VALUE or not value.isprintable():
         raise StoreError(f"the value of tag {key} must consist of at most {LONGEST_VALUE} printable characters")
+
+
+def close_incidents(root: Path, found: Sequence[Mapping[str, Any]], note: str, sync: Sync) -> None:
+    """Commit one event for each incident in `found`, which states that a user has closed it.
+
+    An element of `found` contains columns of the first event of the incident, and its `details` as a mapping. Raises
+    StoreError if the note is too long or the store cannot be written.
+    """
+    check_note(note)
+    log = Log.open(root, sync)
+    now = dt.datetime.now(dt.UTC)
+    ordinal = round(now.timestamp() * 1e6)
+    added = {"type": EventType.INCIDENT, "ts": now, "ordinal": ordinal, "ts_origin": "ingest"}
+    closing = {"state": CLOSED, "user": _user(), "note": note.strip()}
+    rows = [
+        {**one, **added, "details": json.dumps({**one["details"], **closing}, sort_keys=True, ensure_ascii=False)}
+        for one in found
+    ]
+    table = conform(pa.Table.from_pylist(rows, schema=dataset_schema("events")), "events")
+    try:
+        log.commit(Change(added=[write_file(root, "events", shared_part(now.date()), table, sync)]))
+    except OSError as error:
+        raise StoreError(f"cannot write to {root}: {error.strerror or error}") from error
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry for the user
+        return "unknown"

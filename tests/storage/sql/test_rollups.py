@@ -22,7 +22,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import table_schema
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.log.delta import Log
-from rankscope_storage.maintenance import retention_plan
+from rankscope_storage.maintenance import retention
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.retention import Retention, RetentionReport, retain
 from rankscope_storage.prometheus.query import Matcher, MatchType, SeriesQuery
@@ -178,7 +178,7 @@ ROWS = st.one_of(
 def test_rollups_in_any_parts_with_any_kills_equal_those_of_all_rows(tmp_path_factory, monkeypatch, given_rows, data):
     dataset, rows = given_rows
     rows = [{"run": "r", **row, "ts": day(data.draw(st.floats(0, 9)))} for row in rows]  # in any order: some are late
-    monkeypatch.setattr(retention_plan, "WORK_ROWS", 5)
+    monkeypatch.setattr(retention, "WORK_ROWS", 5)
     store = Store.open(tmp_path_factory.mktemp("store"), create=True)
     with store.claim(owner="me") as writer, connect(store.root) as connection:
         while_there = list(rows)
