@@ -201,9 +201,7 @@ class ExportOptions:
             return None
         kinds: set[str] = set()
         for name in self.data_type_list:
-            kinds.update(FAMILIES.get(name, ()), FEATURE_FAMILIES.get(name, ()))
-            if name not in FAMILIES and name not in FEATURE_FAMILIES:
-                kinds.add(name)
+            kinds.update((*FAMILIES.get(name, ()), *FEATURE_FAMILIES.get(name, ())) or (name,))
         return frozenset(kinds)
 
 
@@ -246,22 +244,11 @@ WINDOW_ROWS: Final = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rows of a run that are exported. The SQL predicates refer to named values in `parameters`."""
+    """Rows of a run that are exported. The SQL predicates refer to named values, which the queries get."""
 
     connection: Connection
     run: str
     options: ExportOptions
-    parameters: Mapping[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Store in `parameters` the values of those options to which the SQL predicates refer."""
-        values: dict[str, Any] = {"run": self.run}
-        options = self.options
-        values |= {} if options.time_start is None else {"time_start": options.time_start}
-        values |= {} if options.time_end is None else {"time_end": options.time_end}
-        values |= {} if options.steps is None else {"first_step": options.steps[0], "last_step": options.steps[1]}
-        values |= {} if options.attempt is None else {"attempt": options.attempt}
-        object.__setattr__(self, "parameters", values)
 
     def where(self, dataset: str) -> str:
         """Return the SQL predicate for the exported rows of `dataset`.
@@ -324,8 +311,18 @@ class Selection:
         )
 
     def _named_in(self, query: str) -> dict[str, Any]:
+        options = self.options
+        first_step, last_step = options.steps or (None, None)
+        values = {
+            "run": self.run,
+            "time_start": options.time_start,
+            "time_end": options.time_end,
+            "first_step": first_step,
+            "last_step": last_step,
+            "attempt": options.attempt,
+        }
         # DuckDB rejects parameters that the statement does not use.
-        return {name: value for name, value in self.parameters.items() if f"${name}" in query}
+        return {name: value for name, value in values.items() if f"${name}" in query}
 
     def windows(self, dataset: str, extra: str = "true", *, column: str = "step") -> Iterator[tuple[Any, Any]]:
         """Yield closed ranges of `column` with about WINDOW_ROWS rows each, in ascending order.

@@ -111,18 +111,17 @@ each of the two counts."""
 
 
 # No parameter has the name of a column, because a macro also replaces names of columns.
-_TOP_DEVIATIONS: Final = """\
+_DEVIATIONS: Final = """\
+(SELECT attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", '{op}' AS op, {op} AS value,
+    {op}_baseline AS baseline, abs({op}::DOUBLE) / {op}_baseline AS ratio
+  FROM tensor_stats WHERE run = of_run AND {op}_baseline >= 0 AND abs({op}) > {op}_baseline
+  ORDER BY ratio DESC, attempt, step, rank LIMIT top)"""
+_TOP_DEVIATIONS: Final = f"""\
 CREATE OR REPLACE MACRO top_deviations(of_run, top := 20) AS TABLE
 WITH deviation AS (
-  (SELECT attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", 'norm' AS op, norm AS value,
-    norm_baseline AS baseline, abs(norm::DOUBLE) / norm_baseline AS ratio
-  FROM tensor_stats WHERE run = of_run AND norm_baseline >= 0 AND abs(norm) > norm_baseline
-  ORDER BY ratio DESC, attempt, step, rank LIMIT top)
+  {_DEVIATIONS.format(op="norm")}
   UNION ALL
-  (SELECT attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", 'mean', mean,
-    mean_baseline, abs(mean::DOUBLE) / mean_baseline AS ratio
-  FROM tensor_stats WHERE run = of_run AND mean_baseline >= 0 AND abs(mean) > mean_baseline
-  ORDER BY ratio DESC, attempt, step, rank LIMIT top)
+  {_DEVIATIONS.format(op="mean")}
 )
 FROM deviation ORDER BY ratio DESC, attempt, step, rank LIMIT top
 """
