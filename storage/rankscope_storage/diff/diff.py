@@ -129,19 +129,13 @@ class DiffSource:
 
     def counted(self) -> dict[int, int]:
         """Return the steps of this side in ascending order, each with its number of rows."""
-        bounds = self._selected.steps or (-(1 << 62), 1 << 62)
-        parts = " UNION ALL ".join(
-            f"SELECT step FROM {self._relation(dataset, self._selected.steps)} WHERE {self._where(dataset, bounds)}"
-            for dataset in self._datasets()
-        )
-        query = f"SELECT step, count(*) AS rows FROM ({parts}) GROUP BY step ORDER BY step"
+        query = f"SELECT step, count(*) AS rows FROM ({self._places()}) GROUP BY step ORDER BY step"
         found = self._connection.query(query)
         return dict(zip(found["step"].to_pylist(), found["rows"].to_pylist(), strict=True))
 
     def ranks(self) -> set[int]:
         """Return the ranks that have rows on this side of the comparison; 0 for rows without a rank."""
-        parts = " UNION ALL ".join(self._places(dataset) for dataset in self._datasets())
-        query = f"SELECT DISTINCT coalesce(rank, 0) AS rank FROM ({parts})"
+        query = f"SELECT DISTINCT coalesce(rank, 0) AS rank FROM ({self._places()})"
         return set(self._connection.query(query)["rank"].to_pylist())
 
     def order(self) -> dict[tuple[str, str], int]:
@@ -160,8 +154,8 @@ class DiffSource:
     @functools.cached_property
     def _has_attempts(self) -> bool:
         """Return whether any rank has rows of the same step from several attempts on this side of the comparison."""
-        parts = " UNION ALL ".join(self._places(dataset, "attempt") for dataset in self._datasets())
-        return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({parts}) GROUP BY step, rank")
+        places = self._places("attempt")
+        return self._any(f"SELECT min(attempt) <> max(attempt) AS found FROM ({places}) GROUP BY step, rank")
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:
@@ -174,18 +168,20 @@ class DiffSource:
             for dataset in self._datasets()
             if self._any(
                 "SELECT min(seq) <> max(seq) OR min(incarnation) <> max(incarnation) OR count(seq) < count(*) AS found "
-                f"FROM ({self._places(dataset, 'seq', 'incarnation')}) GROUP BY step, rank"
+                f"FROM ({self._places('seq', 'incarnation', datasets=[dataset])}) GROUP BY step, rank"
             )
         )
 
     def _any(self, query: str) -> bool:
         return bool(self._connection.query(f"SELECT bool_or(found) AS found FROM ({query})")["found"][0].as_py())
 
-    def _places(self, dataset: str, *columns: str) -> str:
-        bounds = self._selected.steps or _EVERY_STEP
-        return (
-            f"SELECT {', '.join(('step', 'rank', *columns))} FROM {self._relation(dataset, self._selected.steps)} "
-            f"WHERE {self._where(dataset, bounds)}"
+    def _places(self, *columns: str, datasets: Sequence[str] = ()) -> str:
+        """Return a query for step, rank and `columns` of all rows of `datasets`, or of all datasets of this side."""
+        steps = self._selected.steps
+        return " UNION ALL ".join(
+            f"SELECT {', '.join(('step', 'rank', *columns))} FROM {self._relation(dataset, steps)} "
+            f"WHERE {self._where(dataset, steps or _EVERY_STEP)}"
+            for dataset in datasets or self._datasets()
         )
 
     def _once(self, dataset: str, steps: tuple[int, int], repeated: bool) -> str:  # noqa: FBT001 - private
