@@ -139,6 +139,8 @@ def _unified(column: pa.ChunkedArray) -> pa.ChunkedArray:
     identical dictionaries are not compared. Different dictionaries are concatenated if they are large, so that the
     result may contain a text twice.
     """
+    if column.num_chunks == 1:
+        return column.unify_dictionaries()
     keys = [_memory_of(chunk.dictionary) for chunk in column.chunks]
     shared = {key: chunk.dictionary for key, chunk in zip(keys, column.chunks, strict=True)}
     sizes = list(map(len, shared.values()))

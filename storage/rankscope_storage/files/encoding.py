@@ -486,11 +486,8 @@ def statistics(table: pa.Table) -> str:
 
 
 def _range(column: pa.Array) -> tuple[Any, Any]:
-    if pa.types.is_dictionary(column.type):
-        if len(column.dictionary) == 1 and not column.null_count and len(column):
-            column = column.dictionary
-        else:  # it may contain texts that no row uses
-            column = column.dictionary.take(column.indices.unique())
+    if pa.types.is_dictionary(column.type):  # it may contain texts that no row uses
+        column = column.dictionary.take(column.indices.unique())
     is_time = pa.types.is_timestamp(column.type)
     low, high = [value.as_py() for value in pc.min_max(column.view(pa.int64()) if is_time else column).values()]
     if not is_time or low is None:
