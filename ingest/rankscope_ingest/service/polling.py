@@ -57,7 +57,6 @@ class Pollers:
         self._watermark = watermark
         self._loops: dict[str, TargetLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._poked_early: set[str] = set()
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -72,31 +71,22 @@ class Pollers:
         """Start the poll loop of `target` unless it is already running. Return `target`."""
         task = self._tasks.get(target.incarnation)
         if task is None or task.done():
+            self._loops.setdefault(target.incarnation, self._make_loop(target))
             polling = functools.partial(self._poll, target)
             self._tasks[target.incarnation] = start_task("polling a rank", polling, is_repeated=True)
         return target
 
     def poke(self, incarnation: str) -> None:
-        """Poll the target with this incarnation immediately, or as soon as its poll loop has started."""
+        """Poll the target with this incarnation immediately, or as soon as its last stored record is known."""
         if loop := self._loops.get(incarnation):
             loop.poke()
-        else:
-            self._poked_early.add(incarnation)
 
     async def loop_of(self, target: Target) -> TargetLoop:
-        """Return the poll loop of `target`.
-
-        If there is no loop yet, create one that requests the records after the last stored sequence number.
-        """
-        if target.incarnation not in self._loops:
-            mark = await self._watermark(target.incarnation)
-            # For a process that was declared dead, received records may not be committed yet.
-            target.cursor, target.committed = max(target.cursor, mark), max(target.committed, mark)
-            self._loops[target.incarnation] = self._make_loop(target)
-            if target.incarnation in self._poked_early:
-                self.poke(target.incarnation)
-        self._poked_early.discard(target.incarnation)
-        return self._loops[target.incarnation]
+        """Return the poll loop of `target`, which requests the records after the last stored sequence number."""
+        mark = await self._watermark(target.incarnation)
+        # For a process that was declared dead, received records may not be committed yet.
+        target.cursor, target.committed = max(target.cursor, mark), max(target.committed, mark)
+        return self._loops.setdefault(target.incarnation, self._make_loop(target))
 
     async def _poll(self, target: Target) -> None:
         loop = await self.loop_of(target)
