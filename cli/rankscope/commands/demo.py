@@ -17,7 +17,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from rankscope.demo.checks import ExpectedRun, Fault, reported_by_alertmanager
+from rankscope.demo.checks import ExpectedRun, Fault, are_reported
 from rankscope.demo.receiver import AlertReceiver, Sender
 from rankscope.demo.report import report
 from rankscope.output.progress import ProgressView, fetch_runs
@@ -195,7 +195,7 @@ def _wait_for_alerts(receiver: AlertReceiver, console: Console, awaited: Sequenc
     """
     began = time.monotonic()
     while time.monotonic() - began < QUIET_SECONDS or (
-        time.monotonic() - began < LATEST_SECONDS and not all(reported_by_alertmanager(receiver.alerts, awaited))
+        time.monotonic() - began < LATEST_SECONDS and not are_reported(awaited, receiver.alerts)
     ):
         _print_report(receiver, lambda line: console.print(line, markup=False))
         time.sleep(0.2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -68,16 +68,19 @@ def checks(expected: ExpectedRun, query: Query, alerts: Sequence[Alert]) -> Iter
     yield from _alerts(expected, alerts)
 
 
-def reported_by_alertmanager(alerts: Sequence[Alert], faults: Sequence[Fault]) -> list[bool]:
-    """Return for each fault, in order, whether Alertmanager has sent a notification about it."""
-    received = [alert for alert in alerts if alert.sender is Sender.ALERTMANAGER]
-    return [any(_reports(alert, fault) for alert in received) for fault in faults]
+def are_reported(faults: Sequence[Fault], alerts: Sequence[Alert]) -> bool:
+    """Return whether Alertmanager has sent a notification about each fault."""
+    return {(fault.rule, str(fault.rank)) for fault in faults} <= {(rule, rank) for _, rule, rank in _reported(alerts)}
 
 
-def _reports(alert: Alert, fault: Fault) -> bool:
-    if alert.sender is Sender.EMBEDDED:
-        return _names(alert, fault)
-    return any((labels.get("rule"), labels.get("rank")) == (fault.rule, str(fault.rank)) for labels in alert.labels)
+def _reported(alerts: Sequence[Alert]) -> set[tuple[str, str, str]]:
+    """Return the run, the rule and the rank of each alert in the messages of Alertmanager."""
+    return {
+        (labels.get("run", ""), labels.get("rule", labels.get("alertname", "")), labels.get("rank", ""))
+        for alert in alerts
+        if alert.sender is Sender.ALERTMANAGER
+        for labels in alert.labels
+    }
 
 
 def _rows(expected: ExpectedRun, query: Query) -> Iterator[Check]:
@@ -130,7 +133,7 @@ def _alerts(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
     """Check that Alertmanager sent a notification about each injected fault, and about nothing else."""
     if Sender.ALERTMANAGER not in expected.senders:
         return
-    reported = {_of_run(labels) for alert in alerts if alert.sender is Sender.ALERTMANAGER for labels in alert.labels}
+    reported = _reported(alerts)
     for fault in expected.faults:
         found = (expected.run, fault.rule, str(fault.rank)) in reported
         yield Check(found, f"Alertmanager reports {fault.rule} on rank {fault.rank}")
@@ -139,10 +142,6 @@ def _alerts(expected: ExpectedRun, alerts: Sequence[Alert]) -> Iterator[Check]:
         - {(expected.run, fault.rule, str(rank)) for fault in expected.faults for rank in range(expected.ranks)}
     )
     yield Check(not others, f"Alertmanager reports nothing else{f': {others}' if others else ''}")
-
-
-def _of_run(labels: Mapping[str, str]) -> tuple[str, str, str]:
-    return labels.get("run", ""), labels.get("rule", labels.get("alertname", "")), labels.get("rank", "")
 
 
 def _names(alert: Alert, fault: Fault) -> bool:
