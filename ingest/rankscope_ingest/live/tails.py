@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime as dt
 import json
 import math
 import time
@@ -17,6 +16,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import pyarrow as pa
 
 from rankscope_ingest.record_channel.bodies import ValidBody
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
@@ -155,14 +156,14 @@ def _add(run: _Run, body: ValidBody) -> None:
     """Add the shown scalars of one poll response, as one change. A response without such scalars is no change."""
     scalars, change = body.nested["scalars"], run.changes + 1
     rank, attempt = body.context.rank, body.context.attempt
-    steps, times = body.columns["step"].to_pylist(), body.columns["ts"].to_pylist()
+    steps, times = body.columns["step"].to_pylist(), body.columns["ts"].view(pa.int64()).to_pylist()
     columns = (scalars.columns[name].to_pylist() for name in ("name", "labels", "value"))
     for name, labels, value, record in zip(*columns, scalars.records.tolist(), strict=True):
         step = steps[record]
         if value is None or step is None or not run.keeps(name, labels or ""):
             continue
         if (at := run.steps.get((attempt, step))) is None:
-            at = run.steps[attempt, step] = _Step(time=_seconds(times[record]))
+            at = run.steps[attempt, step] = _Step(time=times[record] / 1e6)
         at.changed = run.changes = change
         at.scalars[name, labels or ""][rank] = value
     kept = min(KEPT_STEPS, max(1, KEPT_VALUES // max(1, len(run.names))))
@@ -175,7 +176,3 @@ def _text(run: _Run, seen: int) -> str:
     first = min((key for key, step in run.steps.items() if step.changed > seen), default=(math.inf, 0))
     chosen = sorted(key for key in run.steps if key >= first)
     return json.dumps([[*key, run.steps[key].time, run.steps[key].document()] for key in chosen], allow_nan=False)
-
-
-def _seconds(at: dt.datetime | int) -> float:
-    return at.timestamp() if isinstance(at, dt.datetime) else at / 1e6
