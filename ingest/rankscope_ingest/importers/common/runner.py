@@ -361,8 +361,7 @@ class _Intake:
         self._numberings: dict[str, Numbering] = {}
         self._touched: dict[str, Numbering] = {}
         self._waiting: dict[str, list[pa.Table]] = defaultdict(list)
-        self._checkpoint: Checkpoint | None = None
-        self._state: list[Any] | None = None  # at the checkpoint
+        self._state: dict[str, Any] | None = None  # at the last checkpoint
 
     def resumed(self, key: str, options: Options) -> Faults:
         """Continue behind the last import of the log, and return its faults; return new faults without its state."""
@@ -388,8 +387,9 @@ class _Intake:
         return faults
 
     def _save(self, checkpoint: Checkpoint, faults: Faults) -> None:
-        parts = (checkpoint.reader, faults, self.extents, self.evaluator, self._numberings)
-        self._checkpoint, self._state = checkpoint, encoded(parts)
+        parts = encoded((checkpoint.reader, faults, self.extents, self.evaluator, self._numberings))
+        place = {"offset": checkpoint.offset, "lines": checkpoint.lines, "is_final": checkpoint.is_final}
+        self._state = None if parts is None else {**place, "objects": parts}
 
     @property
     def records(self) -> int:
@@ -421,16 +421,10 @@ class _Intake:
 
     def note(self, faults: Faults, key: str, *, is_settled: bool) -> KnownImport:
         """Return the facts about this import that the import event stores for the next import of the same log."""
-        place, state = self._checkpoint, None
-        if place is not None and self._state is not None:
-            state = {
-                "key": key,
-                "offset": place.offset,
-                "lines": place.lines,
-                "is_final": place.is_final,
-                "tails": [list(pair) for pair in tails(self.path, place.offset)],
-                "objects": self._state,
-            }
+        state = self._state
+        if state is not None:
+            last = [list(pair) for pair in tails(self.path, state["offset"])]
+            state = {**state, "key": key, "tails": last}
         return KnownImport(
             incarnation=self.source.incarnation,
             path=stored_path(self.path),
