@@ -89,8 +89,8 @@ class _Encoder:
         self._rows.append(None)
         kind = next((name for name, kind in _CONTAINERS.items() if type(value) is kind), None)
         if kind is None:
-            state = _attributes(value)
-            row = [_name_of(type(value)), *map(self._of, chain(*state.items()))]
+            state = [(name, self._of(part)) for name, part in _attributes(value).items()]
+            row = [_name_of(type(value)), *chain(*state)]
         elif isinstance(value, dict):
             row = [kind, *map(self._of, chain(*map(_masked, value.items())))]
         else:
