@@ -395,42 +395,32 @@ class Extents:
         return extent
 
 
-def first_attempt(tables: Mapping[str, pa.Table], known: Iterable[KnownImport]) -> int:
+def first_attempt(tables: Mapping[str, pa.Table], known: Sequence[KnownImport]) -> tuple[int, KnownImport | None]:
     """Return the attempt number of the run with which the rows of attempt 0 of a new log are stored.
 
     `tables` has the first rows of the new log, `known` the other imported logs of the run. The new log continues the
     last attempt of an earlier log if the steps of the new log are higher, or if both logs were written at the same
     time, for example by two nodes. If the steps of the new log begin again, the new log is the next attempt.
+
+    The second result is a log in `known` that may contain the same steps of the same rank and attempt, or None.
     """
+    rows = [row for table in tables.values() for row in _summary(table)] if known else []
     ends: dict[int | None, End] = {}
     for log in known:
         for rank, end in log.ends.items():
             if rank not in ends or _order(end) > _order(ends[rank]):
                 ends[rank] = end
-    found = 0
-    for table in tables.values() if ends else ():
-        for row in _summary(table):
-            before = ends.get(row["rank"])
-            if before is not None and not row["attempt"]:
-                found = max(found, _next_attempt(before, row["step_min"], row["ts_min"]))
-    return found
+    begins = [row for row in rows if row["rank"] in ends and not row["attempt"]]
+    attempts = (_next_attempt(ends[row["rank"]], row["step_min"], row["ts_min"]) for row in begins)
+    attempt = max(attempts, default=0)
+    overlaps = (log for log in known for row in rows if _has_step(log.ends.get(row["rank"]), row["step_min"], attempt))
+    return attempt, next(overlaps, None)
 
 
-def overlapping(tables: Mapping[str, pa.Table], known: Iterable[KnownImport], attempt: int) -> KnownImport | None:
-    """Return a log in `known` that may contain the same steps of the same rank and attempt as a new log.
-
-    Return None if there is no such log. `tables` has the first rows of the new log. The rows of its attempt 0 are
-    stored with the attempt number `attempt`.
-    """
-    others = list(known)
-    rows = [row for table in tables.values() for row in _summary(table)] if others else []
-    for log in others:
-        for row in rows:
-            end = log.ends.get(row["rank"])
-            first, last = row["step_min"], None if end is None else end.step
-            if first is not None and last is not None and first <= last and end is not None and end.attempt == attempt:
-                return log
-    return None
+def _has_step(end: End | None, step: int | None, attempt: int) -> bool:
+    if end is None or end.step is None or step is None:
+        return False
+    return end.attempt == attempt and step <= end.step
 
 
 def _next_attempt(before: End, step: int | None, ts: int | None) -> int:

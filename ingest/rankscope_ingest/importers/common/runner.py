@@ -52,7 +52,6 @@ from rankscope_ingest.importers.common.log_identity import (
     kept_apart,
     label_of,
     marks,
-    overlapping,
     stored_path,
     stream_of,
     tails,
@@ -511,8 +510,7 @@ class _Intake:
         is_stored = numbering.records - 1 <= watermark
         self._touched[numbering.incarnation] = numbering
         if self.attempt is None and tables:
-            self.attempt = first_attempt(tables, self.others)
-            self.overlap = overlapping(tables, self.others, self.attempt)
+            self.attempt, self.overlap = first_attempt(tables, self.others)
         tables = {name: _moved(table, self.attempt or 0) for name, table in tables.items()}
         self.extents.add(tables)
         if is_stored and not self.evaluator.learns_from(tables):
