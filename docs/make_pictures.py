@@ -133,7 +133,7 @@ def main() -> None:
         with connect(folder / "store") as connection:
             found = report(connection, MAIN, made_at=NOW, source="history")
         assert found is not None
-        (folder / "report.html").write_text(found.html, encoding="utf-8")
+        (folder / "report.html").write_text(found, encoding="utf-8")
         stores = {False: Site(folder / "store", clock=lambda: NOW)}
         if any(one.is_of_demo for one in chosen):
             stores[True] = Site(run_demo(folder / "demo"))

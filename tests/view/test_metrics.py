@@ -221,7 +221,7 @@ def test_report_draws_the_metrics(store, chromium, tmp_path):
     with connect(store) as connection:
         made = report(connection, "own", made_at=START / 1e6, source="store")
     file = tmp_path / "report.html"
-    file.write_text(made.html)
+    file.write_text(made)
     chromium.open(file.as_uri())
     chromium.wait("document.querySelector('#chart-my_metric .uplot')")
 

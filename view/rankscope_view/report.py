@@ -77,14 +77,6 @@ class ReportContent:
 
 
 @dataclass(frozen=True, slots=True)
-class File:
-    """A file: the complete HTML document, and its Content-Security-Policy."""
-
-    html: str
-    policy: str
-
-
-@dataclass(frozen=True, slots=True)
 class Sentence:
     """A sentence at the top of a report: `text`, behind the heading of `incident` if there is one."""
 
@@ -92,8 +84,8 @@ class Sentence:
     incident: Incident | None = None
 
 
-def report(connection: Connection, run: str, *, made_at: float, source: str) -> File | None:
-    """Return the report of `run`; None if the store does not contain the run.
+def report(connection: Connection, run: str, *, made_at: float, source: str) -> str | None:
+    """Return the report of `run` as HTML; None if the store does not contain the run.
 
     `made_at` is in UTC seconds. `source` is the name of the store that the report states.
     """
@@ -106,7 +98,7 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
         "summary": json.dumps([title(content.summary), [(one.title, one.rows) for one in sections(content.summary)]]),
         "curves": embedded_curves(found, content.axes),
     }
-    html = render(
+    return render(
         "report.html",
         policy=assets.policy,
         logo=assets.logo,
@@ -133,7 +125,6 @@ def report(connection: Connection, run: str, *, made_at: float, source: str) -> 
         source=redacted_text(source),
         **configuration(found),
     )
-    return File(html, assets.policy)
 
 
 def fragment(content: ReportContent) -> str:

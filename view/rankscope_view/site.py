@@ -25,7 +25,7 @@ from rankscope_contract.model.kinds import OPS
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.errors import damage
 from rankscope_storage.connection import Connection, connect
-from rankscope_view.assets import ASSETS, Asset, digest
+from rankscope_view.assets import ASSETS, Asset, assets_of_file, digest
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare, difference
 from rankscope_view.data.curves import Axis, Curve, CurveRequest, Smoothing, curve, joined
 from rankscope_view.data.detail import CHARTS, RunDetail, chart_curve, nothing, read_charts, read_detail
@@ -153,17 +153,18 @@ def tensor_choice(request: Request, kinds: TensorKinds) -> tensor_page.TensorCho
     kind = query.get("kind") if query.get("kind") in kinds.counts else kinds.default
     if kind is None:
         return None
-    return tensor_page.TensorChoice(
+    search, rows, columns = query.get("q", ""), query.get("rows"), query.get("columns")
+    grid = GridRequest(
         kind=kind,
         op=query["op"] if query.get("op") in OPS else "norm",
         is_relative=not query.get("absolute"),
         order=next((one for one in Order if one == query.get("order")), Order.MODEL),
+        words=tuple(search.lower().split()),
         rank=request.count("rank") if query.get("rank") else None,
-        search=query.get("q", ""),
-        tensor=query.get("tensor"),
-        rows=query.get("rows"),
-        columns=query.get("columns"),
+        rows=_pair(rows),
+        columns=_pair(columns),
     )
+    return tensor_page.TensorChoice(grid=grid, search=search, tensor=query.get("tensor"), rows=rows, columns=columns)
 
 
 def compared_sides(request: Request) -> list[Side]:
@@ -209,17 +210,7 @@ def _grid_request(request: Request) -> GridRequest:
     """Return the choices of a heat map in a query. `height` is the number of pixels for its rows."""
     choice = tensor_choice(request, TensorKinds(counts={request.query.get("kind", ""): 0}))
     assert choice is not None
-    return GridRequest(
-        kind=choice.kind,
-        op=choice.op,
-        is_relative=choice.is_relative,
-        order=choice.order,
-        words=tuple(choice.search.lower().split()),
-        rank=choice.rank,
-        rows=_pair(choice.rows),
-        columns=_pair(choice.columns),
-        most_rows=max(1, request.count("height") or MOST_ROWS),
-    )
+    return replace(choice.grid, most_rows=max(1, request.count("height") or MOST_ROWS))
 
 
 def tensor_map(connection: Connection, request: Request) -> Response:
@@ -505,10 +496,10 @@ class Site:
         if found is None:
             raise request.no_run
         headers = {
-            "Content-Security-Policy": f"{found.policy}; frame-ancestors 'none'",
+            "Content-Security-Policy": f"{assets_of_file().policy}; frame-ancestors 'none'",
             "Content-Disposition": f"attachment; filename*=UTF-8''{quote(file_name(request.run))}.html",
         }
-        return Response(body=found.html.encode("utf-8", "replace"), headers={**HEADERS, **headers})
+        return Response(body=found.encode("utf-8", "replace"), headers={**HEADERS, **headers})
 
     def _row(self, connection: Connection, request: Request) -> tuple[Place, RunRow]:
         row = run_row(connection, request.run)
@@ -523,10 +514,10 @@ class Site:
         detail, drawn = None, None
         leaving = first_to_leave(connection, row.run)
         if choice is not None:
-            first = next((one.tensor for one in leaving if one.kind == choice.kind), None)
+            first = next((one.tensor for one in leaving if one.kind == choice.grid.kind), None)
             name = first if choice.tensor is None else choice.tensor
             if name is not None:
-                detail = tensor_detail(connection, row.run, choice.kind, choice.op, name)
+                detail = tensor_detail(connection, row.run, choice.grid.kind, choice.grid.op, name)
                 shown = CurveRequest(axis=Axis.ARRIVAL, smoothing=Smoothing.NONE, points=800)
                 drawn = tensor_curve(connection, row.run, detail, shown)
         histograms = histogram_tensors(connection, row.run)

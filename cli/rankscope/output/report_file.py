@@ -54,7 +54,7 @@ def make_report(connection: Connection, run: str, source: str) -> ReportFile:
     found = report(connection, run, made_at=time.time(), source=source)
     if found is None:
         raise CommandError(f"{run} has no rows in the store")
-    return ReportFile(found.html)
+    return ReportFile(found)
 
 
 def fetch_report(url: str, run: str) -> ReportFile:

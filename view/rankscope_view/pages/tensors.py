@@ -10,7 +10,7 @@ from typing import Any, Final
 from rankscope_contract.model.kinds import OPS
 from rankscope_storage.api.summaries import AnomalyRow
 from rankscope_view.data.curves import Curve
-from rankscope_view.data.grid import Order, TensorKinds
+from rankscope_view.data.grid import GridRequest, Order, TensorKinds
 from rankscope_view.data.runs import RunRow
 from rankscope_view.data.tensor import MOST_FIRINGS, FiringGroup, TensorDetail, firing_groups
 from rankscope_view.pages.format import NONFINITE, NOTHING, count, kind_words, measure
@@ -25,11 +25,7 @@ _ORDERS: Final = (("", "Layer"), (Order.PART, "Part"), (Order.WORST, "Worst firs
 class TensorChoice:
     """Choices of the reader, which the address contains. `tensor` is the one below the heat map."""
 
-    kind: str
-    op: str
-    is_relative: bool
-    order: Order
-    rank: int | None
+    grid: GridRequest
     search: str
     tensor: str | None
     rows: str | None
@@ -37,12 +33,13 @@ class TensorChoice:
 
     def url(self, place: Place, run: str, **changes: object) -> str:
         """Return the address of the page with these choices and `changes`."""
+        grid = self.grid
         values: dict[str, object] = {
-            "kind": self.kind,
-            "op": self.op,
-            "absolute": None if self.is_relative else 1,
-            "order": None if self.order is Order.MODEL else self.order,
-            "rank": self.rank,
+            "kind": grid.kind,
+            "op": grid.op,
+            "absolute": None if grid.is_relative else 1,
+            "order": None if grid.order is Order.MODEL else grid.order,
+            "rank": grid.rank,
             "q": self.search or None,
             "tensor": self.tensor,
             "rows": self.rows,
