@@ -245,7 +245,7 @@ def read_cells(query: CellQuery, window: Window) -> Cells:
 
 
 class _Table:
-    """Arrays that grow with the number of tensors. The lowest values have an array as soon as a cell has two values."""
+    """Arrays that grow with the number of tensors."""
 
     def __init__(self, window: Window, tensors: int) -> None:
         self._window = window
@@ -280,31 +280,20 @@ class _Table:
         at += place
         values = batch.column(op)
         numbers = values.to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
-        if is_kept is None:
-            self._store(at, numbers, is_sorted=tensors.has_sorted(place, window.width))
-        else:
-            self._store(at[is_kept], numbers[is_kept], is_sorted=False)
+        self._store(*((at, numbers) if is_kept is None else (at[is_kept], numbers[is_kept])))
         self._mark(batch, at, is_kept, values)
 
-    def _store(self, at: Integers, values: Singles, *, is_sorted: bool) -> None:
-        """Store values. With `is_sorted`, the rows of each cell are adjacent."""
+    def _store(self, at: Integers, values: Singles) -> None:
+        """Store values. The lowest ones have an array as soon as a cell may have two values."""
         high = self._high.reshape(-1)
-        lowest = highest = values
-        if is_sorted and self._window.width > 1 and len(at):
-            begins = np.append(0, np.flatnonzero(at[1:] != at[:-1]) + 1)
-            lowest, highest = (reduce.reduceat(values, begins) for reduce in (np.fmin, np.fmax))
-            at = at[begins]
-        if is_sorted and self._low is None and lowest is highest and np.isnan(high[at]).all():
+        if self._low is None and np.isnan(high[at]).all():
             high[at] = values
-            return
+            if np.array_equal(high[at], values, equal_nan=True):
+                return
         if self._low is None:
             self._low = self._high.copy()
-        low = self._low.reshape(-1)
-        if is_sorted:
-            low[at], high[at] = np.fmin(low[at], lowest), np.fmax(high[at], highest)
-        else:
-            np.fmin.at(low, at, values)
-            np.fmax.at(high, at, values)
+        np.fmin.at(self._low.reshape(-1), at, values)
+        np.fmax.at(high, at, values)
 
     def _mark(self, batch: pa.RecordBatch, at: Integers, is_kept: Mask | None, values: pa.Array) -> None:
         """Mark cells with NaN or Inf: by the counts of elements, or by the statistic itself."""
@@ -343,7 +332,6 @@ class _Tensors:
     """The tensors of the rows of a batch: `rows[codes]` are their numbers, -1 for tensors that are not selected."""
 
     codes: npt.NDArray[np.int32]
-    begins: Integers  # first row of each range of rows with one tensor
     rows: Integers
     is_chosen: Mask | None  # of each row; None: all are of the run and kind, and of selected tensors
 
@@ -373,15 +361,7 @@ class _Tensors:
         numbers[used] = found
         if -1 in found:
             is_chosen = _both(is_chosen, numbers[codes] >= 0)
-        return cls(codes, begins, numbers, is_chosen)
-
-    def has_sorted(self, place: Integers, width: int) -> bool:
-        """Return whether each tensor has one range of rows, in which the places rise; with `width`, or are equal."""
-        first = self.begins[1:]
-        if len(np.unique(self.codes[self.begins])) < len(self.begins):
-            return False
-        falls = place[1:] < place[:-1] if width > 1 else place[1:] <= place[:-1]
-        return bool(np.count_nonzero(falls) == np.count_nonzero(falls[first - 1]))
+        return cls(codes, numbers, is_chosen)
 
 
 def _both(first: Mask | None, second: Mask) -> Mask:
