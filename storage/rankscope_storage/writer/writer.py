@@ -55,7 +55,7 @@ def newer(table: pa.Table, stored: Mapping[str, int]) -> pa.Table:
 
     `stored` has the watermark of each incarnation.
     """
-    if not table.num_rows or all(seq == NOTHING for seq in stored.values()):
+    if not table.num_rows or set(stored.values()) <= {NOTHING}:
         return table
     lowest = pc.min(table.column("seq")).as_py()
     if lowest is None or lowest > max(stored.values()):
