@@ -39,6 +39,16 @@ from rankscope_ingest.http.routes import (
     per_rank,
     refuse_compressed,
 )
+from rankscope_ingest.http.status_page import (
+    LabelReader,
+    LagClock,
+    ServiceStatus,
+    Status,
+    counters,
+    page,
+    run_statuses,
+    target_status,
+)
 from rankscope_ingest.live.goodput import GoodputReader
 from rankscope_ingest.live.progress import Progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
@@ -55,16 +65,6 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import AttemptKey, Health, Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Polling, make_batcher
-from rankscope_ingest.status_page import (
-    LabelReader,
-    LagClock,
-    ServiceStatus,
-    Status,
-    counters,
-    page,
-    run_statuses,
-    target_status,
-)
 from rankscope_ingest.targets.registry import parse_registration
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, check_logs, watching
 from rankscope_storage.api.store import Commit, Writer

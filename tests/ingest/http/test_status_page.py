@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ingest import builders
-from tests.ingest.status_page.statuses import HOSTILE, STARTED, empty, large, run, small, target
+from tests.ingest.http.statuses import HOSTILE, STARTED, empty, large, run, small, target
 from tests.properties import examples
 from tests.view.test_site import Reader as PageReader
 
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.status_page import HEALTH_KINDS, MAX_OBSERVATIONS, MAX_ROWS, MAX_RUNS, LagClock
-from rankscope_ingest.status_page import page as status_page
+from rankscope_ingest.http.status_page import HEALTH_KINDS, MAX_OBSERVATIONS, MAX_ROWS, MAX_RUNS, LagClock
+from rankscope_ingest.http.status_page import page as status_page
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.runs.tags import edit_tags, set_note, set_tags
 from rankscope_view.assets import ASSETS

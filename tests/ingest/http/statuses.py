@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from rankscope_ingest.http.status_page import RunStatus, ServiceStatus, Status, TargetStatus
 from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.remote_write.senders import RefusedSender
-from rankscope_ingest.status_page import RunStatus, ServiceStatus, Status, TargetStatus
 
 STARTED = 1_767_225_600_000_000
 HOSTILE = "</h3><script>alert(1)</script>\u202e&\"'\x1b[2J"
