@@ -300,36 +300,28 @@ def _pooled(
 
     `order` has the numbers of the rows.
     """
-    if height == 1:
-        return found.level[order], bad[order], [0] * len(order)
-    shape, full = (-(-len(order) // height), bad.shape[1]), len(order) // height
-    pooled, codes, holders = np.empty(shape, np.float32), np.empty(shape, np.uint8), []
-    groups = max(1, _BLOCK_CELLS // (height * shape[1]))
-    bounds = [*range(0, full, groups), *([full] if full < shape[0] else []), shape[0]]  # the last group can be lower
-    for start, last in itertools.pairwise(bounds):
-        rows, cells = order[start * height : last * height], (last - start, -1, shape[1])
-        part = _extremes(
-            found.level[rows].reshape(cells), bad[rows].reshape(cells), found.reference[rows].reshape(cells[:2])
-        )
-        pooled[start:last], codes[start:last] = part[:2]
-        holders += part[2]
-    return pooled, codes, holders
+    pooled, codes = found.level[order[::height]], bad[order[::height]]
+    farthest = _distances(found, bad, order[::height])
+    most, holders = farthest.max(axis=1), np.zeros(len(pooled), np.int64)
+    for row in range(1, height):
+        own = order[row::height]  # of all groups, or of all but the last
+        level, distance, groups = found.level[own], _distances(found, bad, own), slice(len(own))
+        is_farther = distance > farthest[groups]
+        np.copyto(farthest[groups], distance, where=is_farther)
+        np.copyto(pooled[groups], level, where=is_farther)
+        np.maximum(codes[groups], bad[own], out=codes[groups])
+        extreme = distance.max(axis=1)
+        holders[groups][extreme > most[groups]] = row
+        np.maximum(most[groups], extreme, out=most[groups])
+    return pooled, codes, holders.tolist()
 
 
-def _extremes(
-    level: Singles, bad: npt.NDArray[np.uint8], reference: Singles
-) -> tuple[Singles, npt.NDArray[np.uint8], list[int]]:
-    """Return extreme, code and row with the largest extreme of groups of rows: arrays of groups, rows and columns."""
-    distance = np.abs(level - reference[:, :, None])
+def _distances(found: Levels, bad: npt.NDArray[np.uint8], rows: Integers) -> Singles:
+    """Return the distances of cells from the reference: -1 without a value, and infinite for a non-finite cell."""
+    distance: Singles = np.abs(found.level[rows] - found.reference[rows, None])
     np.fmax(distance, -1.0, out=distance)  # NaN becomes -1
-    if bad.any():
-        distance[bad > 0] = np.inf
-    pooled, farthest = level[:, 0].copy(), distance[:, 0].copy()
-    for row in range(1, level.shape[1]):
-        is_farther = distance[:, row] > farthest
-        np.copyto(farthest, distance[:, row], where=is_farther)
-        np.copyto(pooled, level[:, row], where=is_farther)
-    return pooled, bad.max(axis=1), distance.max(axis=2).argmax(axis=1).tolist()
+    distance[bad[rows] > 0] = np.inf
+    return distance
 
 
 def _scale(level: Singles) -> tuple[float, float]:

@@ -133,7 +133,7 @@ def _label_steps(axes: Axes, grid: Grid) -> None:
     places = _round_columns(grid)
     axes.set_xticks([at + 0.5 for at in places], [count(grid.steps[at]) for at in places])
     axes.set_xlabel("step (columns in order of arrival)" if len(set(grid.attempts)) > 1 else "step")
-    for at in _restarts(grid.attempts):
+    for at in (np.flatnonzero(np.diff(grid.attempts)) + 1).tolist():
         axes.axvline(at, color="white", linestyle=(0, (4, 3)), linewidth=1.2, gid="restart")
         style.beside(axes, f"restart at {count(grid.steps[at])}", at, 0.97, color="white", has_halo=False)
 
@@ -150,10 +150,6 @@ def _round_columns(grid: Grid) -> list[int]:
         if is_round and (not found or at - found[-1] >= len(grid.steps) / _STEP_LABELS / 2):
             found.append(at)
     return found or [0]
-
-
-def _restarts(attempts: Sequence[int]) -> list[int]:
-    return [at for at in range(1, len(attempts)) if attempts[at] != attempts[at - 1]]
 
 
 def _scale(figure: Figure, axes: Axes, grid: Grid, unit: str) -> None:
