@@ -420,9 +420,8 @@ def _nonfinite(history: History, x: Floats) -> tuple[NonfiniteRange, ...]:
     found = []
     for part in np.split(rows, begins[1:]) if len(rows) else []:
         first, last, values = int(part[0]), int(part[-1]), history.value[part]
-        words = [
-            word for word, is_found in (("NaN", np.isnan(values).any()), ("Inf", np.isinf(values).any())) if is_found
-        ]
+        tests = {"NaN": np.isnan, "Inf": np.isinf}
+        word = ", ".join(word for word, test in tests.items() if test(values).any())
         found.append(
             NonfiniteRange(
                 first=float(x[first]),
@@ -430,7 +429,7 @@ def _nonfinite(history: History, x: Floats) -> tuple[NonfiniteRange, ...]:
                 first_step=int(history.step[first]),
                 last_step=int(history.step[last]),
                 rows=len(part),
-                word=", ".join(words),
+                word=word,
             )
         )
     return tuple(found)

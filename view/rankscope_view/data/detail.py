@@ -23,7 +23,6 @@ from rankscope_view.data.series import (
     SPEEDS,
     Floats,
     History,
-    Integers,
     ScalarRows,
     arrival_history,
     main_series,
@@ -411,16 +410,10 @@ def _is_falling(training: History, since: int) -> bool:
     return bool(len(after) and len(before) and after.mean() < before.mean())
 
 
-def _adjacent(steps: Integers) -> int:
-    """Return the number of steps that follow directly upon the one before; in blocks, without an array of all."""
-    blocks = (steps[at : at + _MOST_ROWS + 1] for at in range(0, len(steps), _MOST_ROWS))
-    return sum(int(np.count_nonzero(np.diff(block) <= 1)) for block in blocks)
-
-
 def logging_interval(loss: History) -> Advice | None:
     """Return advice on the interval of logging if a run has very many or very few rows; otherwise None."""
     steps = loss.step if loss.stands.all() else loss.step[loss.stands]
-    if len(loss) > _MOST_ROWS and 2 * _adjacent(steps) >= len(steps) - 1:
+    if len(loss) > _MOST_ROWS and 2 * np.count_nonzero(np.diff(steps) <= 1) >= len(steps) - 1:
         text = f"{len(loss):,} rows are logged, one per step: a higher logging interval keeps the curve and saves time."
         return Advice(text=text, is_action=False)
     if not _RECENT < len(loss) < _FEW_ROWS:

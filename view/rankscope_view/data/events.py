@@ -283,31 +283,26 @@ def markers(lines: Sequence[EventLine], evaluations: History, history: History, 
             text = f"attempt {rows.attempt[row]} begins at step {rows.step[row]:,}"
             found.append(Marker(group=Group.RESTART, x=float(x[row]), step=int(rows.step[row]), text=text))
     is_grouped = any(line.type == EventType.INCIDENT for line in lines)  # then single anomalies need no mark
-    lines = [line for line in lines if not (is_grouped and line.type == EventType.ANOMALY)]
-    seen = [(line.group, line.attempt or 0, line.step, line.text, line.severity == "critical") for line in lines]
-    seen += [
-        (Group.EVALUATION, attempt, step, f"evaluation {number_text(value)}", False)
-        for attempt, step, value in zip(
-            evaluations.attempt.tolist(), evaluations.step.tolist(), evaluations.value.tolist(), strict=True
-        )
-    ]
+    seen = [line for line in lines if not (is_grouped and line.type == EventType.ANOMALY)]
+    seen += _value_lines(evaluations, Group.EVALUATION, "evaluation", ())
     places: dict[tuple[int, bool], tuple[list[int], list[float], float]] = {}
     # A later attempt repeats the steps before a failure, and only its rows are on the axis.
     is_repeated = axis is Axis.STEP and bool((np.diff(rows.step) > 0).all())
     once: set[tuple[Group, float]] = set()
-    for group, attempt, step, text, is_critical in sorted(seen, key=lambda one: not one[-1]):
-        if step is None or group not in (Group.CHECKPOINT, Group.EVALUATION, Group.INCIDENT):
+    for line in sorted(seen, key=lambda one: one.severity != "critical"):
+        if line.step is None or line.group not in (Group.CHECKPOINT, Group.EVALUATION, Group.INCIDENT):
             continue
-        key = attempt, is_repeated and group is Group.INCIDENT
+        attempt, is_critical = line.attempt or 0, line.severity == "critical"
+        key = attempt, is_repeated and line.group is Group.INCIDENT
         if key not in places:
             own = np.flatnonzero(rows.attempt >= attempt if key[1] else rows.attempt == attempt)
             interval = float(np.median(np.diff(rows.step[own]))) if len(own) > 1 else 0.0
             places[key] = (rows.step[own].tolist(), x[own].tolist(), 2 * interval)
         steps, own_x, reach = places[key]  # reach: events between two logged steps
-        if not steps or not steps[0] <= step <= steps[-1] + reach:
+        if not steps or not steps[0] <= line.step <= steps[-1] + reach:
             continue
-        at = own_x[min(bisect.bisect_left(steps, step), len(steps) - 1)]
-        if (group, at) not in once:
-            once.add((group, at))
-            found.append(Marker(group=group, x=at, step=step, text=text, is_critical=is_critical))
+        at = own_x[min(bisect.bisect_left(steps, line.step), len(steps) - 1)]
+        if (line.group, at) not in once:
+            once.add((line.group, at))
+            found.append(Marker(group=line.group, x=at, step=line.step, text=line.text, is_critical=is_critical))
     return sorted(found, key=lambda marker: marker.x)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -256,32 +256,43 @@ def _progress(detail: RunDetail, state: Mapping[str, Any], epochs: History | Non
 
 
 def _newest(history: History) -> float | None:
-    values = history.value[history.stands]
-    return float(values[-1]) if len(values) else None
+    return _point(history.select(history.stands), _last)[0]
+
+
+def _point(history: History, find: Callable[[Floats], Any]) -> tuple[float | None, int | None]:
+    """Return value and step of the row that `find` finds; None without rows."""
+    if not len(history):
+        return None, None
+    row = int(find(history.value))
+    return float(history.value[row]), int(history.step[row])
+
+
+def _last(values: Floats) -> int:
+    return len(values) - 1
 
 
 def losses_of(loss: History) -> Losses:
     """Return the summary of a loss, without superseded steps."""
     loss = loss.select(loss.stands)
     finite = loss.select(np.isfinite(loss.value))
-    current = float(loss.value[-1]) if len(loss) else None
-    lowest = int(np.argmin(finite.value)) if len(finite) else None
-    highest = int(np.argmax(finite.value)) if len(finite) else None
-    last = float(finite.value[-1]) if len(finite) else None
+    current, current_step = _point(loss, _last)
+    lowest, lowest_step = _point(finite, np.argmin)
+    highest, highest_step = _point(finite, np.argmax)
+    last_finite, last_finite_step = _point(finite, _last)
     return Losses(
         rows=len(loss),
         nonfinite=len(loss) - len(finite),
         current=current,
-        current_step=int(loss.step[-1]) if len(loss) else None,
-        lowest=None if lowest is None else float(finite.value[lowest]),
-        lowest_step=None if lowest is None else int(finite.step[lowest]),
-        highest=None if highest is None else float(finite.value[highest]),
-        highest_step=None if highest is None else int(finite.step[highest]),
+        current_step=current_step,
+        lowest=lowest,
+        lowest_step=lowest_step,
+        highest=highest,
+        highest_step=highest_step,
         mean=float(finite.value.mean()) if len(finite) else None,
         trend=trend(loss.value),
         perplexity=None if current is None or math.isnan(current) else float(perplexity(np.array([current]))[0]),
-        last_finite=last,
-        last_finite_step=int(finite.step[-1]) if len(finite) else None,
+        last_finite=last_finite,
+        last_finite_step=last_finite_step,
     )
 
 
@@ -317,19 +328,13 @@ def _evaluations(connection: Connection, run: str, scalars: str) -> tuple[Evalua
 def _evaluation(name: str, history: History) -> Evaluation:
     history = history.select(history.stands)
     finite = history.select(np.isfinite(history.value))
-    best: int | None = None
-    if len(finite) and _LOWER_IS_BETTER.search(name):
-        best = int(np.argmin(finite.value))
-    elif len(finite) and _HIGHER_IS_BETTER.search(name):
-        best = int(np.argmax(finite.value))
-    return Evaluation(
-        name=name,
-        rows=len(history),
-        last=float(history.value[-1]),
-        last_step=int(history.step[-1]),
-        best=None if best is None else float(finite.value[best]),
-        best_step=None if best is None else int(finite.step[best]),
-    )
+    best: tuple[float | None, int | None] = (None, None)
+    if _LOWER_IS_BETTER.search(name):
+        best = _point(finite, np.argmin)
+    elif _HIGHER_IS_BETTER.search(name):
+        best = _point(finite, np.argmax)
+    last, last_step = float(history.value[-1]), int(history.step[-1])
+    return Evaluation(name=name, rows=len(history), last=last, last_step=last_step, best=best[0], best_step=best[1])
 
 
 def _best(state: Mapping[str, Any]) -> Best | None:
