@@ -13,6 +13,7 @@ from rankscope.access.stores import open_store, resolve_run
 from rankscope.shell.errors import USAGE, CommandError, command_errors, suggestion
 from rankscope.shell.options import STANDARD_OUTPUT, Run, Store, output_file, step_range
 from rankscope.shell.streams import progress_bar
+from rankscope_contract.model.collective_format import ranks_in
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
@@ -128,13 +129,10 @@ def _time(connection: Connection, run: str, text: str | None) -> dt.datetime | N
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:
-    ranks: list[int] = []
-    for part in filter(None, (text or "").split(",")):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) > 1_000_000:
-            raise CommandError(f"--ranks {text!r}: write numbers and ranges, such as 0,8-15", code=USAGE)
-        ranks += range(int(first), int(last or first) + 1)
-    return tuple(ranks)
+    try:
+        return ranks_in((text or "").replace(" ", "").strip(","))
+    except (ValueError, OverflowError) as error:
+        raise CommandError(f"--ranks {text!r}: write numbers and ranges, such as 0,8-15", code=USAGE) from error
 
 
 def _print_report(name: str, form: str, target: Path, report: ExportReport) -> None:

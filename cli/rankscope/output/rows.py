@@ -65,7 +65,8 @@ def as_text(rows: pa.Table, form: Format, *, limit: int = TABLE_ROWS) -> str:
         return f"[\n{lines}\n]\n" if lines else "[]\n"
     text = io.StringIO()
     if form == "csv":
-        _write_csv(rows, text)
+        csv.writer(text, lineterminator="\n").writerow(rows.column_names)
+        text.writelines(",".join(map(_csv_cell, row)) + "\n" for row in _rows(rows))
     else:
         print_table(rows, limit=limit, file=text)
     return text.getvalue()
@@ -197,11 +198,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return value.isoformat() if isinstance(value, date) else str(value)
-
-
-def _write_csv(rows: pa.Table, text: io.StringIO) -> None:
-    csv.writer(text, lineterminator="\n").writerow(rows.column_names)
-    text.writelines(",".join(map(_csv_cell, row)) + "\n" for row in _rows(rows))
 
 
 def _csv_cell(value: object) -> str:
