@@ -39,6 +39,7 @@ from rankscope_storage.files.sorting import (
     data_file,
     file_mantissa_bits,
     is_constant,
+    is_sorted,
     one_chunk,
     sort_order,
 )
@@ -116,8 +117,9 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
     columns = {name: _Column.of(table.column(name)) for name in table.column_names}
     schema = pa.schema([pa.field(name, one.values.type, nullable=one.has_nulls) for name, one in columns.items()])
     order = None
-    rows = sort_order(table, SORT_KEYS[dataset], together=LAID_TOGETHER.get(dataset, ()))
-    if (rows[1:] < rows[:-1]).any():  # rows of ranks and scrapes are usually sorted
+    together = LAID_TOGETHER.get(dataset, ())
+    if not is_sorted(table, SORT_KEYS[dataset], together=together):
+        rows = sort_order(table, SORT_KEYS[dataset], together=together)
         # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
     zero = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
