@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.decisions import is_typical
-from rankscope_ingest.importers.common.forms import Match, Reading
+from rankscope_ingest.importers.common.forms import Match, Reading, learned
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import Role, role_of
@@ -160,8 +160,8 @@ class _Objects(LineParser):
             is_json, _ = match[0].effects
             return is_json, match[0].values(match[1], {})
         is_json, document = parse_line(line)
-        if document is not None and b"\r" not in line:
-            self.forms.see(line, [_reading])
+        if document is not None and b"\r" not in line and self.forms.is_due(line):
+            self.forms.add(learned(line, [_reading]))
         return is_json, document
 
 

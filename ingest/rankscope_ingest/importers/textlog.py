@@ -26,7 +26,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType
 from rankscope_ingest.importers.common.bars import states
 from rankscope_ingest.importers.common.decisions import is_typical
-from rankscope_ingest.importers.common.forms import Match, Reading
+from rankscope_ingest.importers.common.forms import Match, Reading, learned
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.lines import (
     is_binary,
@@ -172,12 +172,12 @@ class Lines(LineParser):
         """Return the records on a line of the file, of which a progress bar may have printed several."""
         documents = self._parsed(number, line)
         is_plain = len(documents) == 1 and not self._heading and not self._patterns
-        if is_plain and b"\r" not in line:
+        if is_plain and b"\r" not in line and self.forms.is_due(line, self._context()):
             here, elsewhere = (
                 lambda text, is_elsewhere=place: copy.copy(self).reading(text, is_elsewhere=is_elsewhere)
                 for place in (False, True)
             )
-            self.forms.see(line, (here, elsewhere), self._context())
+            self.forms.add(learned(line, (here, elsewhere)), self._context())
         return documents
 
     def reading(self, text: str, *, is_elsewhere: bool) -> Reading | None:

@@ -43,7 +43,9 @@ def test_interrupted_import_is_continued(logs, monkeypatch):
     """The store fails after the first batch. The next import stores the rest, and no row twice."""
     log = logs.write("train.log", rows(1, 500))
     monkeypatch.setattr("rankscope_ingest.importers.common.runner.BATCH_ROWS", 200)
-    monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("rankscope_ingest.importers.common.importer.BLOCK_ROWS", 100)
+    monkeypatch.setattr("rankscope_ingest.importers.common.lines.BLOCK_BYTES", 2_000)
+    monkeypatch.setattr("rankscope_ingest.importers.megatron._MOST_TOGETHER", 10)
     with pytest.raises(StoreError):
         import_records(log, Counting(logs.writer, fails_at=3), find_importer(log), run="r", known=[])
     report = import_records(log, logs.writer, find_importer(log), run="r", known=[])
@@ -53,7 +55,7 @@ def test_interrupted_import_is_continued(logs, monkeypatch):
 
 
 def test_progress_rises_to_the_size_of_the_log(logs, monkeypatch):
-    monkeypatch.setattr("rankscope_ingest.importers.megatron.CHUNK_BYTES", 2_000)
+    monkeypatch.setattr("rankscope_ingest.importers.common.importer.BLOCK_ROWS", 30)
     log, told = logs.write("train.log", rows(1, 200)), []
     import_records(log, logs.writer, find_importer(log), run="r", progress=told.append)
 

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_ingest.importers import megatron
+from rankscope_ingest.importers.common import forms
+from rankscope_ingest.importers.common import lines as lines_of_logs
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun
-from rankscope_ingest.importers.megatron import MegatronText, columns
+from rankscope_ingest.importers.megatron import MegatronText
 
 ROW = (
     "[2025-02-28 16:26:20] iteration {step}/ 1000 | consumed samples: {step} | elapsed time per iteration (ms): 4647.8 "
@@ -99,20 +100,17 @@ ROW_AFTER_BAR = (
 @given(any_logs, st.integers(50, 3000))
 @example(b"45%|##  | 9/20\r[2025-02-28 16:26:20] iteration 0/ \n" + ROW_AFTER_BAR, 50)
 def test_result_does_not_depend_on_the_way_of_reading(tmp_path, log, size):
-    """Rows are read by column, one by one, or in small chunks."""
+    """Rows are read one by one, as rows of a learned form, or in small parts of the file."""
     path = tmp_path / "train.log"
     path.write_bytes(log)
     whole = said(path)
-    with mock.patch.object(columns, "_ENOUGH_LINES", 1), mock.patch.object(columns, "_TEMPLATES", 1):
-        by_column = said(path)
-    with mock.patch.object(columns, "_ENOUGH_LINES", 1 << 30):
-        careful = said(path)
-    with mock.patch.object(megatron, "CHUNK_BYTES", size):
-        pieces = said(path)
+    with mock.patch.object(forms.Forms.__init__, "__defaults__", (64, 1)):
+        by_form = said(path)
+        with mock.patch.object(lines_of_logs, "BLOCK_BYTES", size):
+            in_parts = said(path)
 
-    assert whole == by_column
-    assert whole == careful
-    assert whole == pieces
+    assert whole == by_form
+    assert whole == in_parts
 
 
 @slow

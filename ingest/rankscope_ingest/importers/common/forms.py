@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from rankscope_ingest.importers.common.row_layout import Template
 from rankscope_ingest.importers.common.values import plain
@@ -40,6 +40,8 @@ _MOMENT: Final = (
 _CLOCK: Final = r"(?<![\w.:/-])\d{1,6}(?::\d\d){1,2}(?:[.,]\d{1,9})?(?![\w:])"
 _GROUPED_NUMBER: Final = r"(?<![\w.,])[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d|[.,_:]\d)"
 _NUMBER: Final = rf"{_GROUPED_NUMBER}|(?<![\w.,])(?:(?<![-+])-)?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\d|[.,_:]\d)"
+LINE_END: Final = r"(?:\r?\n|\Z)"
+"""The end of the expression of a form: it matches a line with its end, or the whole text of a line."""
 _COLOUR: Final = r"\x1b\[[0-9;?]*[A-Za-z]"
 _SLOT: Final = re.compile(
     rf"(?P<colour>{_COLOUR})|(?P<moment>{_MOMENT})|(?P<clock>{_CLOCK})|(?P<number>{_NUMBER})|(?P<blanks> {{2,}})"
@@ -149,10 +151,19 @@ def _other_time(sample: str, number: int) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Form:
-    """The form of lines of one meaning: an expression that matches them, and the template of their documents."""
+class LineForm:
+    """The form of lines that have the same meaning: an expression that matches them, with a group for each slot."""
 
     expression: re.Pattern[bytes]
+
+
+F = TypeVar("F", bound=LineForm)
+
+
+@dataclass(slots=True, eq=False)
+class Form(LineForm):
+    """The form of lines of one meaning: an expression that matches them, and the template of their documents."""
+
     document: Template
     dashed: frozenset[int]  # slots of dates with slashes, which the document has with dashes
     effects: Any
@@ -169,14 +180,14 @@ Match = tuple[Form, tuple[bytes, ...]]
 """The form of a line, and the texts in its slots."""
 
 
-class Forms:
+class Forms(Generic[F]):
     """The learned forms of one log. They are a cache: a log is read in the same way without them.
 
     Forms are kept for each `context`: all of the state of the parser on which the meaning of a line depends.
     """
 
     def __init__(self, max_forms: int = MAX_FORMS, repetitions: int = REPETITIONS) -> None:
-        self._forms: dict[Hashable, list[Form]] = {}
+        self._forms: dict[Hashable, list[F]] = {}
         self._similar: Counter[Hashable] = Counter()
         self._experiments = 0
         self._max_forms = max_forms
@@ -188,35 +199,37 @@ class Forms:
     def __setstate__(self, state: dict[str, Any]) -> None:
         Forms.__init__(self)
 
-    def match(self, line: bytes, context: Hashable = None) -> Match | None:
+    def match(self, line: bytes, context: Hashable = None) -> tuple[F, tuple[bytes, ...]] | None:
         """Return the form of `line` and the texts in its slots; None if the form is not known."""
         forms = self._forms.get(context)
         if forms is None:
             return None
         for place, form in enumerate(forms):
-            if (found := form.expression.fullmatch(line)) is not None:
+            if (found := form.expression.match(line)) is not None:
                 if place:  # the next line probably has this form, too
                     forms.insert(0, forms.pop(place))
                 return form, found.groups()
         return None
 
-    def see(self, line: bytes, parses: Sequence[Parse], context: Hashable = None) -> None:
-        """Learn the form of `line`, which the parser has read, if enough similar lines were seen.
-
-        The functions in `parses` read a line in different states of the parser with this context.
-        """
-        if len(line) > _MAX_BYTES:
-            return
-        similar = context, _SIMILAR.sub(b"0", line)
+    def is_due(self, line: bytes, context: Hashable = None) -> bool:
+        """Count `line`, and return whether its form should be learned: enough similar lines were seen."""
+        similar = context, _SIMILAR.sub(b"0", line[: _MAX_BYTES + 1])
         if len(self._similar) >= _MAX_SIMILAR:
             self._similar.clear()
         count = self._similar[similar] = self._similar[similar] + 1
-        if count < self._repetitions or count & (count - 1) or self._experiments >= self._max_forms:
-            return
-        self._experiments += 1
-        form = _Experiment(line.decode(errors="replace"), parses).form()
+        is_due = not (count < self._repetitions or count & (count - 1) or self._experiments >= self._max_forms)
+        self._experiments += is_due
+        return is_due and len(line) <= _MAX_BYTES
+
+    def add(self, form: F | None, context: Hashable = None) -> None:
+        """Add the form of a line; nothing if it is None, because the line has no form."""
         if form is not None:
             self._forms.setdefault(context, []).insert(0, form)
+
+
+def learned(line: bytes, parses: Sequence[Parse]) -> Form | None:
+    """Return the form of `line`; None if it has none. Functions in `parses` read lines in different parser states."""
+    return _Experiment(line.decode(errors="replace"), parses).form()
 
 
 class _Experiment:
@@ -300,7 +313,7 @@ class _Experiment:
 
     def _expression(self) -> re.Pattern[bytes]:
         pieces = (re.escape(piece) if isinstance(piece, str) else piece.expression() for piece in self._pieces)
-        return re.compile("".join(pieces).encode())
+        return re.compile(("".join(pieces) + LINE_END).encode())
 
     def _holds(self, form: Form, probes: int) -> bool:
         """Return whether `form` gives the same documents as the parser for lines with other numbers."""
@@ -335,7 +348,7 @@ class _Experiment:
 
 
 def _agrees(form: Form, line: str, reading: Reading | None) -> bool:
-    found = form.expression.fullmatch(line.encode())
+    found = form.expression.match(line.encode())
     return found is not None and _is_equal(form, found.groups(), reading)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,7 +21,7 @@ MAX_NAMES: Final = 1_000
 OTHER_NAMES: Final = "other names"
 FROM_LOG: Final = "log"
 FROM_FILE: Final = "file"
-BLOCK_ROWS: Final = 200_000
+BLOCK_ROWS: Final = 240_000
 SETTLED_SECONDS: Final = 600.0
 """Time after the last change of a file, after which it is assumed that no process writes it."""
 
@@ -34,7 +33,7 @@ For each row, the column contains the number of the record to which the row belo
 
 _RECORD_COLUMNS: Final = ("step", "rank", "ts", "ts_origin", "attempt")
 _SCALAR_COLUMNS: Final = ("name", "unit", "labels")
-_EVENT_COLUMNS: Final = ("type", "severity", "message", "details", "op")
+_EVENT_COLUMNS: Final = ("type", "severity", "message", "details", "op", "value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,12 +224,12 @@ class BlockBuilder:
         self._begin()
 
     def _begin(self) -> None:
-        self._records: list[tuple[Any, ...]] = []
+        self._records: tuple[list[Any], ...] = tuple([] for _ in _RECORD_COLUMNS)
         self._values = array("d")
         self._value_records = array("i")
         self._value_names = array("i")
         self._names: dict[tuple[str, str | None, str | None], int] = {}
-        self._events: list[tuple[str | None, ...]] = []
+        self._events: list[tuple[str | float | None, ...]] = []
         self._event_records = array("i")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -243,43 +242,53 @@ class BlockBuilder:
 
     @property
     def is_full(self) -> bool:
-        """True if at least 200,000 scalars or 200,000 records are collected, so that they should be stored now."""
-        return len(self._values) >= BLOCK_ROWS or len(self._records) >= BLOCK_ROWS
+        """True if at least 240,000 scalars or 240,000 records are collected, so that they should be stored now."""
+        return len(self._values) >= BLOCK_ROWS or self._count >= BLOCK_ROWS
+
+    @property
+    def _count(self) -> int:
+        return len(self._records[0])
 
     @property
     def last_ts(self) -> int | None:
         """Time of the last record, which events after it without a time have; None if it has none."""
-        ts: int | None = (self._records[-1] if self._records else self._last)[2]
+        ts: int | None = self._last_record()[2]
         return ts
+
+    def _last_record(self) -> tuple[Any, ...]:
+        return tuple(column[-1] for column in self._records) if self._count else self._last
 
     def record(
         self, *, step: int | None = None, rank: int | None = None, ts: int | None = None, origin: str, attempt: int = 0
     ) -> None:
         """Begin the next record. Scalars and events that are added later belong to this record."""
-        self._records.append((step, rank, ts, None if ts is None else origin, attempt))
+        record = (step, rank, ts, None if ts is None else origin, attempt)
+        for column, value in zip(self._records, record, strict=True):
+            column.append(value)
 
     def record_of_event(self, *, rank: int | None, ts: int | None, origin: str) -> None:
         """Begin a record for events of a line without a step, which is at the place and time of the last record."""
-        step, *_, attempt = self._records[-1] if self._records else self._last
+        step, *_, attempt = self._last_record()
         self.record(step=step, rank=rank, ts=self.last_ts if ts is None else ts, origin=origin, attempt=attempt)
 
     def scalar(self, name: str, value: float, unit: str | None = None, labels: str | None = None) -> None:
         """Add a scalar with this name, value, unit and labels (JSON) to the current record."""
         self._values.append(value)
-        self._value_records.append(len(self._records) - 1)
+        self._value_records.append(self._count - 1)
         # A log repeats few names for many numbers: each combination is stored once.
         self._value_names.append(self._names.setdefault((name, unit, labels), len(self._names)))
 
     def rows(self, rows: Rows, attempts: Sequence[int], series: Sequence[Series]) -> None:
         """Add a record with its scalars for each of `rows`, which have values of the same series."""
-        count, first = len(rows), len(self._records)
-        origins = (None if ts is None else FROM_LOG for ts in rows.times)
-        self._records.extend(zip(rows.steps, rows.ranks, rows.times, origins, attempts, strict=True))
-        places = array("i", range(first, first + count))
-        for values, each in zip(rows.numbers, series, strict=True):
-            self._values.extend(values)
-            self._value_records.extend(places)
-            self._value_names.extend([self._names.setdefault(each, len(self._names))] * count)
+        count, first = len(rows), self._count
+        origins = [None if ts is None else FROM_LOG for ts in rows.times]
+        columns = (rows.steps, rows.ranks, rows.times, origins, attempts)
+        for column, more in zip(self._records, columns, strict=True):
+            column.extend(more)
+        self._value_records.extend(array("i", range(first, first + count)) * len(series))
+        self._values.extend(rows.numbers)
+        for each in series:
+            self._value_names.extend(array("i", [self._names.setdefault(each, len(self._names))]) * count)
 
     def event(
         self,
@@ -288,42 +297,40 @@ class BlockBuilder:
         message: str,
         details: str | None = None,
         op: str | None = None,
+        *,
+        value: float | None = None,
     ) -> None:
         """Add an event to the current record. `details` is JSON, and `op` the class of an error."""
-        self._events.append((type, severity, message, details, op))
-        self._event_records.append(len(self._records) - 1)
+        self._events.append((type, severity, message, details, op, value))
+        self._event_records.append(self._count - 1)
 
     def take(self) -> ImportedBlock | None:
         """Return the collected records as a block, and begin an empty block. Return None if no record was collected."""
-        if not self._records:
+        if not self._count:
             return None
         tables = {}
         if self._values:
             series = pa.array(np.frombuffer(self._value_names, np.int32))
-            columns = [
-                pa.array(np.frombuffer(self._values)),
-                *(_encoded(each).take(series) for each in _columns("scalars", _SCALAR_COLUMNS, self._names)),
-            ]
+            texts = _columns("scalars", _SCALAR_COLUMNS, zip(*self._names, strict=True))
+            columns = [pa.array(np.frombuffer(self._values)), *(_encoded(each).take(series) for each in texts)]
             tables["scalars"] = self._table(self._value_records, ("value", *_SCALAR_COLUMNS), columns)
         if self._events:
-            columns = _columns("events", _EVENT_COLUMNS, self._events)
+            columns = _columns("events", _EVENT_COLUMNS, zip(*self._events, strict=True))
             tables["events"] = self._table(self._event_records, _EVENT_COLUMNS, columns)
-        block = ImportedBlock(records=len(self._records), tables=tables, source=self._source)
-        self._last = self._records[-1]
+        block = ImportedBlock(records=self._count, tables=tables, source=self._source)
+        self._last = self._last_record()
         self._begin()
         return block
 
     def _table(self, row_records: array[int], names: Sequence[str], columns: Sequence[Any]) -> pa.Table:
-        places = pa.array(row_records, pa.int32())
+        places = pa.array(np.frombuffer(row_records, np.int32))
         common = [_encoded(column).take(places) for column in _columns("scalars", _RECORD_COLUMNS, self._records)]
         return pa.table([places, *common, *columns], names=[RECORD_COLUMN, *_RECORD_COLUMNS, *names])
 
 
-def _columns(dataset: str, names: Sequence[str], rows: Any) -> list[pa.Array]:
+def _columns(dataset: str, names: Sequence[str], columns: Iterable[Sequence[Any]]) -> list[pa.Array]:
     schema = table_schema(dataset)
-    return [
-        pa.array(values, schema.field(name).type) for name, values in zip(names, zip(*rows, strict=True), strict=True)
-    ]
+    return [pa.array(values, schema.field(name).type) for name, values in zip(names, columns, strict=True)]
 
 
 def _encoded(column: pa.Array) -> pa.Array:
@@ -333,7 +340,7 @@ def _encoded(column: pa.Array) -> pa.Array:
 _SHOWN_NAMES: Final = 20
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
     """The result of an import. `rows_stored` counts only rows that were not stored before."""
 

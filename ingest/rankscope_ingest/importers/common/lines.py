@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import datetime as dt
-import functools
 import io
 import re
 import time
@@ -42,6 +41,8 @@ _CTIME: Final = re.compile(
 """A regular expression for a time as C prints it: `Thu Jan  1 00:00:05 2026`."""
 
 _WINDOW_BYTES: Final = 65_536
+BLOCK_BYTES: Final = 1 << 20
+"""Number of bytes that are read from a log at once."""
 _HOLE_BYTES: Final = 1 << 20
 _FEWEST_NULS: Final = 4
 _LONGEST_SAMPLE: Final = 1 << 24
@@ -72,54 +73,100 @@ def open_log(path: Path) -> BinaryIO:
     return file
 
 
-def read_lines(
-    path: Path,
-    faults: Faults,
-    *,
-    max_bytes: int = MAX_LINE_BYTES,
-    is_valid: Callable[[bytes], bool] | None = None,
-    begin: tuple[int, int] = (0, 0),
-) -> Iterator[tuple[int, bytes]]:
-    """Yield the number (from 1) and the bytes of each line, without the line end and without a UTF-8 byte order mark.
+class LogLines:
+    """The lines of a text log: the number of each line, from 1, and its bytes without line end and byte order mark.
 
     A line of more than `max_bytes` bytes is skipped and recorded in `faults`; `faults.read_bytes` is updated after each
-    line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are yielded one by one,
-    unless `is_valid` returns true for the whole line: then the NUL bytes are a part of its text. `begin` has the
+    line. The parts of a line between NUL bytes, which a crash or a truncation leaves in a file, are returned one by
+    one, unless `is_valid` returns true for the whole line: then the NUL bytes are a part of its text. `begin` has the
     offset at which reading begins, the end of a line, and the number of lines before it.
-    Raises IngestError if the file is UTF-16, compressed or binary. A file is binary if any 64 KiB of it contain more
-    runs of NUL bytes than crashes leave.
+    Iteration raises IngestError if the file is UTF-16, compressed or binary. A file is binary if any 64 KiB of it
+    contain more runs of NUL bytes than crashes leave. With `is_any`, lines are found between any bytes.
     """
-    with open_log(path) as file:
-        offset, number = begin
-        hole = skip_hole(file)
-        head = file.read(_WINDOW_BYTES)
-        refuse_binary(path, head)
-        faults.read_bytes += 0 if offset else hole
-        file.seek(offset or hole)
-        holes = _Holes(path, faults.read_bytes + (0 if offset else len(head)))
+
+    def __init__(
+        self,
+        path: Path,
+        faults: Faults,
+        *,
+        max_bytes: int = MAX_LINE_BYTES,
+        is_valid: Callable[[bytes], bool] | None = None,
+        begin: tuple[int, int] = (0, 0),
+        is_any: bool = False,
+    ) -> None:
+        self._path = path
+        self._faults = faults
+        self._size = max_bytes + 1
+        self._is_valid = is_valid
+        self._offset, self._number = begin
+        self._is_any = is_any
+        self._data = b""  # read from the file
+        self._at = 0  # begin of the next line in it
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        with open_log(self._path) as file:
+            hole = skip_hole(file)
+            head = file.read(_WINDOW_BYTES)
+            (refuse_no_text if self._is_any else refuse_binary)(self._path, head)
+            self._faults.read_bytes += 0 if self._offset else hole
+            file.seek(self._offset or hole)
+            holes = _Holes(self._path, self._faults.read_bytes + (0 if self._offset else len(head)))
+            yield from self._lines(file, line_end(head), None if self._is_any else holes)
+
+    def matching(self, expression: re.Pattern[bytes]) -> list[re.Match[bytes]]:
+        """Return the matches for the next lines, up to the first one that does not match, and go on behind them.
+
+        A match of `expression` includes the line end. Only lines are returned that are read from the file already.
+        """
+        scanner = expression.scanner(self._data, self._at)  # type: ignore[attr-defined] # matches one after the other
+        found: list[re.Match[bytes]] = [*iter(scanner.match, None)]
+        if found and not found[-1][0].endswith(b"\n"):
+            found.pop()  # the rest of the line is not read yet
+        if found:
+            faults, before = self._faults, self._faults.read_bytes - self._at
+            faults.line_start, faults.read_bytes = before + found[-1].start(), before + found[-1].end()
+            self._at, self._number = found[-1].end(), self._number + len(found)
+            faults.lines = self._number
+        return found
+
+    def _lines(self, file: BinaryIO, end: bytes, holes: _Holes | None) -> Iterator[tuple[int, bytes]]:
+        faults = self._faults
         is_rest = is_skipped = False  # the rest of a long line: it is skipped, except behind many NUL bytes
-        for line in _pieces(file, max_bytes + 1, line_end(head)):
+        while line := self._piece(file, end):
             size = len(line)
             if not is_rest:
-                faults.line_start, number = faults.read_bytes, number + 1
-            faults.read_bytes, faults.lines = faults.read_bytes + size, number
+                faults.line_start, self._number = faults.read_bytes, self._number + 1
+            faults.read_bytes, faults.lines = faults.read_bytes + size, self._number
             faults.is_torn = not line.endswith((b"\n", b"\r"))
-            if not (is_rest or size > max_bytes or b"\0" in line):
-                yield number, line.rstrip(b"\r\n") if number > 1 else line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
+            if not (is_rest or size >= self._size or b"\0" in line):
+                line = line if self._number > 1 else line.removeprefix(codecs.BOM_UTF8)
+                yield self._number, line.rstrip(b"\r\n")
                 continue
-            is_long = size > max_bytes and not line.endswith((b"\n", b"\r"))
-            if is_valid and not (is_rest or is_long) and is_valid(line.rstrip(b"\r\n")):
-                yield number, line.rstrip(b"\r\n")
+            is_long = size >= self._size and faults.is_torn
+            if self._is_valid and not (is_rest or is_long) and self._is_valid(line.rstrip(b"\r\n")):
+                yield self._number, line.rstrip(b"\r\n")
                 continue
-            holes.see(line, faults.read_bytes)
+            if holes is not None:
+                holes.see(line, faults.read_bytes)
             if is_long and not is_rest:
-                faults.add(number, f"longer than {max_bytes:,} bytes: {shown(line)}…")
+                faults.add(self._number, f"longer than {self._size - 1:,} bytes: {shown(line)}…")
             is_skipped = (is_rest and is_skipped) or (is_long and not line.endswith(b"\0"))
             is_rest = is_long
             if is_skipped:
                 continue
             for part in filter(bytes.strip, _NULS.split(line.strip(b"\0"))):
-                yield number, part.replace(b"\0", b"").rstrip(b"\r\n")
+                yield self._number, part.replace(b"\0", b"").rstrip(b"\r\n")
+
+    def _piece(self, file: BinaryIO, end: bytes) -> bytes:
+        """Return the next line, or its next part of the largest size; empty bytes at the end of the file."""
+        behind = self._data.find(b"\n", self._at) + 1
+        while not behind and len(self._data) - self._at < self._size and (more := file.read(BLOCK_BYTES)):
+            self._data, self._at = self._data[self._at :] + more.replace(end, b"\n"), 0
+            behind = self._data.find(b"\n") + 1
+        begin, self._at = self._at, min(behind or len(self._data), self._at + self._size)
+        if self._at - begin == self._size:  # the text behind NUL bytes is another part
+            self._at = self._data.rfind(b"\0", begin, self._at) + 1 or self._at
+        return self._data[begin : self._at]
 
 
 class _Holes:
@@ -139,14 +186,6 @@ class _Holes:
         self._runs += len(_NUL_RUNS.findall(line))
         if self._runs > max(_MOST_HOLES, (end - self._begin) >> 10):
             raise IngestError(f"{self._path} is a binary file, not a text log: it has NUL bytes before byte {end:,}")
-
-
-def _pieces(file: BinaryIO, size: int, end: bytes) -> Iterator[bytes]:
-    """Return the lines of `file`; each line ends with `end`. A line of more than `size` bytes is returned in pieces."""
-    if end == b"\n":
-        return iter(functools.partial(file.readline, size), b"")
-    text = io.TextIOWrapper(file, encoding="latin-1", newline="")  # ends lines with LF, CR or both
-    return (piece.encode("latin-1") for piece in iter(functools.partial(text.readline, size), ""))
 
 
 def line_end(head: bytes) -> bytes:
@@ -217,7 +256,7 @@ def refuse_no_text(path: Path, head: bytes) -> None:
 def refuse_binary(path: Path, head: bytes) -> None:
     """Raise IngestError if the file at `path`, which begins with `head`, has many control characters or NUL bytes.
 
-    Text has neither. The importer of Megatron logs does not call this function: it finds rows behind any bytes.
+    Text has neither.
     """
     refuse_no_text(path, head)
     if head.startswith(b":W&B"):

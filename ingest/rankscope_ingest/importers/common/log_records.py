@@ -7,6 +7,7 @@ records. Lines that report a failure become events.
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,18 +26,16 @@ from rankscope_ingest.importers.common.importer import (
 )
 from rankscope_ingest.importers.common.lines import (
     MAX_LINE_BYTES,
+    LogLines,
     is_settled,
     prefix_fields,
-    read_lines,
     sample_lines,
     without_colours,
 )
 from rankscope_ingest.importers.common.object_reader import ObjectReader
 from rankscope_ingest.importers.common.records import Record
+from rankscope_ingest.importers.common.row_layout import columns_of
 from rankscope_ingest.importers.common.values import FORM, micros
-
-RUN_ROWS: Final = 4096
-"""Maximum number of rows that are added together."""
 
 MAX_WAITING: Final = 10_000
 """Maximum number of failures that wait for the decision. Twice this number is the maximum of objects and failures."""
@@ -50,7 +49,7 @@ class LineParser:
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
-        self.forms = Forms()
+        self.forms: Forms[Form] = Forms()
         self.counts: dict[str, int] = {}
         """Numbers of lines by kind, which are stored with the run."""
 
@@ -80,21 +79,17 @@ def read_log(path: Path, faults: Faults, parser: LineParser, *, max_bytes: int =
     records.begin(path)
     objects, failures, builder = records.objects, records.failures, records.builder
     torn: Checkpoint | None = None
-    for number, line in read_lines(path, faults, max_bytes=max_bytes, begin=(faults.read_bytes, faults.lines)):
+    lines = LogLines(path, faults, max_bytes=max_bytes, begin=(faults.read_bytes, faults.lines))
+    for number, line in lines:
         if faults.is_torn and records.is_final:
-            records.end_run()
             if block := builder.take():
                 yield block
             yield (torn := records.checkpoint(faults.line_start, number - 1))
-        if not faults.is_torn and records.continues_run(line):
-            continue
         match = records.parser.match(line)
-        if match is None or not records.begins_run(match, line):
-            records.end_run()
+        if match is None or not records.add_run(match, line, lines):
             records.line(number, line, match)
         if builder.is_full and (block := builder.take()):
             yield block
-    records.end_run()
     records.decide()
     if torn is None or torn.lines < faults.lines - 1:
         if block := builder.take():
@@ -144,9 +139,6 @@ class _LogRecords:
         self._first_byte = 0  # position behind the line of the first row, or of an object before it
         self._is_decided = False
         self._held: list[tuple[int, FailureLine]] = []  # of the last line, which may be incomplete
-        self._run: list[tuple[bytes, ...]] = []  # the texts in the slots of consecutive lines of the form `_form`
-        self._form: Form | None = None
-        self._run_end: bytes | None = None  # the last of these lines
 
     def begin(self, path: Path) -> None:
         """Read the next lines from the file at `path`."""
@@ -163,46 +155,30 @@ class _LogRecords:
         """Return the present state as that behind the first `lines` lines of the file, of `offset` bytes."""
         return Checkpoint(reader=self, offset=offset, lines=lines, is_final=self.is_final)
 
-    def continues_run(self, line: bytes) -> bool:
-        """Return whether `line` has the form of the lines before it. If it has, it is added together with them."""
-        found = None if self._form is None else self._form.expression.fullmatch(line)
-        if found is None or len(self._run) >= RUN_ROWS:
-            return False
-        self._run.append(found.groups())
-        self._run_end = line
-        return True
+    def add_run(self, match: Match, line: bytes, lines: LogLines) -> bool:
+        """Add `line` and the next lines of the same form, if they are rows of a known layout. Return whether they are.
 
-    def begins_run(self, match: Match, line: bytes) -> bool:
-        """Return whether `line` is a row of a known layout. If it is, it is added together with the lines after it.
-
-        `end_run` adds the rows of consecutive lines of one form.
+        `match` is the form of `line`, behind which `lines` continues.
         """
-        self.end_run()
         form, texts = match
+        layout = self.objects.layouts.get(form)
         is_bar = b"it/s" in line or b"s/it" in line  # the text of a failure may follow a progress bar on its line
         if (
-            not self._is_decided
+            layout is None
+            or not self._is_decided
             or self._held
             or self.failures.ending
             or (is_bar and self.failures.is_possible(line))
-            or self.objects.layouts.get(form) is None
         ):
             return False
-        self._form, self._run, self._run_end = form, [texts], line
-        return True
-
-    def end_run(self) -> None:
-        """Add the rows of the lines of which `begins_run` and `continues_run` have returned true."""
-        form, rows, line = self._form, self._run, self._run_end
-        self._form, self._run, self._run_end = None, [], None
-        if form is None or line is None:
-            return
-        given, layout = self.parser.given, self.objects.layouts.get(form)
-        columns = list(zip(*rows, strict=True))
-        if layout is None or not self.objects.add_rows(layout, columns, self.builder, given=given):
+        found = lines.matching(form.expression)
+        rows = [texts, *map(re.Match.groups, found)]
+        given = self.parser.given
+        if not self.objects.add_rows(layout, columns_of(rows), self.builder, given=given):
             for row in rows:
                 self.objects.add(form.values(row, given), self.builder, match=(form, row))
-        self.parser.after((form, rows[-1]), line, len(rows))
+        self.parser.after((form, rows[-1]), found[-1][0].rstrip(b"\r\n") if found else line, len(rows))
+        return True
 
     def line(self, number: int, line: bytes, match: Match | None) -> None:
         """Add the objects and the failures on the line `number`; its form is known if `match` is not None."""

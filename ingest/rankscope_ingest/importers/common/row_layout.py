@@ -6,6 +6,8 @@ line, or values of an object that a program has logged.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +71,7 @@ class Rows:
     times: Sequence[int | None]  # UTC µs
     epochs: Sequence[float | None]
     firsts: Sequence[float | None]  # the first number of each row as the log has it
-    numbers: Sequence[array[float]]  # in the stored units
+    numbers: array[float]  # in the stored units: all values of the first series, of the second one, and so on
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -114,25 +116,44 @@ class RowLayout:
             return [text.replace(b",", b"") for text in columns[place]] if place in self.grouped else columns[place]
 
         steps, planned, ranks = (
-            absent if place is None else _whole(column(place), largest)
+            absent if place is None else whole_numbers(column(place), largest)
             for place, largest in ((self.step, _LARGEST), (self.planned, _LARGEST), (self.rank, _LARGEST_RANK))
         )
 
-        numbers = [
-            array("d", map(seconds_of if place in self.durations else float, column(place))) for place in self.numbers
+        logged = [
+            array("d", map(seconds_of, column(place))) if place in self.durations else numbers_of(column(place))
+            for place in self.numbers
         ]
+        numbers = array("d")
+        for values, alias in zip(logged, self.aliases, strict=True):
+            numbers.extend(_converted(values, alias))
         return Rows(
             steps=steps,
             planned=planned,
             ranks=ranks,
-            times=absent if self.time is None else _times(columns[self.time]),
+            times=absent if self.time is None else times_of(columns[self.time]),
             epochs=absent if self.epoch is None else list(map(float, column(self.epoch))),
-            firsts=numbers[0] if self.has_first else absent,
-            numbers=[_converted(each, alias) for each, alias in zip(numbers, self.aliases, strict=True)],
+            firsts=logged[0] if self.has_first else absent,
+            numbers=numbers,
         )
 
 
-def _whole(column: Sequence[Any], largest: int) -> list[int]:
+def columns_of(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Return the columns of rows of equal lengths; `zip` takes much longer for many short rows."""
+    cells, count = [*itertools.chain.from_iterable(rows)], len(rows[0])
+    return [cells[column::count] for column in range(count)]
+
+
+def numbers_of(column: Sequence[Any]) -> array[float]:
+    """Return a column as floats. Raises ValueError or OverflowError if one of the values is no number."""
+    if len(column) >= _FEW and isinstance(column[0], bytes):
+        with contextlib.suppress(pa.ArrowInvalid):  # a number in a form that only Python reads
+            return array("d", pa.array(column, pa.binary()).view(pa.string()).cast(pa.float64()).to_numpy().tobytes())
+    return array("d", map(float, column))
+
+
+def whole_numbers(column: Sequence[Any], largest: int = _LARGEST) -> list[int]:
+    """Return a column as integers. Raises ValueError if one is not between -`largest` and `largest`, or no rank."""
     found = [*map(int, column)]
     if not -largest < min(found) <= max(found) < largest or (largest == _LARGEST_RANK and min(found) < 0):
         raise ValueError("a number is too large")
@@ -147,7 +168,7 @@ def seconds_of(text: str | bytes) -> float:
     return found
 
 
-def _times(column: Sequence[str | bytes]) -> list[int]:
+def times_of(column: Sequence[str | bytes]) -> list[int]:
     """Return times as UTC µs. Raises ValueError if one of the texts is no time."""
     if len(column) >= _FEW and isinstance(first := column[0], bytes):
         texts = pa.array(column, pa.binary()).view(pa.string())

@@ -2,80 +2,75 @@
 
     [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
 
-A row consists of parts `key: value`. Rows with the same keys are parsed column by column (module `columns`), other rows
-one by one (module `rows`). An incomplete row is reported as an unreadable line and not stored, because its last number
-may lack digits.
+A row consists of parts `key: value`. The forms of rows that repeat are learned, so that further rows need one match of
+an expression. An incomplete row is reported as an unreadable line and not stored, because its last number may lack
+digits.
 """
 
 from __future__ import annotations
 
-import codecs
 import re
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import EventType, Severity
+from rankscope_ingest.importers.common.forms import Forms
 from rankscope_ingest.importers.common.importer import (
+    FROM_LOG,
     NOT_MINE,
+    BlockBuilder,
     Checkpoint,
     Detection,
     Faults,
     Imported,
-    ImportedBlock,
-    ImportedRun,
 )
-from rankscope_ingest.importers.common.lines import MAX_LINE_BYTES, line_end, open_log, refuse_no_text, shown, skip_hole
-from rankscope_ingest.importers.megatron.block import AttemptCounter, Chunk, RowColumns
-from rankscope_ingest.importers.megatron.chunks import ChunkLines, joined_row
-from rankscope_ingest.importers.megatron.columns import (
-    NO_NUMBER,
-    NO_TIME,
-    Alike,
-    Group,
-    Integers,
-    Printers,
-    read_groups,
-    read_timers,
-)
+from rankscope_ingest.importers.common.lines import LogLines, open_log, sample_lines, shown
 from rankscope_ingest.importers.megatron.other_lines import Companion, Companions
 from rankscope_ingest.importers.megatron.rows import (
-    HEAD_PATTERN,
+    LOSS,
+    Printer,
     Row,
+    RowForm,
     clean,
-    clean_bytes,
     fold,
+    form_of,
+    heads,
     is_cut,
     main_loss,
-    may_be_cut,
+    number,
     parse_rows,
+    rank_of,
+    split_part,
+    values,
 )
 
-CHUNK_BYTES: Final = 8 << 20
-
-_HEAD: Final = re.compile(HEAD_PATTERN.encode())
-_OF_EPOCH: Final = re.compile(HEAD_PATTERN.encode() + rb"[^\n]*\bglobal_step\b")
+_OF_EPOCH: Final = re.compile(r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|[^\n]*\bglobal_step\b")
 """A regular expression for a row whose iteration is the one within an epoch, as NeMo 2 prints it."""
 _ARGUMENTS: Final = re.compile(rb"^ +\w+ \.{3,} \S", re.MULTILINE)
 _SEARCHED_BYTES: Final = 16 << 20
-_PROBE_BYTES: Final = 4096
-_HEAD_BYTES: Final = 65_536
-_TAIL_BYTES: Final = 1 << 20
-_FINAL_BYTES: Final = 1 << 20
-"""Size of a log from which its dialect does not change when it grows."""
-_END_OF_HOLE: Final = re.compile(rb"(?<=\0{16})(?=[^\0\n])")
-_PLACES: Final = 64
-"""The largest number of records in one line of a log.
-
-The place (a sort key) of a record is the number of its line times _PLACES, plus the index of the record within the
-line. Places are therefore in the order of the log.
-"""
+_MOST_LINES: Final = 8
+"""Largest number of lines into which a row is wrapped, without the first one."""
+_MOST_ROWS: Final = 64
+"""Largest number of rows in one line."""
+_MOST_WAITING: Final = 10_000
+_MOST_TOGETHER: Final = 100
+"""Number of rows of one form, consecutive or between other lines, after which they are added."""
 _REMEMBERED: Final = 4096
 _REMEMBERED_KEYS: Final = 64
 _LAST_KEYS: Final = frozenset({"number_of_nan_iterations", "tflops"})
+_KNOWN_KEYS: Final = frozenset({
+    "consumed_samples", "consumed_tokens", "elapsed_time_per_iteration", "learning_rate", "global_batch_size",
+    "lm_loss", "loss", "loss_scale", "grad_norm", "num_zeros", "params_norm", "number_of_skipped_iterations",
+    "number_of_nan_iterations", "samples_per_second", "tflops", "throughput_per_gpu", "actual_seqlen",
+    "curriculum_seqlen", "load_balancing_loss", "world_size", "decoupled_learning_rate", "tokens_per_gpu",
+    "tokens_per_gpu_per_second", "mtp_1_loss", "z_loss",
+})  # fmt: skip
+_SPLIT_NUMBER: Final = re.compile(r"[\d.eE+-]$")
+_REST_OF_NUMBER: Final = re.compile(r"^[\d.eE+-]")
 
 
 class MegatronText:
@@ -88,258 +83,193 @@ class MegatronText:
 
         A long list of arguments may precede the first row, so up to 16 MiB are searched.
         """
-        cleaned = clean_bytes(head)
-        if _OF_EPOCH.search(cleaned):
+        text = clean(head.decode(errors="replace"))
+        if _OF_EPOCH.search(text):
             return NOT_MINE
-        if rows := len(_HEAD.findall(cleaned)):
+        if rows := len(heads(text)):
             return Detection(0.95, f"{rows} of its first lines are rows `iteration N/ M | …`")
         if path.is_dir() or not (_ARGUMENTS.search(head) or b"megatron" in head.lower()):
             return NOT_MINE
-        return (
-            Detection(0.9, "the file contains rows `iteration N/ M | …`, but not at its beginning")
-            if _has_row(path)
-            else NOT_MINE
-        )
+        with open_log(path) as file:
+            if not heads(clean(file.read(_SEARCHED_BYTES).decode(errors="replace"))):
+                return NOT_MINE
+        return Detection(0.9, "the file contains rows `iteration N/ M | …`, but not at its beginning")
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
-        """Yield one block of records per chunk of the log (8 MiB), then the facts about the run."""
-        reading = faults.reader or _Reading(faults)
-        buffer = b""
-        for data in _chunks(path, faults):
-            buffer += data
-            if not data and (offset := _offset_of(path, faults.read_bytes, buffer.count(b"\n"))) is not None:
-                is_final = faults.read_bytes >= _FINAL_BYTES
-                yield Checkpoint(reader=reading, offset=offset, lines=reading.lines, is_final=is_final)
-            cut = buffer.rfind(b"\n") + 1 if data else len(buffer)
-            if cut:
-                whole = clean_bytes(buffer[:cut])
-                block, used = reading.take(whole, is_last=not data)
-                buffer = whole[used:] + buffer[cut:]
-                if block is not None:
-                    yield block
-        yield reading.run()
-
-
-def _chunks(path: Path, faults: Faults) -> Iterator[bytes]:
-    """Yield the bytes of a file in chunks, and empty bytes after the last chunk.
-
-    A line that is longer than the size limit is shortened.
-    """
-    with open_log(path) as file:
-        hole = skip_hole(file)
-        head = file.read(_HEAD_BYTES)
-        faults.read_bytes = max(faults.read_bytes, hole)
-        file.seek(faults.read_bytes)
-        refuse_no_text(path, head[:_PROBE_BYTES])
-        has_cr = line_end(head) == b"\r"
-        data = file.read(CHUNK_BYTES)
-        faults.read_bytes += len(data)
-        length = 0  # of the current line so far
-        begin = data.removeprefix(codecs.BOM_UTF8)
-        while data:
-            begin = _ended_holes(begin.replace(b"\r", b"\n") if has_cr else begin)
-            end = begin.find(b"\n") if length > MAX_LINE_BYTES else 0
-            if end >= 0 and begin:
-                begin = begin[end:]
-                length = len(begin) - 1 - begin.rfind(b"\n") if b"\n" in begin else length + len(begin)
-                over = length - MAX_LINE_BYTES - 1
-                yield begin[: len(begin) - over] if over > 0 else begin
-            data = file.read(CHUNK_BYTES)
-            faults.read_bytes += len(data)
-            begin = data
-    yield b""
-
-
-def _offset_of(path: Path, end: int, lines: int) -> int | None:
-    """Return the offset of the last `lines` complete lines before `end` and the line without end behind them.
-
-    Return None if these lines are very long, or if lines of the log end in another way than with a line feed.
-    """
-    with open_log(path) as file:
-        is_unusual = line_end(file.read(_HEAD_BYTES)) != b"\n"
-        file.seek(max(0, end - _TAIL_BYTES))
-        tail = file.read(min(end, _TAIL_BYTES))
-    begin = len(tail)
-    for _ in range(lines + 1):
-        begin = tail.rfind(b"\n", 0, begin)
-        if begin < 0:
-            break
-    if is_unusual or b"\0" in tail or (begin < 0 and end > _TAIL_BYTES):
-        return None
-    return end - len(tail) + begin + 1
-
-
-def _ended_holes(data: bytes) -> bytes:
-    """Return `data` with a line feed behind many NUL bytes, which a crash leaves in a file before the next row."""
-    return _END_OF_HOLE.sub(b"\n", data) if b"\0" in data and data.strip(b"\0") else data
-
-
-def _has_row(path: Path) -> bool:
-    with open_log(path) as file:
-        searched = 0
-        before = b""
-        while searched < _SEARCHED_BYTES and (data := file.read(1 << 20)):
-            if _HEAD.search(clean_bytes(before + data)):
-                return True
-            before = data[-200:]
-            searched += len(data)
-    return False
+        """Yield blocks of the records in the log, then the facts about the run."""
+        log = faults.reader or _Log(faults)
+        log.begin(path)
+        lines = LogLines(path, faults, begin=(faults.read_bytes, faults.lines), is_any=True)
+        torn: tuple[int, bytes] | None = None
+        for number_of_line, line in lines:
+            if faults.is_torn:
+                torn = number_of_line, line
+                break
+            log.line(number_of_line, line, lines)
+            if log.builder.is_full and (block := log.builder.take()):
+                yield block
+        log.end_run()
+        if block := log.builder.take():
+            yield block
+        end = (faults.read_bytes, faults.lines) if torn is None else (faults.line_start, faults.lines - 1)
+        yield Checkpoint(reader=log, offset=end[0], lines=end[1], is_final=True)
+        log.end(torn)
+        if block := log.builder.take():
+            yield block
+        yield log.companions.run(log.planned or None, log.last_step)
 
 
 @dataclass(slots=True)
-class _Found:
-    """The rows and the companion lines (validations, timers and others) of one chunk of a Megatron log.
+class _OpenRow:
+    """The last line with rows, which the next lines may continue."""
 
-    `groups` and `timers` are lines that were parsed as columns. `rows` and `companions` were parsed one by one; each of
-    them is paired with its place in the log, by which all records are sorted.
-    """
+    number: int
+    line: str
+    text: str  # of the line and its continuations
+    rows: list[Row]
+    lines: int = 0  # that were tried as continuations
+    unused: int = 0  # of these, the last ones, which are not a part of the rows
 
-    groups: list[Group]
-    timers: list[Alike]
-    are_open: bool
-    rows: list[tuple[int, Row]] = field(default_factory=list)
-    companions: list[tuple[int, Companion]] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A companion line (a line between the rows, such as a validation) with its place in the log.
-
-    `step`, `attempt` and `time` are those to which the line belongs.
-    """
-
-    place: int
-    companion: Companion
-    step: int
-    attempt: int
-    time: int
+    @property
+    def shown(self) -> str:
+        """The beginning of the line, for a message."""
+        return shown(clean(self.line).encode())
 
 
-class _Reading:
-    """Reads one Megatron log chunk by chunk, and holds the state between the chunks.
+class _Log:
+    """Reads the lines of one Megatron log. Its attributes are all of its state between two lines.
 
-    `take` must be called with chunks of complete lines. The result for a line depends only on the lines before it and
-    on the few next lines that may be its continuation. A log that has grown therefore yields the previous records
-    first, in the same order.
+    The result for a line depends only on the lines before it and on the few next lines that may be its continuation.
+    A log that has grown therefore yields the previous records first, in the same order.
     """
 
     def __init__(self, faults: Faults) -> None:
+        self.builder = BlockBuilder()
+        self.companions = Companions()
+        self.planned = 0
+        self.last_step: int | None = None
+        self._last_attempt = 0
+        self._last_ts: int | None = None
         self._faults = faults
-        self._companions = Companions()
-        self._attempts = AttemptCounter()
-        self._printers = Printers()
+        self._forms: Forms[RowForm] = Forms()
+        self._open: _OpenRow | None = None
+        self._form: RowForm | None = None  # of the rows of `_run`
+        self._run: list[tuple[int, bytes, tuple[bytes, ...], list[re.Match[bytes]]]] = []
+        """Number and bytes of a line, the texts in its slots, and the matches for the next lines."""
+        self._waiting: list[Companion] = []  # from a start of a process on, until the attempt is known
+        self._printers: dict[Printer, tuple[int, float, int]] = {}  # step, loss and attempt of the last row
+        self._tasks_are_ranks: bool | None = None
         self._last_keys: set[str] = set()  # of the rows that ended with a bar
         self._whole_keys: dict[tuple[str, ...], None] = {}  # of the rows with a loss
         self._once: dict[Hashable, None] = {}
-        self.lines = 0
-        """Number of lines in earlier chunks."""
-        self._last = [NO_NUMBER, 0, NO_TIME]  # step, attempt and time of the last row
-        self._planned = 0
 
-    def take(self, data: bytes, *, is_last: bool) -> tuple[ImportedBlock | None, int]:
-        """Return the block of records in `data`, and the number of bytes that were read.
+    def begin(self, path: Path) -> None:
+        """Decide whether the numbers of srun's tasks are ranks, unless an earlier import has decided it.
 
-        A wrapped row at the end of `data` is not read, because its rest may follow in the next chunk.
+        Different tasks may print the rows of one run. The tasks are ranks if several of them print the same step.
         """
-        lines = ChunkLines.of(data, is_end=is_last)
-        if not is_last:
-            lines = lines.first(lines.settled())
-        if not len(lines):
-            return None, 0
-        for line in np.flatnonzero(lines.too_long).tolist():
-            self._fault(line, f"longer than {MAX_LINE_BYTES:,} bytes: {shown(lines.raw(line))}…")
-        block = self._assemble(self._read(lines))
-        self.lines += len(lines)
-        return block, int(lines.lengths.sum())
+        if self._tasks_are_ranks is None:
+            lines = (line for line in sample_lines(path) if line.lstrip()[:1].isdigit())
+            rows = [row for line in lines for row in parse_rows(clean(line.decode(errors="replace")))]
+            pairs = {(row.step, row.printer[1]) for row in rows if row.printer[1] is not None}
+            if len({task for _, task in pairs}) > 1:
+                self._tasks_are_ranks = len({step for step, _ in pairs}) < len(pairs)
 
-    def run(self) -> ImportedRun:
-        """Return the facts about the run that the log contains."""
-        facts = self._companions.facts()
-        planned = self._planned or facts.planned_steps
-        state, reason = self._companions.ending or (None, None)
-        if state is None and planned and self._last[0] >= planned:
-            state, reason = RunState.COMPLETED, f"the last planned iteration, {planned}, was reached"
-        return ImportedRun(
-            state=state, reason=reason, planned_steps=planned, world_size=facts.world_size, config=facts.config
-        )
+    def line(self, number: int, line: bytes, lines: LogLines) -> None:
+        """Add the records on `line`, and on the next ones of `lines` that have the same form."""
+        match = self._forms.match(line)
+        if match is None:
+            self._parse(number, line)
+            return
+        self._end_row()
+        form, texts = match
+        if form is not self._form:
+            self.end_run()
+        self._form, found = form, lines.matching(form.expression)
+        self._run.append((number, line, texts, found))
+        if max(len(found), len(self._run)) >= _MOST_TOGETHER:
+            self.end_run()
 
-    def _fault(self, line: int, text: str) -> None:
-        self._faults.add(self.lines + line + 1, text)
+    def end_run(self) -> None:
+        """Add the last rows of a learned form; all lines between them are other output."""
+        form, run, self._form, self._run = self._form, self._run, None, []
+        rows = [row for _, _, texts, found in run for row in (texts, *map(re.Match.groups, found))]
+        if form is None or self._add_rows(form, rows):
+            return
+        for first, line, _, found in run:
+            for place, each in enumerate([line, *(each[0].rstrip(b"\r\n") for each in found)]):
+                self._parse(first + place, each)
+        self._end_row()
 
-    def _read(self, lines: ChunkLines) -> _Found:
-        single = lines.may_continue()
-        if lines.cut >= 0:
-            single[lines.cut] = lines.is_row[lines.cut]
-            lines.is_companion[lines.cut] = lines.has_timers[lines.cut] = False
-        alike = np.flatnonzero(lines.is_row & ~single)
-        are_open = not self._last_keys and lines.are_open()
-        groups, left = read_groups(lines.chosen(alike), alike, are_open=are_open)
-        left = np.concatenate([left, *(group.lines for group in groups if may_be_cut(group.keys))])
-        groups = [group for group in groups if not may_be_cut(group.keys)]
-        alike = np.flatnonzero(lines.has_timers)
-        timers, _ = read_timers(lines.chosen(alike), alike)
-        found = _Found(groups, timers, are_open=are_open)
-        timed = np.sort(np.concatenate([np.empty(0, np.int64), *(group.lines for group in timers)]))
-        lines.is_companion[timed] = False
-        left = np.concatenate([left, np.flatnonzero(single | lines.is_companion)])
-        used = self._read_one_by_one(lines, np.sort(left), timed, found)
-        self._faults.passed_over += lines.others() - len(timed) - used
-        return found
+    def end(self, torn: tuple[int, bytes] | None) -> None:
+        """Add the records that wait for further lines, and those of the last line if it has no line end."""
+        if torn is not None and (row := _row_on(*torn)) is not None:
+            self._end_row()
+            self._open = row
+            self._end_row(is_torn=True)
+        elif torn is not None:
+            self._faults.passed_over += not self._continues(torn[1])
+        self._end_row()
+        self._add_waiting(None)
 
-    def _read_one_by_one(self, lines: ChunkLines, left: Integers, timed: Integers, found: _Found) -> int:
-        """Parse one by one the lines that the column parser could not parse; `left` has their line numbers.
+    def _parse(self, number: int, line: bytes) -> None:
+        if (row := _row_on(number, line)) is not None:
+            self.end_run()
+            self._end_row()
+            self._open = row
+        elif not self._continues(line):
+            self._end_row()
+            found = None
+            if self.companions.is_possible(line):
+                self.end_run()
+                found = self.companions.read(clean(line.decode(errors="replace")))
+            self._faults.passed_over += found is None
+            for companion in found or ():
+                self._waiting.append(companion)
+                if not self._waiting[0].is_start or len(self._waiting) > _MOST_WAITING:
+                    self._add_waiting(None)
 
-        Return how many further lines were continuations of wrapped rows.
+    def _continues(self, line: bytes) -> bool:
+        """Return whether `line` may continue the rows on the last line with rows. If it may, it is joined with them.
+
+        A line may be wrapped after a bar, so a row that looks complete may continue. The largest number of lines that
+        together form a valid row is joined.
         """
-        opening = sorted(found.groups, key=lambda group: -int(group.lines[0]))
-        rows = np.flatnonzero(lines.is_row)
-        rows_before = timers_before = 0
-        used: set[int] = set()
-        for line in [*left.tolist(), len(lines)]:
-            while opening and opening[-1].lines[0] < line:
-                self._learn(opening.pop().keys, is_closed=not found.are_open)
-            if line in used:
-                continue
-            if line < len(lines) and lines.is_row[line]:
-                used |= self._read_row(lines, line, found)
-                continue
-            # Rows and timers that were parsed in columns change the state of the companions, too.
-            earlier_rows, rows_before = rows_before, int(np.searchsorted(rows, line))
-            earlier_timers, timers_before = timers_before, int(np.searchsorted(timed, line))
-            if rows_before > earlier_rows:
-                self._companions.row_seen()
-            if timers_before > earlier_timers:
-                self._companions.timers_seen()
-            if line < len(lines):
-                companions, is_known = self._companions.read(clean(lines.text(line)))
-                found.companions += [(line * _PLACES + i, item) for i, item in enumerate(companions[:_PLACES])]
-                self._faults.passed_over += not is_known
-        return len(used)
+        row = self._open
+        if row is None or row.lines == _MOST_LINES or not line.strip() or self.companions.is_possible(line):
+            return False
+        if not row.lines and row.rows[-1].is_closed and b"|" not in line:
+            return False
+        row.lines += 1
+        row.unused += 1
+        row.text = _joined(row.text, clean(line.decode(errors="replace")))
+        if row.text.rstrip().endswith("|"):
+            rows = parse_rows(row.text)
+            if not rows or not _is_valid(rows[-1]):
+                row.lines = _MOST_LINES
+            else:
+                row.rows, row.unused = rows, 0
+        return True
 
-    def _read_row(self, lines: ChunkLines, line: int, found: _Found) -> set[int]:
-        """Parse the rows on one line of the log; return the line numbers of the lines that continue a wrapped row."""
-        text = clean(lines.text(line))
-        rows = [row for piece in text.rstrip("\r\n").split("\r") for row in parse_rows(piece)]
-        used = 0
-        if rows:
-            joined, used = joined_row(text, lambda after: lines.continuation(line + after))
-            rows = joined or rows
-        for position, row in enumerate(rows[:_PLACES]):
-            if not self._is_whole(row, is_end=position == len(rows) - 1, is_torn=line == lines.cut):
-                self._fault(line, f"incomplete row: {shown(text.encode())}")
+    def _end_row(self, *, is_torn: bool = False) -> None:
+        """Add the rows of the last line with rows, which the next line does not continue."""
+        line, self._open = self._open, None
+        if line is None:
+            return
+        self._faults.passed_over += line.unused
+        for row in line.rows[:_MOST_ROWS]:
+            if not self._is_whole(row, is_end=row is line.rows[-1], is_torn=is_torn):
+                self._faults.add(line.number, f"incomplete row: {line.shown}")
                 continue
             if row.odd_parts:
-                self._fault(line, f"part of the row is unreadable: {shown(text.encode())}")
-            self._learn(row.keys, is_closed=row.is_closed)
-            found.rows.append((line * _PLACES + position, row))
-        return set(range(line + 1, line + 1 + used))
-
-    def _learn(self, keys: tuple[str, ...], *, is_closed: bool) -> None:
-        """Remember the keys of a complete row; later rows are compared with them to find incomplete rows."""
-        if is_closed:
-            self._last_keys.add(fold(keys[-1]))
-        if len(self._whole_keys) < _REMEMBERED_KEYS and main_loss(keys) is not None:
-            self._whole_keys[keys] = None
+                self._faults.add(line.number, f"part of the row is unreadable: {line.shown}")
+            if row.is_closed:
+                self._last_keys.add(fold(row.keys[-1]))
+            if len(self._whole_keys) < _REMEMBERED_KEYS and main_loss(row.keys) is not None:
+                self._whole_keys[row.keys] = None
+            self._add_row(row)
+            if line.lines == line.unused and self._forms.is_due(line.line.encode()):
+                self._forms.add(form_of(line.line, row))
 
     def _is_whole(self, row: Row, *, is_end: bool, is_torn: bool) -> bool:
         """Return whether a row of a Megatron log is complete, as far as this can be derived from the log.
@@ -354,80 +284,81 @@ class _Reading:
             return row.is_closed and fold(row.parts[-1][0]) in self._last_keys | _LAST_KEYS
         return row.is_closed or (is_end and row.is_whole and not self._last_keys)
 
-    def _assemble(self, found: _Found) -> ImportedBlock | None:
-        rows = RowColumns.of(found.groups, found.rows, _PLACES, self._printers)
-        order = np.argsort(rows.places, kind="stable")
-        attempts = np.empty(len(order), np.int64)
-        attempts[order] = self._attempts.attempts(rows.printers[order], rows.steps[order], rows.losses[order])
-        known = rows.places[order], rows.steps[order], attempts[order], rows.times[order]
-        timed = np.concatenate([np.empty(0, np.int64), *(group.lines * _PLACES for group in found.timers)])
-        timer_steps, timer_attempts, _ = self._before(timed, *known)
-        placed = self._place(found.companions, *known)
-        places = np.concatenate([rows.places, timed, [item.place for item in placed]]).astype(np.int64)
-        if not len(places):
-            return None
-        positions = np.empty(len(places), np.int64)
-        positions[np.argsort(places, kind="stable")] = np.arange(len(places))
-        companions = [item.companion for item in placed]
-        ranks = [_or(item.rank, NO_NUMBER) for item in companions]
-        chunk = Chunk.of(
-            positions,
-            steps=_joined(rows.steps, timer_steps, [item.step for item in placed]),
-            attempts=_joined(attempts, timer_attempts, [item.attempt for item in placed]),
-            ranks=_joined(self._printers.ranks(rows.printers, rows.steps), np.full(len(timed), NO_NUMBER), ranks),
-            times=_joined(rows.times, np.full(len(timed), NO_TIME), [item.time for item in placed]),
-        )
-        self._fill(chunk, found, positions, companions)
-        if len(order):
-            last = order[-1]
-            self._last = [int(rows.steps[last]), int(attempts[last]), int(rows.times[last])]
-            self._planned = int(rows.planned[last])
-        return chunk.block()
+    def _add_row(self, row: Row) -> None:
+        scalars = [(series, value * factor) for series, factor, value in row.scalars()]
+        loss = next((value for series, value in scalars if series[0] == LOSS), float("nan"))
+        attempt = self._attempt(row.printer, row.step, loss)
+        self._row_seen(attempt)
+        rank = rank_of(row.printer, tasks_are_ranks=self._tasks_are_ranks)
+        self.builder.record(step=row.step, rank=rank, ts=row.ts, origin=FROM_LOG, attempt=attempt)
+        for (name, unit, labels), value in scalars:
+            self.builder.scalar(name, value, unit, labels)
+        if main_loss(row.keys) is None:
+            message = "no loss in this row: it was NaN, not above zero, or all iterations were skipped"
+            self.builder.event(EventType.LOSS_MISSING, Severity.WARNING, message)
+        self.last_step, self.planned, self._last_attempt, self._last_ts = row.step, row.planned, attempt, row.ts
 
-    def _fill(self, chunk: Chunk, found: _Found, positions: Integers, companions: Sequence[Companion]) -> None:
-        start = 0
-        for group in found.groups:
-            chunk.add_group(group, positions[start : start + len(group.lines)])
-            start += len(group.lines)
-        for _, row in found.rows:
-            chunk.add_row(row, int(positions[start]))
-            start += 1
-        for alike in found.timers:
-            chunk.add_timers(alike, positions[start : start + len(alike.lines)])
-            start += len(alike.lines)
-        for companion in companions:
-            chunk.add_companion(companion, int(positions[start]))
-            start += 1
+    def _add_rows(self, form: RowForm, texts: list[tuple[bytes, ...]]) -> bool:
+        """Add rows of a learned form. Return False, and add none, if one of `texts` in their slots is no number."""
+        try:
+            rows, printers = form.rows(texts, tasks_are_ranks=self._tasks_are_ranks)
+        except (ValueError, OverflowError):
+            return False
+        if len(rows) > 1 and len({*printers}) == 1 and (np.diff(np.array(rows.steps)) > 0).all():  # no step is repeated
+            ends = [self._attempt(printers[0], rows.steps[place], rows.firsts[place]) for place in (0, -1)]
+            attempts = ends[:1] * len(rows)
+        else:
+            attempts = [*map(self._attempt, printers, rows.steps, rows.firsts)]
+        self._row_seen(attempts[0])
+        self.builder.rows(rows, attempts, form.series)
+        self.last_step, self.planned = rows.steps[-1], rows.planned[-1] or 0
+        self._last_attempt, self._last_ts = attempts[-1], rows.times[-1]
+        return True
 
-    def _before(self, wanted: Integers, places: Integers, *columns: Integers) -> list[Integers]:
-        """Return, for each place in `wanted`, the step, the attempt and the time of the last row before it in the log.
+    def _attempt(self, printer: Printer, step: Any, loss: Any) -> int:
+        """Return the attempt, from 0, of the next row of a process.
 
-        A place is a sort key: the line number and the index of the record within the line. `places` and `columns` have
-        one value per row.
+        A step that decreases begins another attempt. A row that repeats the previous step with the same loss was
+        printed twice; it is not another attempt. A repeated step with a NaN loss is, because NaN is not equal to NaN.
         """
-        rows = np.searchsorted(places, wanted)
-        return [np.append(last, column)[rows] for last, column in zip(self._last, columns, strict=True)]
+        before: tuple[int, float, int] = self._printers.get(printer, (step - 1, loss, 0))
+        last, last_loss, attempt = before
+        if step < last or (step == last and loss != last_loss):
+            attempt += 1
+        self._printers[printer] = step, loss, attempt
+        return attempt
 
-    def _place(self, companions: Sequence[tuple[int, Companion]], *known: Integers) -> list[_Placed]:
-        """Return the companion lines (lines between the rows) with their steps and attempts, without repetitions.
+    def _row_seen(self, attempt: int) -> None:
+        self._add_waiting(attempt)
+        self.companions.row_seen()
+
+    def _add_waiting(self, later: int | None) -> None:
+        """Add the companion lines that wait; `later` is the attempt of the row behind them, if there is one.
 
         A companion line that contains no step gets the step of the row before it, and an event without a time its time.
         A line of the start of a process belongs to the attempt that begins with it.
         """
-        placed = []
-        wanted = np.array([place for place, _ in companions], np.int64)
-        before = [column.tolist() for column in self._before(wanted, *known)]
-        after = np.append(known[2], -1)[np.searchsorted(known[0], wanted)].tolist()  # attempt of the row behind
-        for (place, companion), last, own, time, later in zip(companions, *before, after, strict=True):
-            step, attempt = _or(companion.step, last), own
-            if companion.once and companion.once[0] == "start" and (later > own or (later < 0 and step < last)):
-                step, attempt = _or(companion.step, NO_NUMBER), max(later, own + 1)
-            if companion.once is not None and not self._is_first((companion.once, step, attempt)):
-                continue
-            if companion.scalars or companion.events:
-                ts = _or(companion.ts, time if companion.events else NO_TIME)
-                placed.append(_Placed(place, companion, step, attempt, ts))
-        return placed
+        waiting, self._waiting = self._waiting, []
+        for companion in waiting:
+            step = self.last_step if companion.step is None else companion.step
+            attempt = self._last_attempt
+            if companion.is_start:
+                is_earlier = step is not None and self.last_step is not None and step < self.last_step
+                if is_earlier if later is None else later > attempt:
+                    step, attempt = companion.step, max(later or 0, attempt + 1)
+            if companion.once is None or self._is_first((companion.once, step, attempt)):
+                self._add_companion(companion, step, attempt)
+
+    def _add_companion(self, companion: Companion, step: int | None, attempt: int) -> None:
+        event = companion.event
+        if not companion.scalars and event is None:
+            return
+        ts = self._last_ts if companion.ts is None and event is not None else companion.ts
+        self.builder.record(step=step, rank=companion.rank, ts=ts, origin=FROM_LOG, attempt=attempt)
+        for (name, unit, labels), value in companion.scalars:
+            self.builder.scalar(name, value, unit, labels)
+        if event is not None:
+            self.builder.event(**event)
 
     def _is_first(self, key: Hashable) -> bool:
         if key in self._once:
@@ -438,12 +369,30 @@ class _Reading:
         return True
 
 
-def _joined(first: Integers, second: Integers, more: Sequence[int]) -> Integers:
-    return np.concatenate([first, second, np.array(more, np.int64)])
+def _row_on(number: int, line: bytes) -> _OpenRow | None:
+    """Return the rows on a line, which a progress bar may have drawn again and again; None if it has none."""
+    if b"teration" not in line and b"\x1b" not in line:
+        return None
+    text = clean(line.decode(errors="replace"))
+    rows = [row for piece in text.split("\r") for row in parse_rows(piece)]
+    return _OpenRow(number, line.decode(errors="replace"), text, rows) if rows else None
 
 
-def _or(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
+def _is_valid(row: Row) -> bool:
+    return bool(row.parts) and not row.odd_parts and all(values(key, text) for key, text in row.parts)
+
+
+def _joined(first: str, second: str) -> str:
+    """Return two lines joined to one, with a space between them only if the line was wrapped between two words."""
+    if not first or not second or first[-1] in " \t|" or second[0] in " \t|":
+        return first + second
+    left, right = first.rpartition("|")[2], second.partition("|")[0]
+    tight, spaced = split_part(left + right), split_part(f"{left} {right}")
+    if tight is not None and fold(tight[0]) in _KNOWN_KEYS and number(tight[1]) is not None:
+        return first + second
+    is_number = ":" in left and _SPLIT_NUMBER.search(left) and _REST_OF_NUMBER.match(right)
+    is_known = spaced is not None and fold(spaced[0]) in _KNOWN_KEYS
+    return first + second if is_number and not is_known else f"{first} {second}"
 
 
 IMPORTER = MegatronText()

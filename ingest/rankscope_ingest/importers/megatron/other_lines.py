@@ -7,38 +7,34 @@ the caller adds it.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.redaction import MAX_NAME, is_secret_name, redacted_name, redacted_text
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.failures import LABELS, ending_after, failure_event, failure_key
+from rankscope_ingest.importers.common.failures import LABELS, FailureLines, ending_after, failure_event, failure_key
 from rankscope_ingest.importers.common.importer import ImportedRun
 from rankscope_ingest.importers.common.log_names import canonical
-from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, Meaning, micros, number, printer, split_part
-
-COMPANION_PATTERN: Final = (
-    r"validation loss at|test loss at|checkpoint|time \(ms\)|across ranks \(ms\)|\.\. ?: *\(?-?\d|^ +rank +\d+: +\d"
-    r"|^ +[\w /-]{1,80}: *\s*$|memory \(MB\)|\] datetime: |world size: \d|\.{3,} \S|exiting program|arguments -{3}"
-    r"|Traceback \(most|Error\b|ERROR|NCCL|[Oo]ut of memory|CANCELLED|TIME LIMIT|[Kk]ill|SIG[A-Z]{3,}|[Ss]ignal \d"
-    r"|[Ss]egmentation fault|No space left|Permission denied|No such file|[Tt]imed? ?out|core dumped|Connection re"
-    r"|[Tt]raining\b"
-)
-"""A regular expression for lines that may be companion lines (lines with data between the rows).
-
-`Companions.read` receives only lines in which it matches. The pattern is also used by Arrow, so it must be valid for
-both Python and RE2.
-"""
+from rankscope_ingest.importers.common.row_layout import Series
+from rankscope_ingest.importers.common.values import micros
+from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, number, printer_of, split_part
 
 _MEBIBYTE: Final = float(1 << 20)
 _MILLISECOND: Final = 1e-3
 _ARGUMENTS: Final = 2_000
 _LARGEST: Final = 1 << 31
 
+_PARTS: Final = (
+    b" loss at ", b"heckpoint", b"(ms) |", b"across ranks (ms)", b"..", b"rank ", b"memory (MB)", b"datetime: ",
+    b"world size: ", b"exiting program", b"arguments ---", b"ERROR", b"SIG", b"Permission denied", b"No such file",
+    b"imed out", b"ime out", b"imedout", b"imeout", b"Connection re",
+)  # fmt: skip
+"""Texts of which each companion line that reports no certain failure contains at least one."""
 _VALIDATION: Final = re.compile(
     r"(?:validation|test) loss at (?:iteration (?P<step>\d{1,18})|the end of training)"
     r"(?: (?:on|for) (?P<set>[^|]{1,80}?))? *\|(?P<rest>.*)"
@@ -66,13 +62,13 @@ _EXITING: Final = re.compile(r"exiting program (?:at|after) ?(?:iteration +(?P<s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """The scalars and events of one companion line.
+    """The scalars and the event of one companion line.
 
     If `step` is None, the line belongs to the step of the row before it.
     """
 
-    scalars: tuple[Mapping[str, Any], ...] = ()
-    events: tuple[Mapping[str, Any], ...] = ()
+    scalars: tuple[tuple[Series, float], ...] = ()
+    event: Mapping[str, Any] | None = None
     step: int | None = None
     rank: int | None = None
     ts: int | None = None
@@ -83,26 +79,34 @@ class Companion:
     is always stored. The keys of lines of the start of a process begin with "start".
     """
 
+    @property
+    def is_start(self) -> bool:
+        """True if the line is printed at the start of a process."""
+        return self.once is not None and self.once[0] == "start"
 
-@dataclass(slots=True)
+
 class Companions:
     """Parser of the companion lines of one log.
 
     Lines must be passed in order, because the meaning of some lines depends on earlier lines.
     """
 
-    run: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, str] = field(default_factory=dict)
-    ending: tuple[str, str] | None = None
-    """State and reason of the end of the run, according to the latest line that reports an end.
+    def __init__(self) -> None:
+        self.ending: tuple[str, str] | None = None
+        """State and reason of the end of the run, according to the latest line that reports an end, if there is one."""
+        self._arguments: dict[str, str] = {}
+        self._world_size: int | None = None
+        self._across: str | None = None  # the kind of the list of timers that the lines are part of
+        self._timer = ""
 
-    None if no line reports an end.
-    """
-    _across: str | None = None
-    _timer: str = ""
+    def is_possible(self, line: bytes) -> bool:
+        """Return whether `line` may be a companion line; false for most other lines."""
+        if any(part in line for part in _PARTS) or FailureLines.is_possible(line):
+            return True
+        return self._across == "times" and line.rstrip().endswith(b":")
 
-    def read(self, line: str) -> tuple[list[Companion], bool]:
-        """Return the scalars and events of a line, and whether the line is known.
+    def read(self, line: str) -> list[Companion] | None:
+        """Return the scalars and events of a line; None if it is not known.
 
         A line is known if it has the form of a line that Megatron prints, or if it reports an error.
         """
@@ -110,7 +114,7 @@ class Companions:
         label = LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
         if self._across and (found := self._timer_line(bare, line)) is not None:
-            return found, True
+            return found
         for pattern, parse in (
             (_VALIDATION, self._validation),
             (_CHECKPOINT, self._checkpoint),
@@ -118,54 +122,47 @@ class Companions:
             (_TIMERS, self._timers),
             (_MEMORY, self._memory),
             (_DONE, self._time),
-            (_WORLD, self._world_size),
+            (_WORLD, self._size_of_world),
             (_ARGUMENT, self._argument),
             (_EXITING, self._end),
         ):
             if (match := pattern.search(bare)) is not None:
-                return parse(match), True
-        errors = self._error(bare, printer(label[0]).rank if label else None)
-        return errors, bool(errors)
+                return parse(match)
+        return self._error(bare, printer_of(label[0])[0] if label else None) or None
 
-    def facts(self) -> ImportedRun:
-        """Return the facts about the run that are contained in the lines read so far."""
-        facts = dict(self.run)
-        if self.arguments:
-            facts["config"] = json.dumps(self.arguments, sort_keys=True, ensure_ascii=False)
-            world = self.arguments.get("world_size", "")
-            planned = self.arguments.get("train_iters", "")
-            if world.isascii() and world.isdigit() and 0 < int(world) < _LARGEST:
-                facts.setdefault("world_size", int(world))
-            if planned.isascii() and planned.isdigit() and len(planned) < 19:
-                facts.setdefault("planned_steps", int(planned))
-        return ImportedRun(**facts)
+    def run(self, planned: int | None, last_step: int | None) -> ImportedRun:
+        """Return the facts about the run in the lines and in its rows: their planned steps and their last step."""
+        train_iters, world = (self._arguments.get(name, "") for name in ("train_iters", "world_size"))
+        if not planned and train_iters.isascii() and train_iters.isdigit() and len(train_iters) < 19:
+            planned = int(train_iters)
+        if self._world_size is None and world.isascii() and world.isdigit() and 0 < int(world) < _LARGEST:
+            self._world_size = int(world)
+        state, reason = self.ending or (None, None)
+        if state is None and planned and last_step is not None and last_step >= planned:
+            state, reason = RunState.COMPLETED, f"the last planned iteration, {planned}, was reached"
+        config = json.dumps(self._arguments, sort_keys=True, ensure_ascii=False) if self._arguments else None
+        return ImportedRun(
+            state=state, reason=reason, planned_steps=planned, world_size=self._world_size, config=config
+        )
 
     def row_seen(self) -> None:
         """Discard an end of the run that an earlier line reported.
 
         Called when another row follows, because training then continued.
         """
-        self.ending = None
-        self._across = None
-
-    def timers_seen(self) -> None:
-        """End the current list of the timers of all ranks.
-
-        Called when a timer line (`time (ms) | …`) follows, which is not an element of such a list.
-        """
-        self._across = None
+        self.ending = self._across = None
 
     def _validation(self, found: re.Match[str]) -> list[Companion]:
         name_of_set = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
         extra = {} if name_of_set in {"", "validation"} else {"dataset": redacted_name(name_of_set)}
-        scalars = []
+        scalars, loss = [], None
         for key, value in _parts(found["rest"]):
             alias = canonical(key)
             name = alias.name if alias.name.startswith("eval_") else _evaluation_name(key)
-            scalars.append({"name": name, "value": value, "unit": alias.unit, "labels": canonical_labels(extra)})
-        loss = next((row["value"] for row in scalars if row["name"] == "eval_loss"), None)
+            loss = value if name == "eval_loss" and loss is None else loss
+            scalars.append(((name, alias.unit, canonical_labels(extra)), value))
         event = _event(EventType.EVALUATION, found.string, value=loss)
-        return [Companion(scalars=tuple(scalars), events=(event,), step=_whole(found["step"]))]
+        return [Companion(scalars=tuple(scalars), event=event, step=_whole(found["step"]))]
 
     def _checkpoint(self, found: re.Match[str]) -> list[Companion]:
         step, path = _AT_STEP.search(found["rest"]), _PATH.search(found["rest"])
@@ -174,17 +171,16 @@ class Companions:
         details = {"action": action} | ({"path": redacted_name(path["path"])} if path else {})
         event = _event(EventType.CHECKPOINT, found.string, details=json.dumps(details))
         kind = "start" if action.startswith("load") else "checkpoint"
-        return [Companion(events=(event,), step=_whole(step["step"]) if step else None, once=(kind, action))]
+        return [Companion(event=event, step=_whole(step["step"]) if step else None, once=(kind, action))]
 
     def _timer_block(self, found: re.Match[str]) -> list[Companion]:
-        self._across = found["kind"]
-        self._timer = ""
+        self._across, self._timer = found["kind"], ""
         return []
 
     def _timers(self, found: re.Match[str]) -> list[Companion]:
-        self.timers_seen()
-        rows = [_timer("timer_seconds", key, value) for key, value in _parts(found["rest"])]
-        return [Companion(scalars=tuple(rows))] if rows else []
+        self._across = None
+        rows = tuple(_timer("timer_seconds", key, value) for key, value in _parts(found["rest"]))
+        return [Companion(scalars=rows)] if rows else []
 
     def _timer_line(self, text: str, line: str) -> list[Companion] | None:
         if not line[:1].isspace() and text == line.strip():
@@ -212,43 +208,40 @@ class Companions:
     def _memory(self, found: re.Match[str]) -> list[Companion]:
         heads = list(_MEMORY.finditer(found.string))
         ends = [*(head.start() for head in heads[1:]), len(found.string)]
-        companions = []
-        for head, end in zip(heads, ends, strict=True):
-            rows = [
-                {
-                    "name": _memory_name(key),
-                    "value": value * _MEBIBYTE,
-                    "unit": "bytes",
-                    "labels": canonical_labels({"source_name": redacted_name(key), "source_unit": "MB"}),
-                }
-                for key, value in _parts(found.string[head.end() : end])
-            ]
-            companions.append(Companion(scalars=tuple(rows), step=_whole(head["step"]), rank=_rank(head["rank"])))
-        return companions
+        return [
+            Companion(
+                scalars=tuple(
+                    (_memory_series(key), value * _MEBIBYTE) for key, value in _parts(found.string[head.end() : end])
+                ),
+                step=_whole(head["step"]),
+                rank=_rank(head["rank"]),
+            )
+            for head, end in zip(heads, ends, strict=True)
+        ]
 
     def _time(self, found: re.Match[str]) -> list[Companion]:
-        ts = micros(found["time"])
+        ts = micros(found["time"].replace("/", "-"))
         if "training is done" in found["phase"]:
             self.ending = (RunState.COMPLETED, "training is done")
             details = json.dumps({"reason": ExitReason.COMPLETED})
-            return [Companion(events=(_event(EventType.EXIT, found.string, details=details),), ts=ts)]
-        return [Companion(events=(_event(EventType.PHASE, found.string),), ts=ts, once=("start", found["phase"]))]
+            return [Companion(event=_event(EventType.EXIT, found.string, details=details), ts=ts)]
+        return [Companion(event=_event(EventType.PHASE, found.string), ts=ts, once=("start", found["phase"]))]
 
-    def _world_size(self, found: re.Match[str]) -> list[Companion]:
+    def _size_of_world(self, found: re.Match[str]) -> list[Companion]:
         if 0 < int(found["size"]) < _LARGEST:
-            self.run["world_size"] = int(found["size"])
+            self._world_size = int(found["size"])
         return []
 
     def _argument(self, found: re.Match[str]) -> list[Companion]:
-        if len(self.arguments) < _ARGUMENTS and not is_secret_name(found["name"]):
-            self.arguments[found["name"]] = redacted_name(found["value"].strip())
+        if len(self._arguments) < _ARGUMENTS and not is_secret_name(found["name"]):
+            self._arguments[found["name"]] = redacted_name(found["value"].strip())
         return []
 
     def _end(self, found: re.Match[str]) -> list[Companion]:
         self.ending = (RunState.STOPPED, redacted_text(found.string, MAX_NAME))
         details = json.dumps({"reason": ExitReason.COMPLETED, "last_step": _whole(found["step"])})
         event = _event(EventType.EXIT, found.string, details=details)
-        return [Companion(events=(event,), step=_whole(found["step"]), once=("exit",))]
+        return [Companion(event=event, step=_whole(found["step"]), once=("exit",))]
 
     def _error(self, text: str, rank: int | None) -> list[Companion]:
         found = failure_event(text, is_certain=False)
@@ -256,11 +249,11 @@ class Companions:
             return []
         event, ending = found
         self.ending = ending_after(self.ending, ending)
-        return [Companion(events=(event,), rank=rank, once=("error", *failure_key(event, rank)))] if event else []
+        return [Companion(event=event, rank=rank, once=("error", *failure_key(event, rank)))] if event else []
 
 
-def _event(type: str, text: str, *, severity: str = Severity.INFO, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column
-    return {"type": type, "severity": severity, "message": text, **columns}
+def _event(type: str, text: str, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column
+    return {"type": type, "severity": Severity.INFO, "message": text, **columns}
 
 
 def _parts(text: str) -> Iterator[tuple[str, float]]:
@@ -275,15 +268,13 @@ def _parts(text: str) -> Iterator[tuple[str, float]]:
             yield part[0], value
 
 
-def timer_meaning(timer: str, name: str = "timer_seconds") -> Meaning:
-    """Return stored name, unit, factor and labels of a timer that the log gives in milliseconds."""
-    labels = canonical_labels({"timer": redacted_name(timer), "source_unit": "ms"})
-    return Meaning(name, "seconds", _MILLISECOND, labels)
+def _timer(name: str, timer: str, milliseconds: float) -> tuple[Series, float]:
+    return _timer_series(name, timer), milliseconds * _MILLISECOND
 
 
-def _timer(name: str, timer: str, milliseconds: float) -> dict[str, Any]:
-    found = timer_meaning(timer, name)
-    return {"name": found.name, "value": milliseconds * found.factor, "unit": found.unit, "labels": found.labels}
+@functools.lru_cache(maxsize=4096)
+def _timer_series(name: str, timer: str) -> Series:
+    return name, "seconds", canonical_labels({"timer": redacted_name(timer), "source_unit": "ms"})
 
 
 def _evaluation_name(key: str) -> str:
@@ -291,10 +282,11 @@ def _evaluation_name(key: str) -> str:
     return f"eval_{stem}_perplexity" if key.endswith(" PPL") else f"eval_{stem}"
 
 
-def _memory_name(key: str) -> str:
+def _memory_series(key: str) -> Series:
     known = {"allocated": "device_memory_allocated_bytes", "reserved": "device_memory_reserved_bytes"}
     folded = redacted_name(key).replace(" ", "_").replace("-", "_").removeprefix("mem_").removesuffix("_bytes")
-    return known.get(folded, f"device_memory_{folded}_bytes")
+    labels = canonical_labels({"source_name": redacted_name(key), "source_unit": "MB"})
+    return known.get(folded, f"device_memory_{folded}_bytes"), "bytes", labels
 
 
 def _whole(text: str | None) -> int | None:

@@ -1,52 +1,43 @@
-"""Parse single rows of a Megatron log: process, time, step, and `key: value` parts with their stored names.
-
-This parser handles the rows that the column parser (`columns`) does not handle: rows with colours, with a progress bar
-before the row, with two rows on one line, and incomplete rows. The module performs no I/O.
-"""
+"""The grammar of Megatron's rows, the stored names of their keys, and the forms of rows that repeat. No I/O."""
 
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
 
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_contract.model.schema import canonical_labels
+from rankscope_ingest.importers.common.forms import LINE_END, LineForm
 from rankscope_ingest.importers.common.log_names import canonical
-from rankscope_ingest.importers.common.values import micros as iso_micros
-from rankscope_ingest.importers.common.values import seconds
-
-HEAD_PATTERN: Final = r"[Ii]teration[ \t]+\d{1,18}[ \t]*/[ \t]*\d{1,18}[ \t]*\|"
-"""A regular expression for the beginning of each row, such as `iteration 10/ 100 |`.
-
-Prefixes such as time and rank may precede it. Arrow uses the same expression, so it must be valid for both Python and
-RE2.
-"""
+from rankscope_ingest.importers.common.row_layout import Rows, Series, columns_of, numbers_of, times_of, whole_numbers
+from rankscope_ingest.importers.common.values import is_ambiguous, micros, quantity, seconds
 
 LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\](?:<std(?:out|err)>)?[ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
 TIME_PATTERN: Final = r"\d{4}[-/]?\d\d[-/]?\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[-+]\d\d:?\d\d)?"
 
-MAX_PREFIX: Final = 400
+_MAX_PREFIX: Final = 400
 """Number of characters before a row that are searched for prefixes such as time and rank."""
 
 _HEAD: Final = re.compile(r"[Ii]teration[ \t]+(\d{1,18})[ \t]*/[ \t]*(\d{1,18})[ \t]*\|")
 _TIME: Final = re.compile(rf"(?<!\d){TIME_PATTERN}")
 _BEFORE: Final = re.compile(rf"(?P<labels>(?:{LABEL_PATTERN})*?)(?:\[+(?P<time>{TIME_PATTERN})\]+)?[ \t]*$")
 _LABEL: Final = re.compile(LABEL_PATTERN)
-_COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|[\x00\x08]")
-_COLOUR_BYTES: Final = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\n]*\x07")
-_RANK: Final = re.compile(r"\[(?:default|rank[ -]?)(?P<rank>\d{1,9})(?:/\d+)?\][ \t]*:?", re.IGNORECASE)
-_LAUNCHED: Final = re.compile(r"\[[\w@.-]+,(?P<rank>\d{1,9})\]<std(?:out|err)>:")
+_COLOURS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\n]*\x07|\x08")
+_CONTROLS: Final = re.compile(r"[\x08\r\x1b]")
+_RANK: Final = re.compile(
+    r"\[(?:default|rank[ -]?)(\d{1,9})(?:/\d+)?\][ \t]*:?|\[[\w@.-]+,(\d{1,9})\]<std(?:out|err)>:", re.IGNORECASE
+)
 _LOCAL: Final = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]*(?<!\.py)):(?P<rank>\d{1,9})\][ \t]*:?")
 _TASK: Final = re.compile(r"(\d{1,9}):")
 _HOST: Final = re.compile(r"([\w.-]+):")
 _LARGEST_RANK: Final = 1 << 31
-_DATE_AND_TIME: Final = re.compile(
-    r"(\d{4})[-/]?(\d\d)[-/]?(\d\d)[ T](\d\d:\d\d:\d\d)(?:[.,](\d{1,6})\d*)?(Z|[-+]\d\d:?\d\d)?"
-)
 _BARE: Final = re.compile(
     r"((?:[\w-]{1,40} ){0,4}loss|learning rate|loss scale|grad norm|num zeros|params norm|consumed samples"
     r"|global batch size|elapsed time per iteration \(m?s\)|number of (?:skipped|nan) iterations)[ \t]+(\S+)"
@@ -56,25 +47,19 @@ _BARE: Final = re.compile(
 The first Megatron releases print such parts: `lm loss 9.5E+00`.
 """
 _CLOCK: Final = re.compile(r"([^:|]*[^:|\s])\s*:\s*((?:\d{1,6} days?, )?\d{1,6}(?::\d\d){1,2}(?:\.\d+)?)")
-_THOUSANDS: Final = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
-_DECIMAL_COMMA: Final = re.compile(r"[-+]?\d+,\d+(?:[eE][-+]?\d+)?")
-_EITHER: Final = re.compile(r"[-+]?\d{1,3},\d{3}")
-_SPELLED_NAN: Final = re.compile(r"[-+]?(?:s?nan\(\w*\)|1\.#(?:[qs]?nan|ind)\d*)", re.IGNORECASE)
-_SPELLED_INF: Final = re.compile(r"([-+]?)1\.#inf\d*", re.IGNORECASE)
+_NAN_OF_C: Final = re.compile(r"[-+]?(?:s?nan\(\w*\)|1\.#(?:[qs]?nan|ind)\d*)", re.IGNORECASE)
+_INF_OF_C: Final = re.compile(r"1\.#inf\d*", re.IGNORECASE)
 _LIKE_A_NUMBER: Final = re.compile(r"[-+.]{0,2}\d")
-_WITH_UNIT: Final = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?nan|[-+]?inf)\s*([A-Za-z%]{1,8})?")
+_SLOT: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
+_BLANKS: Final = re.compile(r"(?:\\ ){2,}|\\ $")
+"""Blanks whose number may differ between rows: those before numbers, and those that align texts."""
+_DIGITS: Final = re.compile(r"\d+")
 
+Printer = tuple[int | None, int | None, str | None]
+"""The rank, the srun task and the host of the process that printed a row, as far as the text before the row has them.
 
-@dataclass(frozen=True, slots=True)
-class Printer:
-    """The process that printed a row, as far as the text before the row identifies it.
-
-    The rows of one process are in order. Fields that the text does not contain are None.
-    """
-
-    rank: int | None = None
-    task: int | None = None
-    host: str | None = None
+The rows of one process are in order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +85,23 @@ class Row:
         """The keys of the `key: value` parts, in the order of the row."""
         return tuple(key for key, _ in self.parts)
 
+    def scalars(self) -> Iterator[tuple[Series, float, float]]:
+        """Yield the series, the factor and the logged value of each number; the stored value is their product."""
+        main = main_loss(self.keys)
+        for part, text in self.parts:
+            for key, is_average, value, unit in values(part, text):
+                name = key if unit is None or "(" in key else f"{key} ({unit})"
+                yield *meaning(name, is_main=part == main, is_average=is_average), value
+
 
 def clean(text: str) -> str:
     """Return `text` without colours and other terminal control codes."""
-    return _COLOURS.sub("", text) if "\x1b" in text or "\x00" in text or "\x08" in text else text
+    return _COLOURS.sub("", text) if "\x1b" in text or "\x08" in text else text
 
 
-def clean_bytes(data: bytes) -> bytes:
-    """Return `data`, the lines of a log, without colours. A colour may begin or end within a key or a value."""
-    return _COLOUR_BYTES.sub(b"", data) if b"\x1b" in data else data
-
-
-def has_head(text: str) -> bool:
-    """Return whether `text` contains the beginning of a row, such as `iteration 10/ 100 |`."""
-    return _HEAD.search(text) is not None
+def heads(text: str) -> list[re.Match[str]]:
+    """Return the beginnings of rows in `text`, such as `iteration 10/ 100 |`."""
+    return list(_HEAD.finditer(text)) if "teration" in text else []
 
 
 def parse_rows(text: str) -> list[Row]:
@@ -121,30 +109,54 @@ def parse_rows(text: str) -> list[Row]:
 
     If a row is interrupted by the next row on the line, it is not closed and therefore incomplete.
     """
-    heads = list(_HEAD.finditer(text))
+    found = heads(text)
     rows = []
-    for position, head in enumerate(heads):
-        prefix = text[max(0, head.start() - MAX_PREFIX) : head.start()]
-        before = _BEFORE.search(prefix)
+    for position, head in enumerate(found):
+        printer, time = origin(text[max(0, head.start() - _MAX_PREFIX) : head.start()], is_first=not position)
         end = len(text)
-        if position + 1 < len(heads):
-            following = heads[position + 1].start()
-            cut = _BEFORE.search(text[max(head.end(), following - MAX_PREFIX) : following])
+        if position + 1 < len(found):
+            following = found[position + 1].start()
+            cut = _BEFORE.search(text[max(head.end(), following - _MAX_PREFIX) : following])
             end = following - (len(cut[0]) if cut else 0)
-        moment = before["time"] if before and before["time"] else None
-        if moment is None and not position:
-            moment = last_time(prefix)
-        rows.append(_row(head, before, moment, text[head.end() : end]))
+        rows.append(_row(head, printer, _micros(time), text[head.end() : end]))
     return rows
 
 
-def last_time(prefix: str) -> str | None:
-    """Return the last time in `prefix`, the text before a row; None if `prefix` contains no time."""
-    found = _TIME.findall(prefix)
-    return found[-1] if found else None
+@functools.lru_cache(maxsize=65_536)
+def origin(prefix: str, *, is_first: bool = True) -> tuple[Printer, str | None]:
+    """Return the process that printed a row, and the time of the row, according to the text before the row.
+
+    The last time in the text before the first row of a line is its time, also if it is not next to the row.
+    """
+    before = _BEFORE.search(prefix)
+    time = before["time"] if before else None
+    if time is None and is_first and (times := _TIME.findall(prefix)):
+        time = times[-1]
+    return printer_of(before["labels"]) if before else (None, None, None), time
 
 
-def _row(head: re.Match[str], before: re.Match[str] | None, moment: str | None, rest: str) -> Row:
+def printer_of(labels: str) -> Printer:
+    """Return the process that the prefixes of a row name, such as `node-1: [default7]:`, `[node-1:7]:` and `3:`."""
+    rank = local = task = host = None
+    for label in _LABEL.findall(labels):
+        text = label.strip()
+        if found := _RANK.fullmatch(text):
+            rank = int(found[found.lastindex or 1])
+        elif found := _LOCAL.fullmatch(text):
+            host, local = found["host"], int(found["rank"])
+        elif found := _TASK.fullmatch(text):
+            task = int(found[1])
+        elif found := _HOST.fullmatch(text):
+            host = found[1]
+    rank = local if rank is None else rank
+    return rank if rank is None or rank < _LARGEST_RANK else None, task, host
+
+
+def _micros(time: str | None) -> int | None:
+    return None if time is None else micros(time.replace("/", "-"))
+
+
+def _row(head: re.Match[str], printer: Printer, ts: int | None, rest: str) -> Row:
     pieces = rest.split("|")
     is_closed = not pieces[-1].strip()
     if is_closed:
@@ -152,8 +164,8 @@ def _row(head: re.Match[str], before: re.Match[str] | None, moment: str | None, 
     split = [split_part(piece) for piece in pieces]
     parts = dict(reversed([part for part in split if part is not None]))
     return Row(
-        printer=printer(before["labels"]) if before else Printer(),
-        ts=micros(moment) if moment else None,
+        printer=printer,
+        ts=ts,
         step=int(head[1]),
         planned=int(head[2]),
         parts=tuple(reversed(parts.items())),
@@ -180,24 +192,20 @@ def split_part(piece: str) -> tuple[str, str] | None:
 def number(text: str) -> float | None:
     """Return the number in `text`, which may be NaN or Inf; None for any other text.
 
-    Numbers such as `1,234.5` and `0,5`, and the texts with which various C libraries print NaN, are accepted. `1,234`
-    may mean 1234 or 1.234 and is rejected: a wrong number is worse than a part that is reported as unreadable.
+    The texts with which various C libraries print NaN are accepted. `1,234` may mean 1234 or 1.234 and is rejected: a
+    wrong number is worse than a part that is reported as unreadable.
     """
-    if "_" in text:
+    found = _with_unit(text)
+    return found[0] if found and found[1] is None else None
+
+
+def _with_unit(text: str) -> tuple[float, str | None] | None:
+    if "_" in text or is_ambiguous(text):
         return None
     try:
-        return float(text)
+        return float(text), None
     except ValueError:
-        text = text.strip()
-    if _SPELLED_NAN.fullmatch(text):
-        return math.nan
-    if infinite := _SPELLED_INF.fullmatch(text):
-        return -math.inf if infinite[1] == "-" else math.inf
-    if _EITHER.fullmatch(text):
-        return None
-    if _THOUSANDS.fullmatch(text):
-        return float(text.replace(",", ""))
-    return float(text.replace(",", ".")) if _DECIMAL_COMMA.fullmatch(text) else None
+        return quantity(_INF_OF_C.sub("inf", _NAN_OF_C.sub("nan", text)))
 
 
 def _is_odd(key: str, text: str) -> bool:
@@ -211,9 +219,6 @@ def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
     `text` contains a single number, two numbers `current/average`, or one number per name in the key. An example of the
     last form is `hip mem usage/free/total: 144.89GB/47.10GB/191.98GB`.
     """
-    single = number(text)
-    if single is not None:
-        return [(key, False, single, None)]
     if ":" in text and (duration := seconds(text)) is not None:
         return [(key, False, duration, "s")]
     read = [_with_unit(part) for part in text.split("/")]
@@ -230,45 +235,6 @@ def values(key: str, text: str) -> list[tuple[str, bool, float, str | None]]:
     if len(given) == 2:
         return [(key, False, *given[0]), (key, True, *given[1])]
     return []
-
-
-def _with_unit(text: str) -> tuple[float, str | None] | None:
-    found = _WITH_UNIT.fullmatch(text.strip())
-    if found is None:
-        alone = number(text.strip())
-        return None if alone is None else (alone, None)
-    return float(found[1]), found[2]
-
-
-@functools.lru_cache(maxsize=65_536)
-def printer(labels: str) -> Printer:
-    """Return the process that printed a row, as the prefixes before the row identify it.
-
-    Examples of prefixes are `node-1: [default7]:`, `[node-1:7]:` and `3:`.
-    """
-    rank = local = task = host = None
-    for label in _LABEL.findall(labels):
-        text = label.strip()
-        if found := _RANK.fullmatch(text) or _LAUNCHED.fullmatch(text):
-            rank = int(found["rank"])
-        elif found := _LOCAL.fullmatch(text):
-            host, local = found["host"], int(found["rank"])
-        elif found := _TASK.fullmatch(text):
-            task = int(found[1])
-        elif found := _HOST.fullmatch(text):
-            host = found[1]
-    rank = local if rank is None else rank
-    return Printer(rank if rank is None or rank < _LARGEST_RANK else None, task, host)
-
-
-@functools.lru_cache(maxsize=1024)
-def micros(text: str) -> int | None:
-    """Return a time as UTC µs, or None for any other text. A time without a zone is taken as UTC."""
-    found = _DATE_AND_TIME.fullmatch(text)
-    if found is None:
-        return None
-    year, month, day, clock, fraction, zone = found.groups()
-    return iso_micros(f"{year}-{month}-{day} {clock}.{(fraction or '0').ljust(6, '0')}{zone or 'Z'}")
 
 
 LOSS: Final = "loss"
@@ -289,53 +255,14 @@ _SOME_LOSS: Final = re.compile(r"(?:.*[_/])?loss")
 _SIDE_LOSS: Final = re.compile(r"mtp|balanc|aux|(?:^|_)z_loss|router|indexer|moe|(?:^|_)kd_|seq_")
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """The stored name, unit and labels of a key in the log.
-
-    The stored value, in `unit`, is the logged value times `factor`.
-    """
-
-    name: str
-    unit: str | None
-    factor: float
-    labels: str | None
-
-    def average(self) -> Meaning:
-        """Return the stored name, unit and labels for the average in a value `current/average`.
-
-        Its stored name ends with `_average`.
-        """
-        return replace(self, name=f"{self.name}_average")
-
-
-@functools.lru_cache(maxsize=256)
-def meanings(keys: tuple[str, ...]) -> tuple[Meaning, ...]:
-    """Return stored name, unit, factor and labels for each key of one row.
-
-    At most one loss gets the name `loss`; other losses keep their names.
-    """
-    main = main_loss(keys)
-    return tuple(meaning(key, is_main=key == main) for key in keys)
-
-
 @functools.lru_cache(maxsize=256)
 def main_loss(keys: tuple[str, ...]) -> str | None:
-    """Return the key of the training loss among `keys`; None if the row has no loss."""
+    """Return the key of the training loss among `keys`, which is stored as `loss`; None if the row has no loss."""
     folded = {fold(key): key for key in reversed(keys)}
     for name in _MAIN_LOSSES:
         if name in folded:
             return folded[name]
     return next((key for key in keys if _SOME_LOSS.fullmatch(fold(key)) and not _SIDE_LOSS.search(fold(key))), None)
-
-
-@functools.lru_cache(maxsize=256)
-def may_be_cut(keys: tuple[str, ...]) -> bool:
-    """Return whether a row with the keys `keys` may be truncated.
-
-    This is possible if the row has neither a loss nor a key that Megatron prints after the loss.
-    """
-    return main_loss(keys) is None and _AFTER_LOSS.isdisjoint(map(fold, keys))
 
 
 def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
@@ -344,17 +271,18 @@ def is_cut(keys: tuple[str, ...], known: Iterable[tuple[str, ...]]) -> bool:
     It was truncated if a list of keys in `known` begins with the keys of the row and contains the loss after them. A
     complete row without a loss still has the keys that Megatron prints after the loss.
     """
-    if not may_be_cut(keys):
+    if main_loss(keys) is not None or not _AFTER_LOSS.isdisjoint(map(fold, keys)):
         return False
     longer = [other for other in known if len(other) > len(keys) + 1 and other[: len(keys)] == keys]
     return any(main_loss(other) not in {None, other[-1]} for other in longer)
 
 
 @functools.lru_cache(maxsize=4096)
-def meaning(key: str, *, is_main: bool = False) -> Meaning:
-    """Return stored name, unit, factor and labels of one key.
+def meaning(key: str, *, is_main: bool = False, is_average: bool = False) -> tuple[Series, float]:
+    """Return the stored series of one key, and the factor of its values.
 
-    For example, `elapsed time per iteration (ms)` becomes `step_seconds` with the factor 0.001.
+    For example, `elapsed time per iteration (ms)` becomes `step_seconds` with the factor 0.001. The name of the
+    average in a value `current/average` ends with `_average`.
     """
     alias = canonical(key)
     name, unit = alias.name, alias.unit
@@ -365,14 +293,100 @@ def meaning(key: str, *, is_main: bool = False) -> Meaning:
     else:
         name, own_unit = _STORED_NAMES.get(fold(name), (name.replace(" ", "_"), None))
         unit = unit or own_unit
-    labels = {}
-    if fold(key) != name.lower():
-        labels[SOURCE_NAME] = key
-    if alias.source_unit is not None:
-        labels[SOURCE_UNIT] = alias.source_unit
-    return Meaning(name, unit, alias.factor, canonical_labels(labels))
+    labels = {SOURCE_NAME: key} if fold(key) != name.lower() else {}
+    labels |= {} if alias.source_unit is None else {SOURCE_UNIT: alias.source_unit}
+    return (f"{name}_average" if is_average else name, unit, canonical_labels(labels)), alias.factor
 
 
 def fold(key: str) -> str:
     """Return `key` in lower case, without its unit in parentheses, and with underscores between words."""
     return re.sub(r"[\s_-]+", "_", key.split("(", 1)[0].strip().lower())
+
+
+@dataclass(slots=True, eq=False)
+class RowForm(LineForm):
+    """The form of rows with a loss and equal keys: an expression with a slot for each number, and the stored series.
+
+    The first slots are the text before the row, its time (`has_time`), the step and the planned steps.
+    """
+
+    has_time: bool
+    series: tuple[Series, ...]
+    factors: tuple[float, ...]
+
+    def rows(self, texts: Sequence[tuple[bytes, ...]], *, tasks_are_ranks: bool | None) -> tuple[Rows, list[Printer]]:
+        """Return the rows with `texts` in their slots, and the processes that printed them.
+
+        Raises ValueError or OverflowError if a text is no number or no time.
+        """
+        prefixes, *columns = columns_of(texts)
+        origins = {prefix: origin(prefix.decode()) for prefix in {*prefixes}}
+        ranks = {prefix: rank_of(printer, tasks_are_ranks=tasks_are_ranks) for prefix, (printer, _) in origins.items()}
+        times = times_of(columns.pop(0)) if self.has_time else [_micros(origins[prefix][1]) for prefix in prefixes]
+        steps, planned, *columns = columns
+        logged = numbers_of([*itertools.chain.from_iterable(columns)])
+        loss = [name for name, _, _ in self.series].index(LOSS) * len(texts)
+        rows = Rows(
+            steps=whole_numbers(steps),
+            planned=whole_numbers(planned),
+            ranks=[ranks[prefix] for prefix in prefixes],
+            times=times,
+            epochs=(),
+            firsts=logged[loss : loss + len(texts)],
+            numbers=array("d", (np.frombuffer(logged) * np.repeat(self.factors, len(texts))).tobytes()),
+        )
+        return rows, [origins[prefix][0] for prefix in prefixes]
+
+
+def rank_of(printer: Printer, *, tasks_are_ranks: bool | None) -> int | None:
+    """Return the rank of a process; the number of its task in srun only if `tasks_are_ranks`."""
+    return printer[1] if tasks_are_ranks and printer[0] is None else printer[0]
+
+
+def form_of(text: str, row: Row) -> RowForm | None:
+    """Return the form of the line `text`, which is the complete row `row`; None if its texts have no form."""
+    if not text.isascii() or _CONTROLS.search(text):
+        return None
+    if not row.is_closed or row.odd_parts or main_loss(row.keys) is None:
+        return None
+    [head, *others] = heads(text)
+    pieces = text[head.end() :].split("|")
+    if others or head.start() > _MAX_PREFIX or len(pieces) != len(row.parts) + 1:
+        return None
+    before = _BEFORE.search(text[: head.start()])
+    time = before["time"] if before else None
+    prefix = text[: before.end("labels") if before and time else head.start()]
+    expression = f"({_DIGITS.sub('[0-9]++', re.escape(prefix))})"
+    if before and time:
+        digits = _DIGITS.sub(lambda found: f"[0-9]{{{len(found[0])}}}", re.escape(time))
+        between = text[len(prefix) : before.start("time")], text[before.end("time") : head.start()]
+        expression += f"{re.escape(between[0])}({digits}){re.escape(between[1])}"
+    expression += _literal(text[head.start() : head.start(1)]) + "([0-9]++)"
+    expression += _literal(text[head.end(1) : head.start(2)]) + "([0-9]++)" + _literal(text[head.end(2) : head.end()])
+    logged: list[float] = []
+    for piece, (_, value) in zip(pieces, row.parts, strict=False):
+        at = end = piece.rindex(value)
+        literal = piece[:at]
+        for found in _SLOT.finditer(value):
+            expression += _literal(literal + value[end - at : found.start()]) + _slot(value[found.end() :])
+            logged.append(float(found[0]))
+            literal, end = "", at + found.end()
+        expression += _literal(literal + piece[end:]) + r"\|"
+    scalars = list(row.scalars())
+    if not np.array_equal(logged, [value for _, _, value in scalars], equal_nan=True):
+        return None
+    expression += _literal(pieces[-1])
+    return RowForm(
+        expression=re.compile((expression + LINE_END).encode()),
+        has_time=time is not None,
+        series=tuple(series for series, _, _ in scalars),
+        factors=tuple(factor for _, factor, _ in scalars),
+    )
+
+
+def _slot(behind: str) -> str:
+    return "([-+.0-9]++)" if behind[:1].isalpha() else "([-+.0-9a-zA-Z]++)"  # a unit is no part of the number
+
+
+def _literal(text: str) -> str:
+    return _BLANKS.sub(" ++", re.escape(text))

@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 
 from rankscope_ingest.importers.common.importer import Faults
-from rankscope_ingest.importers.common.lines import read_lines, shown
+from rankscope_ingest.importers.common.lines import LogLines, shown
 from rankscope_msprobe.files.csv_layout import CSV_KEYS, MICRO_STEP, plain
 
 BATCH_LINES: Final = 50_000
@@ -62,7 +62,7 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
     waiting: list[bytes] = []
     numbers: list[int] = []
     held = 0
-    for number, line in itertools.islice(read_lines(path, faults), 1, None):
+    for number, line in itertools.islice(LogLines(path, faults), 1, None):
         if not line.strip():
             continue
         if (reason := _fault(line)) is not None:
@@ -82,7 +82,7 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
 
 def read_header(path: Path) -> list[str]:
     """Return the column names of the file at `path`; an empty list for an empty file."""
-    first = next(read_lines(path, Faults()), None)
+    first = next(iter(LogLines(path, Faults())), None)
     return [] if first is None else _fields(first[1])
 
 

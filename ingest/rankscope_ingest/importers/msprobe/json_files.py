@@ -17,7 +17,7 @@ from typing import Any, Final
 from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import Kind
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, block_of
-from rankscope_ingest.importers.common.lines import checked_text, read_lines
+from rankscope_ingest.importers.common.lines import LogLines, checked_text
 from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
 from rankscope_msprobe.files.csv_layout import KIND_OF_TASK, SLOTS, STACKS_COLUMNS, our_step
@@ -81,7 +81,7 @@ def read_structure(path: Path, faults: Faults, *, rank: int | None, source: str)
 def read_stacks(path: Path, faults: Faults, *, rank: int | None, attempt: int, source: str) -> ImportedBlock:
     """Return one record per module whose call stack is in the file `stack_info.csv` at `path`."""
     modules = []
-    reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in read_lines(path, faults))
+    reader = csv.reader(f"{line.decode(errors='replace')}\n" for _, line in LogLines(path, faults))
     try:
         for fields in reader:
             if fields == [*STACKS_COLUMNS] or not fields:

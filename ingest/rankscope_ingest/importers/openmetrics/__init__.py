@@ -38,7 +38,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportedBlock,
     ImportedRun,
 )
-from rankscope_ingest.importers.common.lines import read_lines, shown
+from rankscope_ingest.importers.common.lines import LogLines, shown
 from rankscope_ingest.importers.openmetrics.lines import (
     LineError,
     SeriesColumns,
@@ -157,7 +157,7 @@ class OpenMetrics:
 def _fill(pivot: Pivot, path: Path, faults: Faults) -> None:
     known: dict[str, int] = {}
     ended = False
-    for number, raw in read_lines(path, faults, is_valid=lambda line: _is_sample(line.decode("utf-8", "replace"))):
+    for number, raw in LogLines(path, faults, is_valid=lambda line: _is_sample(line.decode("utf-8", "replace"))):
         line = raw.decode("utf-8", "replace").strip()
         if not line or line.startswith("#"):
             ended = ended or line == _END
