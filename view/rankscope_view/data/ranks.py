@@ -161,7 +161,7 @@ def _judged(attempt: int, rows: list[RankRow], last: int | None, phases: PhaseSt
     heard = [at for at, rank in enumerate(phases.ranks) if rank not in silent]
     found = find_slow_ranks(phases.seconds[heard], phases.phases, phases.steps)
     slow = {phases.ranks[heard[one.row]]: one for one in found}
-    recent = phases.own()[:, np.array(phases.steps) > (last or 0) - RECENT_STEPS]
+    recent = own_seconds(phases.seconds, phases.phases)[:, np.array(phases.steps) > (last or 0) - RECENT_STEPS]
     counts = np.isfinite(recent).sum(axis=1)
     own = np.where(counts, np.nansum(recent, axis=1) / np.maximum(counts, 1), np.nan)
     usual = dict(zip(phases.ranks, zip(own.tolist(), of_others(own).tolist(), strict=True), strict=True))
@@ -189,10 +189,6 @@ class PhaseSteps:
     phases: list[str]
     seconds: Floats
 
-    def own(self) -> Floats:
-        """Return the time [ranks, steps] in which each rank does not wait for others: input, computation and pauses."""
-        return own_seconds(self.seconds, self.phases)
-
 
 def read_phases(
     connection: Connection, run: str, attempt: int, last: int, name: str = STEP_PHASE_SECONDS
@@ -217,7 +213,7 @@ def rank_grid(connection: Connection, run: str, table: RankTable, *, whole_step:
     phases = read_phases(connection, run, table.attempt, table.last_step, name)
     if not phases.ranks:
         return empty_grid("no step times by rank")
-    own = phases.own()
+    own = own_seconds(phases.seconds, phases.phases)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = own / row_medians(own.T)[None, :]  # of each step, so that a common slow-down hides no rank
     low, high = _STRIP_SCALE
