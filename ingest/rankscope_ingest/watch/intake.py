@@ -53,6 +53,7 @@ MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
 
 _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
 _BEHIND: Final = "SELECT {} FROM {} WHERE run = $run AND incarnation = $stream AND seq > $seq"
+_EVENTS: Final = f"{_BEHIND.format('*', 'events')} AND (seq > $recent OR type = 'anomaly')"
 _SCALARS: Final = "seq, attempt, rank, step, ts, name, value"
 
 Row = dict[str, Any]
@@ -127,10 +128,14 @@ class WatchStore:
         return [(incident, state) for incident, state in stored if incident.first.run == run and incident.log]
 
     def recent(self, run: str, stream: str, seq: int) -> tuple[pa.Table, pa.Table]:
-        """Return the scalars and events behind the record `seq` of a log, of at most the last KEPT_ROWS records."""
-        values = {"run": run, "stream": stream, "seq": max(seq, self.watermark(stream) - KEPT_ROWS)}
+        """Return the scalars and events behind the record `seq` of a log.
+
+        Except for anomalies, they are those of at most the last KEPT_ROWS records.
+        """
+        recent = max(seq, self.watermark(stream) - KEPT_ROWS)
+        values = {"run": run, "stream": stream, "seq": recent}
         scalars = self.connection.query(_BEHIND.format(_SCALARS, "scalars"), values)
-        return scalars, self.connection.query(_BEHIND.format("*", "events"), values)
+        return scalars, self.connection.query(_EVENTS, values | {"seq": seq, "recent": recent})
 
     def latest(self, dataset: str, run: str) -> list[Row]:
         """Return the latest row of `runs` or `attempts` that an import has stored for `run`, if any."""

@@ -222,6 +222,17 @@ async def test_lasting_nan_is_open_and_reported_once(watch, replay):
     assert [("open", "Loss became NaN at step 40")] == listed(watch)
 
 
+@pytest.mark.parametrize("before", [100, 0])
+async def test_nan_in_thousands_of_rows_of_one_poll_is_reported_at_its_step(watch, replay, before):
+    """Only the last 5,000 rows are kept, for the pace of the training."""
+    nan = dict.fromkeys(range(200, 5601), math.nan)
+    await write(watch, replay, *filter(None, [lines(1, before)]), lines(before + 1, 5700, loss=nan))
+    (message,) = watch.receiver.messages
+
+    assert "step 200: loss became NaN" in message.title
+    assert [("resolved", "Loss became NaN at step 200")] == listed(watch)
+
+
 async def test_training_that_finished_with_nan_has_its_severity(watch, replay):
     done = {**HEALTHY, "loss": math.nan, "step": 60, "total_steps": 60}
     rows = [*lines(1, 59, loss=dict.fromkeys(range(40, 60), math.nan)), json.dumps(done)]
