@@ -26,8 +26,7 @@ from rankscope_ingest.importers.common.importer import Faults
 from rankscope_ingest.importers.common.lines import LogLines, shown
 from rankscope_msprobe.files.csv_layout import CSV_KEYS, MICRO_STEP, plain
 
-BATCH_LINES: Final = 50_000
-BATCH_BYTES: Final = 1 << 24
+BATCH_BYTES: Final = 1 << 22
 MAX_PASSES: Final = 1_000
 
 Floats = npt.NDArray[np.float64]
@@ -38,8 +37,11 @@ _STEP_LIMIT: Final = 1 << 50
 _SMALL_LIMIT: Final = 1 << 31
 _WHOLE: Final = r"^-?\d{1,15}(\.0+)?$"
 _TRUTH: Final = {"true": 1.0, "false": 0.0}
-_CELL: Final = rb'(?:"(?:[^"\r]|"")*+"|[^",\r]*+)'
-_LINE: Final = re.compile(_CELL + b"(?:," + _CELL + b")*+")
+_PLAIN: Final = rb"[\t !#-~]*+"
+_QUOTED: Final = rb'(?<![^,\n])"(?:[\t !#-~]++|"")*+"(?=[,\r\n])'
+_ROW: Final = re.compile(rb"(?!\s*\n)(%b(?:%b%b)*+)\r?\n" % (_PLAIN, _QUOTED, _PLAIN))
+"""A regular expression for a row of ASCII characters with its line end."""
+
 _DTYPES: Final = frozenset(
     b"float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
 )
@@ -62,7 +64,8 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
     waiting: list[bytes] = []
     numbers: list[int] = []
     held = 0
-    for number, line in itertools.islice(LogLines(path, faults), 1, None):
+    lines = LogLines(path, faults)
+    for number, line in itertools.islice(lines, 1, None):
         if not line.strip():
             continue
         if (reason := _fault(line)) is not None:
@@ -70,10 +73,11 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
         elif faults.is_torn and not _is_whole(header, line):
             faults.add(number, f"the last line is incomplete: {shown(line)}")
         else:
-            waiting.append(line)
-            numbers.append(number)
-            held += len(line)
-        if len(waiting) >= BATCH_LINES or held > BATCH_BYTES:
+            rows = [line, *(row[1] for row in lines.matching(_ROW))]
+            waiting += rows
+            numbers += range(number, number + len(rows))
+            held += sum(map(len, rows))
+        if held > BATCH_BYTES:
             yield _parse(header, waiting, numbers, faults)
             waiting, numbers, held = [], [], 0
     if waiting:
@@ -122,17 +126,13 @@ def _fields(line: bytes) -> list[str]:
 
 def _fault(line: bytes) -> str | None:
     """Return the reason why `line` is not a row of its own; None if it is one."""
-    if line.count(b'"') % 2 or not _is_text(line):
-        return "incomplete or not valid text"
-    return None if _LINE.fullmatch(line) else "not valid CSV"
-
-
-def _is_text(line: bytes) -> bool:
     try:
-        line.decode()
+        text = line.decode().encode("ascii", "replace")
     except UnicodeDecodeError:
-        return False
-    return b"\0" not in line
+        return "incomplete or not valid text"
+    if text.count(b'"') % 2:
+        return "incomplete or not valid text"
+    return None if _ROW.fullmatch(text + b"\n") else "not valid CSV"
 
 
 def _is_whole(header: Sequence[str], line: bytes) -> bool:
