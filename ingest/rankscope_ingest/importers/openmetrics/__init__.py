@@ -18,9 +18,8 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import duckdb
 import pyarrow as pa
@@ -41,7 +40,6 @@ from rankscope_ingest.importers.common.importer import (
 from rankscope_ingest.importers.common.lines import LogLines, shown
 from rankscope_ingest.importers.openmetrics.lines import (
     LineError,
-    SeriesColumns,
     SeriesRole,
     parse_series,
     parse_value,
@@ -59,10 +57,13 @@ MEMORY_LIMIT: Final = "512MB"
 CHUNK_ROWS: Final = 100_000
 BATCH_ROWS: Final = 100_000
 
-_NUMBERS: Final = frozenset({"rank", "index", "vpp_stage", "micro_step", "call_seq"})
-_SERIES_COLUMNS: Final = tuple(field.name for field in fields(SeriesColumns))
+_SERIES_TEXTS: Final = (
+    "role", "run", "metric", "target", "labels", "scalar_labels", "name", "unit", "kind", "tensor", "op", "placement",
+    "shard_group",
+)  # fmt: skip
+_SERIES_NUMBERS: Final = ("rank", "index", "vpp_stage", "micro_step", "call_seq")
 _SERIES_SCHEMA: Final = pa.schema(
-    [("id", pa.uint64()), *((name, pa.int64() if name in _NUMBERS else pa.string()) for name in _SERIES_COLUMNS)]
+    {"id": pa.uint64(), **dict.fromkeys(_SERIES_TEXTS, pa.string()), **dict.fromkeys(_SERIES_NUMBERS, pa.int64())}
 )
 _SAMPLE_SCHEMA: Final = pa.schema({"id": pa.uint64(), "line": pa.int64(), "ts": pa.int64(), "value": pa.float64()})
 _TENSOR_KEY: Final = (
@@ -232,7 +233,7 @@ class Pivot:
         )
         self._duckdb.from_arrow(_SERIES_SCHEMA.empty_table()).create("series_seen")
         self._duckdb.from_arrow(_SAMPLE_SCHEMA.empty_table()).create("samples")
-        self._series: list[tuple[int, SeriesColumns]] = []
+        self._series: list[dict[str, Any]] = []
         self._samples: list[tuple[int, int, int | None, float]] = []
 
     @classmethod
@@ -245,14 +246,14 @@ class Pivot:
         ):
             yield cls(connection, folder)
 
-    def series(self, text: str, columns: SeriesColumns) -> int:
+    def series(self, text: str, columns: dict[str, Any]) -> int:
         """Store the role (such as scalar or step) and the column values of a series; return its id.
 
         The id is derived from the text of the series, so it is the same in every file.
         """
         digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         number = int.from_bytes(digest, "little")
-        self._series.append((number, columns))
+        self._series.append({"id": number, **columns})
         return number
 
     def add(self, series: int, line: int, ts: int | None, value: float) -> None:
@@ -358,10 +359,7 @@ class Pivot:
 
     def _flush(self) -> None:
         if self._series:
-            columns = {"id": [number for number, _ in self._series]}
-            rows = [asdict(columns) for _, columns in self._series]
-            columns |= {name: [row[name] for row in rows] for name in _SERIES_COLUMNS}
-            seen = pa.table(columns, schema=_SERIES_SCHEMA)
+            seen = pa.Table.from_pylist(self._series, _SERIES_SCHEMA)
             self._duckdb.from_arrow(seen).insert_into("series_seen")
             self._series = []
         if self._samples:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import math
 import re
-from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.metrics import catalogue
@@ -163,49 +162,24 @@ _TENSOR_LABELS: Final = frozenset({"kind", "tensor", "op", "run", "rank", "job",
 _INT32: Final = 1 << 31
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesColumns:
-    """The role of a series, and the values of the columns that are equal in all its rows.
+def series_columns(metric: str, labels: dict[str, str]) -> dict[str, Any]:
+    """Return the role of a series, and the values of the columns that are equal in all its rows.
 
-    The role selects the dataset of the rows, or states which fact about other series the values are.
+    The role selects the dataset of the rows, or states which fact about other series the values are. `labels` in the
+    result are those of the series without the instance. A series of a Rankscope metric in an unknown form is stored in
+    the dataset `samples`, and so is each series of a file with several runs: the name and the labels are known for all.
     """
-
-    role: SeriesRole = SeriesRole.SAMPLE
-    run: str | None = None
-    rank: int | None = None
-    metric: str = ""
-    target: str = ""
-    labels: str | None = None  # of the series, without the instance
-    scalar_labels: str | None = None
-    name: str | None = None
-    unit: str | None = None
-    kind: str | None = None
-    tensor: str | None = None
-    op: str | None = None
-    index: int | None = None
-    vpp_stage: int | None = None
-    micro_step: int | None = None
-    call_seq: int | None = None
-    placement: str | None = None
-    shard_group: str | None = None
-
-
-def series_columns(metric: str, labels: dict[str, str]) -> SeriesColumns:
-    """Return the role (dataset, or fact about other series) and the column values of a series.
-
-    A series of a Rankscope metric in an unknown form is stored in the dataset `samples`, and so is each series of a
-    file with several runs: the name and the labels are known for all.
-    """
-    series = SeriesColumns(
-        metric=metric,
-        target=labels.get("instance", ""),
-        labels=canonical_labels({name: value for name, value in labels.items() if name != "instance"}),
-    )
+    series = {
+        "role": SeriesRole.SAMPLE,
+        "metric": metric,
+        "target": labels.get("instance", ""),
+        "labels": canonical_labels({name: value for name, value in labels.items() if name != "instance"}),
+    }
     if not metric.startswith("rankscope_") or "run" not in labels:
         return series
-    series = replace(series, run=labels["run"])
+    series["run"] = labels["run"]
     try:
-        return replace(series, rank=_whole(labels, "rank", lowest=0), **_own_columns(metric, labels))
+        return {**series, "rank": _whole(labels, "rank", lowest=0), **_own_columns(metric, labels)}
     except ValueError:  # a label that is no number
         return series
 
