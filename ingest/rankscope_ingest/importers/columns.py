@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from rankscope_ingest.importers.common.decisions import is_typical
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.lines import is_binary, is_settled, sample_lines, shown
+from rankscope_ingest.importers.common.lines import is_binary, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import is_counter
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.records import NAMES, opened
@@ -74,10 +74,6 @@ class Columns:
         if len(rows) < _FEWEST_ROWS or any(later <= earlier for earlier, later in pairwise(counts)):
             return NOT_MINE
         return Detection(0.7 * share, f"{len(rows)} sampled rows consist of an increasing integer and another number")
-
-    def is_settled(self, path: Path) -> bool:
-        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
-        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per row of the table, then an object with facts about the run."""

@@ -21,7 +21,7 @@ from rankscope_ingest.importers.common.bars import Bars
 from rankscope_ingest.importers.common.decisions import is_typical
 from rankscope_ingest.importers.common.forms import Match, Reading, learned
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
-from rankscope_ingest.importers.common.lines import is_settled, prefix_fields, sample_lines, shown
+from rankscope_ingest.importers.common.lines import prefix_fields, sample_lines, shown
 from rankscope_ingest.importers.common.log_names import Role, role_of
 from rankscope_ingest.importers.common.log_records import LineParser, read_log
 from rankscope_ingest.importers.common.pairs import has_values, parse
@@ -81,10 +81,6 @@ class JsonLines:
             return Detection(0.3 * share, because)
         usual = 0.05 if path.suffix in _SUFFIXES else 0.0
         return Detection(0.4 + 0.5 * share + usual, because)
-
-    def is_settled(self, path: Path) -> bool:
-        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
-        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with an object, then the facts about the run.

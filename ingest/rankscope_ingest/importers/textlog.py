@@ -30,7 +30,6 @@ from rankscope_ingest.importers.common.forms import Match, Reading, learned
 from rankscope_ingest.importers.common.importer import NOT_MINE, Detection, Faults, Imported
 from rankscope_ingest.importers.common.lines import (
     is_binary,
-    is_settled,
     sample_lines,
     shown,
     without_colours,
@@ -107,10 +106,6 @@ class TextLog:
         if first is not None:
             return Detection(0.1, because)
         return Detection(0.35 + 0.5 * len(records) / len(lines), because)
-
-    def is_settled(self, path: Path) -> bool:
-        """Return whether the last line of the log is complete or has not changed for 600 seconds."""
-        return is_settled(path)
 
     def read(self, path: Path, faults: Faults) -> Iterator[Imported]:
         """Yield one record per line with a step and numbers, then the facts about the run.

@@ -188,9 +188,9 @@ class Importer(Protocol):
 
     It may have further members. `options` has the names of the fields of `Options` that apply to the format.
     `identity(path)` returns a text that all versions and copies of the log share, or None if the log has no record yet:
-    for files that are rewritten completely when the log grows, so that only the first record remains. An importer that
-    leaves out the last records of a file while another process may still write it has `is_settled(path)`, which returns
-    whether the file has not changed for a long time.
+    for files that are rewritten completely when the log grows, so that only the first record remains. An importer
+    that leaves out more than the last line of a file while another process may still write it has `is_settled(path)`,
+    which returns whether the file has not changed for a long time.
     """
 
     name: str

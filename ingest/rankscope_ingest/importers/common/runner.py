@@ -40,7 +40,7 @@ from rankscope_ingest.importers.common.importer import (
     ImportReport,
     unkept_notes,
 )
-from rankscope_ingest.importers.common.lines import readable
+from rankscope_ingest.importers.common.lines import is_settled, readable
 from rankscope_ingest.importers.common.log_identity import (
     Extents,
     KnownImport,
@@ -203,12 +203,12 @@ def import_records(
         key = _key(importer.name, rules, options)
         faults = intake.resumed(key, options)
         faults.choices = faults.choices or choices
-        is_settled = getattr(importer, "is_settled", lambda _: True)(path)
+        was_settled = path.is_dir() or getattr(importer, "is_settled", is_settled)(path)
         for batch in intake.batches(importer.read(path, faults), faults, progress):
             rows_stored += sum(appender.append(batch).rows.values())
         if progress:
             progress(faults.read_bytes)
-        note = None if known is None else intake.note(faults, key, is_settled=is_settled)
+        note = None if known is None else intake.note(faults, key, is_settled=was_settled)
     is_new = rows_stored or note is None or (note != source.before and not is_shorter(path, source.before))
     if (intake.records or intake.facts) and is_new:
         appender.append(intake.dimensions(note, [*faults.unkept]))
