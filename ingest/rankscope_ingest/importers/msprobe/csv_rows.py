@@ -24,6 +24,7 @@ from pyarrow import csv as pa_csv
 
 from rankscope_ingest.importers.common.importer import Faults
 from rankscope_ingest.importers.common.lines import LogLines, shown
+from rankscope_ingest.importers.common.values import plain as plain_number
 from rankscope_msprobe.files.csv_layout import CSV_KEYS, MICRO_STEP, plain
 
 BATCH_BYTES: Final = 1 << 22
@@ -36,7 +37,7 @@ _TEXTS: Final = ("shape", "dtype", "unit", "labels")
 _STEP_LIMIT: Final = 1 << 50
 _SMALL_LIMIT: Final = 1 << 31
 _WHOLE: Final = r"^-?\d{1,15}(\.0+)?$"
-_TRUTH: Final = {"true": 1.0, "false": 0.0}
+_WORDS: Final = {"": math.nan, "true": 1.0, "false": 0.0}
 _PLAIN: Final = rb"[\t !#-~]*+"
 _QUOTED: Final = rb'(?<![^,\n])"(?:[\t !#-~]++|"")*+"(?=[,\r\n])'
 _ROW: Final = re.compile(rb"(?!\s*\n)(%b(?:%b%b)*+)\r?\n" % (_PLAIN, _QUOTED, _PLAIN))
@@ -282,16 +283,10 @@ def _floats(column: pa.StringArray) -> tuple[Floats, Mask]:
     return np.array([math.nan if value is None else value for value in values], np.float64), bad
 
 
-def _float(cell: str | None) -> float | None:
-    text = (cell or "").strip()
-    if not text:
-        return math.nan
-    if text.lower() in _TRUTH:
-        return _TRUTH[text.lower()]
-    try:
-        return float(text) if "_" not in text else None
-    except ValueError:
-        return None
+def _float(cell: str) -> float | None:
+    text = cell.strip().lower()
+    value = _WORDS.get(text, plain_number(text))
+    return None if isinstance(value, str) else float(value)
 
 
 def _whole_numbers(column: pa.StringArray, limit: int) -> tuple[Integers, Mask]:

@@ -18,7 +18,7 @@ from rankscope_contract.model.events import EventType, Severity
 from rankscope_contract.model.kinds import Kind
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, block_of
 from rankscope_ingest.importers.common.lines import LogLines, checked_text
-from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, whole
+from rankscope_ingest.importers.common.values import Cut, JsonReader, Malformed, number, plain, whole
 from rankscope_ingest.importers.msprobe.discovery import Named, parse_name
 from rankscope_msprobe.files.csv_layout import KIND_OF_TASK, SLOTS, STACKS_COLUMNS, our_step
 
@@ -137,7 +137,8 @@ def _anomaly(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
     assert tag is not None  # the expression matches any text
     name, task = tag["name"], tag["task"]
     text = str(entry.get("message", ""))
-    message = _MESSAGE.search(text)
+    found = _MESSAGE.search(text)
+    message: dict[str, str | None] = found.groupdict() if found else {}
     if task in SLOTS:
         named = parse_name(task, name) or Named("", name)
     else:
@@ -152,26 +153,19 @@ def _anomaly(entry: Mapping[str, Any], step: int) -> dict[str, Any]:
         "rank": _small(entry.get("rank")),
         "micro_step": _small(tag["micro"] and int(tag["micro"])),
         "type": EventType.ANOMALY,
-        "severity": Severity.CRITICAL if message and message["rule"] == "AnomalyNan" else Severity.WARNING,
-        "rule": message["rule"] if message else None,
+        "severity": Severity.CRITICAL if message.get("rule") == "AnomalyNan" else Severity.WARNING,
+        "rule": message.get("rule"),
         "kind": named.kind or None,
         "tensor": named.tensor,
-        "op": message["op"] if message else None,
-        "value": _float(message["value"]) if message else None,
-        "baseline": _float(message["baseline"]) if message else None,
+        "op": message.get("op"),
+        "value": number(plain(message.get("value") or "")),
+        "baseline": number(plain(message.get("baseline") or "")),
         "pp_stage": _small(entry.get("pp_stage")),
         "vpp_stage": _small(entry.get("vpp_stage")),
         "call_id": _small(entry.get("call_id")),
         "message": text,
         "details": json.dumps(details),
     }
-
-
-def _float(text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 def _small(value: Any) -> int | None:

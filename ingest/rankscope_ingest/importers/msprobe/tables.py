@@ -140,7 +140,7 @@ class FamilyReader:
         for column, kind in FEATURES[self._family].columns.items():
             if column in rows.numbers:
                 value = pa.array(rows.numbers[column], pa.float32())
-                parts.append(pa.table({**common, "kind": _repeated(kind, len(rows)), "value": value}))
+                parts.append(pa.table({**common, "kind": pa.repeat(kind, len(rows)), "value": value}))
         if len(parts) > 1:
             parts = [pa.concat_tables(parts, promote_options="default").sort_by(RECORD_COLUMN)]
         return {"features": parts[0]} if parts else {}
@@ -161,7 +161,7 @@ class FamilyReader:
         rows = rows.keep(same)
         columns = {
             **self._common(rows, attempt, None),
-            "kind": _repeated(DIRECTION, len(rows)),
+            "kind": pa.repeat(DIRECTION, len(rows)),
             "module": rows.spread(rows.names, pa.string()),
             "value": pa.array(values[0][same], pa.float32()),
         }
@@ -224,10 +224,6 @@ def _descriptions(
     kept = (RECORD_COLUMN, "step", "rank", "attempt", "vpp_stage", "kind", "tensor", "index")
     taken = {name: columns[name].take(positions) for name in kept if name in columns}
     return pa.table({**taken, **{name: pa.array(values, schema.field(name).type) for name, values in own.items()}})
-
-
-def _repeated(text: str, rows: int) -> pa.StringArray:
-    return pa.array([text], pa.string()).take(pa.array(np.zeros(rows, np.int32)))
 
 
 def _dtype(text: str) -> str | None:
