@@ -18,6 +18,7 @@ from rankscope_contract.model.kinds import COUNT_OPS
 from rankscope_ingest.base.tables import table_schema
 from rankscope_ingest.importers.common.importer import FROM_FILE, RECORD_COLUMN, ImportedBlock
 from rankscope_ingest.importers.common.log_names import canonical
+from rankscope_ingest.importers.common.values import micros
 from rankscope_storage.tensorboard.events import DESCRIBED, PLACEMENT, WRITER
 from rankscope_storage.tensorboard.messages import SESSION_START, DecodeError, Event, scalar_value, text_value
 from rankscope_storage.tensorboard.tags import OPS, parse_tensor_tag, parse_tree_tag
@@ -39,7 +40,6 @@ Megatron writes each curve a second time over the number of samples or tokens; T
 number.
 """
 
-_DAYS_10000: Final = 253_402_300_800
 _COMMON: Final = ("step", "rank", "ts", "ts_origin", "attempt")
 _COLUMNS: Final = {
     "tensor_stats": (*_COMMON, *DESCRIBED["tensor_stats"], *OPS),
@@ -170,7 +170,7 @@ class EventRows:
         self._attempt = attempt if _is_int32(attempt) else 0
 
     def _take_summary(self, event: Any) -> None:
-        common: Row = {"step": event.step, "ts": _micros(event.wall_time)}
+        common: Row = {"step": event.step, "ts": micros(event.wall_time)}
         self._record = None
         begun: dict[tuple[Any, ...], Row] = {}
         for value in event.summary.value:
@@ -331,16 +331,6 @@ def _statistic(op: str, number: float) -> float | int | None:
     if op not in COUNT_OPS:
         return number
     return int(number) if math.isfinite(number) and abs(number) < _MAX_COUNT else None
-
-
-def _micros(wall_time: float) -> int | None:
-    """Return seconds since 1970 as UTC µs; None if the time is unknown.
-
-    An unknown time is written as 0. Negative times and times after the year 9999 are unknown too.
-    """
-    if not math.isfinite(wall_time) or wall_time == 0 or not 0 < wall_time < _DAYS_10000:
-        return None
-    return round(wall_time * 1e6)
 
 
 def _text(tag: bytes) -> str:
