@@ -13,7 +13,6 @@ file.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -51,7 +50,6 @@ _COMMENT: Final = re.compile(r"#\s*(HELP|TYPE|UNIT|EOF)\b")
 _END: Final = "# EOF"
 _KNOWN_SERIES: Final = 200_000
 _SAMPLED_LINES: Final = 200
-_MAX_INT32: Final = (1 << 31) - 1
 
 MEMORY_LIMIT: Final = "512MB"
 CHUNK_ROWS: Final = 100_000
@@ -200,17 +198,10 @@ def _facts(pivot: Pivot, runs: list[str]) -> ImportedRun:
         return ImportedRun(
             reason=f"the file contains metrics of {len(runs)} runs ({some}): they are stored as samples, not separated"
         )
-    planned = pivot.greatest(catalogue.STEPS_PLANNED.name)
-    worlds = [_world_size(labels) for labels in pivot.label_sets(catalogue.RUN_INFO.name)]
     return ImportedRun(
-        planned_steps=None if planned is None or abs(planned) > 1 << 53 else int(planned),
-        world_size=max((size for size in worlds if size is not None), default=None),
+        planned_steps=pivot.greatest("value", catalogue.STEPS_PLANNED.name),
+        world_size=pivot.greatest("labels->>'$.world_size'", catalogue.RUN_INFO.name),
     )
-
-
-def _world_size(labels: str) -> int | None:
-    text = json.loads(labels).get("world_size", "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 and int(text) <= _MAX_INT32 else None
 
 
 def _is_sample(line: str) -> bool:
@@ -285,16 +276,12 @@ class Pivot:
         rows = self._duckdb.sql("SELECT DISTINCT run FROM series WHERE run IS NOT NULL ORDER BY run").fetchall()
         return [run for (run,) in rows]
 
-    def greatest(self, metric: str) -> float | None:
-        """Return the highest finite value of a metric that is stored as samples; None if it has no finite value."""
-        query = "SELECT max(value) FROM samples JOIN series USING (id) WHERE metric = ? AND isfinite(value)"
-        rows = self._duckdb.execute(query, [metric]).fetchall()
-        return None if rows[0][0] is None else float(rows[0][0])
-
-    def label_sets(self, metric: str) -> list[str]:
-        """Return the labels of each series of a metric that is stored as samples, as JSON texts."""
-        query = "SELECT DISTINCT labels FROM series WHERE metric = ? AND labels IS NOT NULL"
-        return [labels for (labels,) in self._duckdb.execute(query, [metric]).fetchall()]
+    def greatest(self, expression: str, metric: str) -> int | None:
+        """Return the highest integer from 0 that the SQL `expression` has in the samples of a metric, or None."""
+        number = f"TRY_CAST({expression} AS INTEGER)"
+        query = f"SELECT max({number}) FROM samples JOIN series USING (id) WHERE metric = ? AND {number} >= 0"
+        ((greatest,),) = self._duckdb.execute(query, [metric]).fetchall()
+        return None if greatest is None else int(greatest)
 
     def scalars(self) -> Iterator[pa.RecordBatch]:
         """Return the rows of the dataset `scalars`, oldest first."""
