@@ -35,6 +35,13 @@ def test_options_reach_the_export_format(rankscope, tmp_path):
     assert {("grad_reduced", 1, step) for step in (5, 6, 7, 8)} == {(r["kind"], r["rank"], r["step"]) for r in rows}
 
 
+def test_ranks_are_separated_by_commas_only(rankscope, tmp_path):
+    given = {text: rankscope("export", "my-run", "--ranks", text, cwd=tmp_path) for text in ("0 1", "0,, 1,")}
+
+    assert {"0 1": 2, "0,, 1,": 0} == {text: done.returncode for text, done in given.items()}
+    assert "rankscope: --ranks '0 1': write numbers and ranges, such as 0,8-15\n" == given["0 1"].stderr
+
+
 def test_run_named_like_a_path_is_written_into_the_folder(rankscope, tmp_path):
     rankscope("export", "../other run", "--format", "parquet", cwd=tmp_path)
 

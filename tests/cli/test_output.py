@@ -138,6 +138,12 @@ def test_an_interval_of_a_query_is_readable_in_each_format(tmp_path):
     assert {"1 day 01:00:00", None} == {*pq.read_table(tmp_path / "rows.parquet")["took"].to_pylist()}
 
 
+def test_a_struct_with_a_field_named_interval_remains_an_object():
+    rows = duckdb.sql("select {'interval': 5, 'steps': [1, 2]} as s").to_arrow_table()
+
+    assert [{"s": {"interval": 5, "steps": [1, 2]}}] == json.loads(as_text(rows, "json"))
+
+
 # `-` as the output of a command is standard output. A command that writes a folder refuses it.
 
 

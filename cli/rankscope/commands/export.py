@@ -130,7 +130,7 @@ def _time(connection: Connection, run: str, text: str | None) -> dt.datetime | N
 
 def _ranks(text: str | None) -> tuple[int, ...]:
     try:
-        return ranks_in((text or "").replace(" ", "").strip(","))
+        return ranks_in(",".join(part for part in (text or "").split(",") if part.strip()))
     except (ValueError, OverflowError) as error:
         raise CommandError(f"--ranks {text!r}: write numbers and ranges, such as 0,8-15", code=USAGE) from error
 

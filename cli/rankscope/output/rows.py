@@ -43,7 +43,7 @@ def write_rows(rows: pa.Table, form: Format, output: Path, *, limit: int = TABLE
     if form == "table" and output == STANDARD_OUTPUT:
         print_table(rows, limit=limit)
     elif form == "parquet":
-        columns = [_as_duckdb_writes(one) if _has_intervals(one) else one for one in rows.columns]
+        columns = [_as_duckdb_writes(one) if _has_intervals(one.type) else one for one in rows.columns]
         with output_file(output) as file:
             pq.write_table(pa.table(columns, distinct_names(rows.column_names)), file)
     else:
@@ -161,14 +161,16 @@ def _rows(rows: pa.Table) -> Iterator[tuple[Any, ...]]:
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
     """Return the values of a column; as text if it has intervals, or times outside the range of datetime."""
-    if not _has_intervals(column):
+    if not _has_intervals(column.type):
         with contextlib.suppress(OverflowError, ValueError):  # DuckDB's infinity, a wrong clock
             return list(column.to_pylist())
     return list(_as_duckdb_writes(column).to_pylist())
 
 
-def _has_intervals(column: pa.ChunkedArray) -> bool:
-    return "interval" in str(column.type)  # also of the elements of a list and of a struct
+def _has_intervals(type_: pa.DataType) -> bool:
+    """Return whether values of a type are intervals, or lists or structs of intervals."""
+    elements = [type_.field(place).type for place in range(type_.num_fields)]
+    return pa.types.is_interval(type_) or any(map(_has_intervals, elements))
 
 
 def _as_duckdb_writes(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -25,7 +25,7 @@ Query:   rankscope summary --store history
 `rankscope demo` runs all of it in three minutes."""
 
 MODULES: Final = {
-    "cli": ("typer", "rich"),
+    "cli": ("typer", "rich", "psutil"),
     "store": ("duckdb", "deltalake", "jinja2", "pytz"),
     "service": ("aiohttp", "apprise", "pydantic", "tenacity"),
     "plot": ("matplotlib",),
