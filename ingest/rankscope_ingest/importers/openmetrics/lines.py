@@ -26,8 +26,10 @@ _LABEL: Final = re.compile(
     r'\s*(?:([a-zA-Z_][a-zA-Z0-9_.]*|"(?:[^"\\]|\\.)*")\s*(=))?\s*"((?:[^"\\]|\\.)*)"\s*(,|\})', re.DOTALL
 )
 _NUMBER: Final = re.compile(r"[+-]?(?:\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?|[iI]nf(?:inity)?|[nN]a[nN])")
-_ESCAPE: Final = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
-_SINGLE: Final = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", '"': '"', "\\": "\\"}
+_ESCAPE: Final = re.compile(rb"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_SINGLE: Final = {
+    b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v", b'"': b'"', b"\\": b"\\"
+}  # fmt: skip
 _MILLIS_FROM: Final = 1e11
 """Smallest number that is interpreted as a time in milliseconds since 1970, as in the older text format and in dumps.
 
@@ -122,23 +124,15 @@ def parse_time(text: str) -> int:
 
 def unescape(text: str) -> str:
     r"""Return the text between quotes with its escapes replaced; an unknown escape `\x` is kept."""
-    if "\\" not in text:
-        return text
-    octets = bytearray()
-    position = 0
-    for found in _ESCAPE.finditer(text):
-        octets += text[position : found.start()].encode("utf-8", "surrogateescape")
-        octets += _escaped(found[1])
-        position = found.end()
-    octets += text[position:].encode("utf-8", "surrogateescape")
-    return octets.decode("utf-8", "replace")
+    return _ESCAPE.sub(_escaped, text.encode("utf-8", "replace")).decode("utf-8", "replace")
 
 
-def _escaped(code: str) -> bytes:
+def _escaped(found: re.Match[bytes]) -> bytes:
+    code = found[1]
     if len(code) == 1:
-        return _SINGLE.get(code, "\\" + code).encode("utf-8", "surrogateescape")
+        return _SINGLE.get(code, found[0])
     number = int(code[1:], 16)
-    if code[0] == "x":
+    if code.startswith(b"x"):
         return bytes((number,))
     return chr(number).encode("utf-8", "replace") if number < 0x110000 else "\N{REPLACEMENT CHARACTER}".encode()
 
