@@ -131,6 +131,17 @@ def test_byte_order_marks_line_ends_and_holes_change_nothing(logs, kind, change)
     assert [1.5, 2.5, 3.5] == values(logs, kind)
 
 
+@pytest.mark.parametrize("kind", ["megatron", "jsonl", "textlog", "msprobe"])
+def test_hole_instead_of_a_line_end_keeps_the_order_of_the_rows(logs, kind):
+    lines = text_of(kind, *range(5_000)).splitlines(keepends=True)
+    lines[4_000] = lines[4_000].rstrip() + "\0" * 9
+    logs.import_log(path_of(logs, kind, "".join(lines).encode()), kind=kind)
+    table = "tensor_stats" if kind == "msprobe" else "scalars WHERE name = 'loss'"
+    rows = logs.query(f"SELECT step, attempt FROM {table} ORDER BY seq")
+
+    assert [(rows[0]["step"] + place, 0) for place in range(5_000)] == [(row["step"], row["attempt"]) for row in rows]
+
+
 @pytest.mark.usual(5)
 @pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize(("nan", "infinity"), [("NaN", "Infinity"), ("NaN", "1e999")])

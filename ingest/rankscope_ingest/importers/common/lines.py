@@ -102,6 +102,7 @@ class LogLines:
         self._is_any = is_any
         self._data = b""  # read from the file
         self._at = 0  # begin of the next line in it
+        self._is_split = False  # further parts of the last line may follow
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         with open_log(self._path) as file:
@@ -118,6 +119,8 @@ class LogLines:
 
         A match of `expression` includes the line end. Only lines are returned that are read from the file already.
         """
+        if self._is_split:
+            return []
         scanner = expression.scanner(self._data, self._at)  # type: ignore[attr-defined] # matches one after the other
         found: list[re.Match[bytes]] = [*iter(scanner.match, None)]
         if found and not found[-1][0].endswith(b"\n"):
@@ -154,8 +157,10 @@ class LogLines:
             is_rest = is_long
             if is_skipped:
                 continue
+            self._is_split = True
             for part in filter(bytes.strip, _NULS.split(line.strip(b"\0"))):
                 yield self._number, part.replace(b"\0", b"").rstrip(b"\r\n")
+            self._is_split = False
 
     def _piece(self, file: BinaryIO, end: bytes) -> bytes:
         """Return the next line, or its next part of the largest size; empty bytes at the end of the file."""
