@@ -16,9 +16,8 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import duckdb
 import pyarrow as pa
@@ -142,7 +141,11 @@ class OpenMetrics:
 
         A file that has grown therefore yields the previous rows first, in the same order.
         """
-        with Pivot.temporary() as pivot:
+        with (
+            tempfile.TemporaryDirectory(prefix="rankscope-import-") as folder,
+            duckdb.connect(str(Path(folder, "samples.duckdb"))) as connection,
+        ):
+            pivot = Pivot(connection, folder)
             _fill(pivot, path, faults)
             pivot.close()
             runs = pivot.runs()
@@ -215,7 +218,7 @@ def _is_sample(line: str) -> bool:
 
 
 class Pivot:
-    """A temporary DuckDB database with the samples of one file."""
+    """A DuckDB database with the samples of one file. Files that do not fit into memory are in `folder`."""
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, folder: str) -> None:
         self._duckdb = connection
@@ -226,16 +229,6 @@ class Pivot:
         self._duckdb.from_arrow(_SAMPLE_SCHEMA.empty_table()).create("samples")
         self._series: list[dict[str, Any]] = []
         self._samples: list[tuple[int, int, int | None, float]] = []
-
-    @classmethod
-    @contextmanager
-    def temporary(cls) -> Iterator[Self]:
-        """Create the database, and delete it at the end of the `with` block."""
-        with (
-            tempfile.TemporaryDirectory(prefix="rankscope-import-") as folder,
-            duckdb.connect(str(Path(folder, "samples.duckdb"))) as connection,
-        ):
-            yield cls(connection, folder)
 
     def series(self, text: str, columns: dict[str, Any]) -> int:
         """Store the role (such as scalar or step) and the column values of a series; return its id.
