@@ -194,7 +194,7 @@ class _Log:
         """Add the last rows of a learned form; all lines between them are other output."""
         form, run, self._form, self._run = self._form, self._run, None, []
         rows = [row for _, _, texts, found in run for row in (texts, *map(re.Match.groups, found))]
-        if form is None or self._add_rows(form, rows):
+        if form is None or not rows or self._add_rows(form, rows):
             return
         for first, line, _, found in run:
             for place, each in enumerate([line, *(each[0].rstrip(b"\r\n") for each in found)]):
@@ -208,7 +208,7 @@ class _Log:
             self._open = row
             self._end_row(is_torn=True)
         elif torn is not None:
-            self._faults.passed_over += not self._continues(torn[1])
+            self._faults.passed_over += not self._continues(*torn)
         self._end_row()
         self._add_waiting(None)
 
@@ -217,7 +217,7 @@ class _Log:
             self.end_run()
             self._end_row()
             self._open = row
-        elif not self._continues(line):
+        elif not self._continues(number, line):
             self._end_row()
             found = None
             if self.companions.is_possible(line):
@@ -229,14 +229,18 @@ class _Log:
                 if not self._waiting[0].is_start or len(self._waiting) > _MOST_WAITING:
                     self._add_waiting(None)
 
-    def _continues(self, line: bytes) -> bool:
+    def _continues(self, number: int, line: bytes) -> bool:
         """Return whether `line` may continue the rows on the last line with rows. If it may, it is joined with them.
 
         A line may be wrapped after a bar, so a row that looks complete may continue. The largest number of lines that
         together form a valid row is joined.
         """
+        if not line.strip() or self.companions.is_possible(line):
+            return False
+        if self._open is None and line.rstrip().endswith(b"|"):
+            self._open_learned(number - 1)
         row = self._open
-        if row is None or row.lines == _MOST_LINES or not line.strip() or self.companions.is_possible(line):
+        if row is None or row.lines == _MOST_LINES:
             return False
         if not row.lines and row.rows[-1].is_closed and b"|" not in line:
             return False
@@ -250,6 +254,14 @@ class _Log:
             else:
                 row.rows, row.unused = rows, 0
         return True
+
+    def _open_learned(self, number: int) -> None:
+        """Take the row on the line `number` from the rows of the learned form, if it is the last one, and open it."""
+        first, _, _, found = self._run[-1] if self._run else (-1, b"", (), [])
+        if first + len(found) == number:
+            line = found.pop()[0] if found else self._run.pop()[1]
+            self.end_run()
+            self._open = _row_on(number, line.rstrip(b"\r\n"))
 
     def _end_row(self, *, is_torn: bool = False) -> None:
         """Add the rows of the last line with rows, which the next line does not continue."""
