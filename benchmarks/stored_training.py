@@ -26,7 +26,7 @@ from _stored_size import bytes_per_sample, dearest, prototype, stored_files
 
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.encoding import open_file, write_file
+from rankscope_storage.files.encoding import read_file, write_file
 
 RANKS, STEPS, LAYERS, WIDTH = 4, 400, 12, 96
 BASELINES: Final = ("norm_baseline", "mean_baseline")
@@ -39,7 +39,7 @@ def run() -> list[Row]:
         flushed = stored_files(_train(folder))
         note = f"{len(flushed)} files of {RANKS} ranks, {STEPS} steps; baselines included"
         rows = [Row("at the flush", bytes_per_sample(flushed), "bytes per sample", note)]
-        table = pa.concat_tables([conform(open_file(path, "tensor_stats").read(), "tensor_stats") for path in flushed])
+        table = pa.concat_tables([conform(read_file(path, "tensor_stats"), "tensor_stats") for path in flushed])
         rows.append(_in_one_file(folder, "as one file, as merges make them", table))
         one = table.filter(pc.equal(table["rank"], 0))
         rows.append(_in_one_file(folder, "one rank alone", one))

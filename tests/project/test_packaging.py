@@ -1,7 +1,9 @@
 """The wheel contains all eight packages. On a rank it needs only torch, numpy, pyarrow and prometheus_client."""
 
+import ast
 import email
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -319,6 +321,17 @@ def test_help_and_version_import_no_library(option):
 
 def test_a_command_imports_no_other_command():
     assert "['rankscope.commands.version']" == imported_by("version", "rankscope.commands.")
+
+
+def test_names_that_benchmarks_import_exist():
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {
+        (node.module, one.name) for node in imports if (node.module or "").startswith("rankscope") for one in node.names
+    }
+    absent = [pair for pair in names if not hasattr(importlib.import_module(pair[0]), pair[1])]
+
+    assert [] == [pair for pair in absent if importlib.util.find_spec(".".join(pair)) is None]
 
 
 def test_paths_in_the_makefile_exist():

@@ -25,7 +25,7 @@ Query:   rankscope summary --store history
 `rankscope demo` runs all of it in three minutes."""
 
 MODULES: Final = {
-    "cli": ("typer", "rich", "psutil"),
+    "cli": ("typer", "rich"),
     "store": ("duckdb", "deltalake", "jinja2", "pytz"),
     "service": ("aiohttp", "apprise", "pydantic", "tenacity"),
     "plot": ("matplotlib",),
