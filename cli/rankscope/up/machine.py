@@ -84,12 +84,14 @@ class StateDir:
         write_whole(self.path / _NOTES, json.dumps(notes, indent=2) + "\n")
 
     def load_notes(self) -> dict[str, Any]:
-        """Return the saved ports and URLs; an empty dict if the file that contains them is missing or invalid."""
+        """Return the saved ports and URLs; an empty dict if the file is missing, or if any of them is invalid."""
         try:
             notes = json.loads((self.path / _NOTES).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            are_ports = all(type(port) is int and 0 < port < 65536 for port in notes.get("ports", {}).values())
+            are_urls = all(isinstance(url, str) for url in notes.get("urls", {}).values())
+        except (OSError, ValueError, AttributeError):
             return {}
-        return notes if isinstance(notes, dict) else {}
+        return notes if are_ports and are_urls else {}
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

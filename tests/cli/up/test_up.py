@@ -233,7 +233,14 @@ def test_state_folder_is_locked_and_readable_by_the_owner_only(tmp_path):
     assert tmp_path / "rankscope-live" == folder.path
     assert 0o700 == stat.S_IMODE(folder.config("token").parent.stat().st_mode)
     assert 0o600 == stat.S_IMODE(folder.config("token").stat().st_mode)
-    for text in ("[1]", "{", "\x00"):
+    for text in (
+        "[1]",
+        "{",
+        "\x00",
+        '{"ports": {"service": 99999}}',
+        '{"ports": {"service": "9470"}}',
+        '{"urls": "x"}',
+    ):
         (folder.path / "live.json").write_text(text)
         assert {} == folder.load_notes()
 
