@@ -61,7 +61,7 @@ def export(
     ranks: Annotated[str | None, typer.Option(help="Only rows of these ranks: 0,8-15.")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="Only rows of this attempt.")] = None,
     data_type_list: DataTypes = None,
-    process_num: Annotated[int, typer.Option(min=1, help="Number of parallel writer processes.")] = 1,
+    process_num: Annotated[int, typer.Option(min=1, help="tensorboard: parallel writer processes.")] = 1,
     step_count_per_record: Annotated[int, typer.Option(min=1, help="csv: steps per file.")] = 1,
     seed_rounding: Decimals = None,
     append_output: AppendOutput = None,
