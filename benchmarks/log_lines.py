@@ -34,14 +34,24 @@ with Store.open(store, create=True).claim(owner="bench") as writer:
 
 
 def run(lines: int = LINES) -> list[Row]:
-    forms = {"short lines": _short, "long lines": _long, "Megatron": megatron_row, "dictionaries": _dictionary}
+    forms = {
+        "short lines": _short,
+        "long lines": _long,
+        "Megatron": megatron_row,
+        "Megatron with timers": _with_timers,
+        "Megatron with other lines": _with_other_line,
+        "Megatron without a last bar": _without_bar,
+        "dictionaries": _dictionary,
+    }
     return [row for name, line in forms.items() for row in _rows(name, line, lines)]
 
 
 def _rows(name: str, line: Callable[[int], str], lines: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.log"
-        path.write_text("".join(line(step) for step in range(1, lines + 1)))
+        text = "".join(line(step) for step in range(1, lines + 1))
+        lines = text.count("\n")
+        path.write_text(text)
         size = path.stat().st_size
         command = [sys.executable, "-c", _MEASURED, str(path), f"{folder}/store"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -80,6 +90,19 @@ def _long(step: int) -> str:
         f"step_time: {5000 / speed:.3f}s | data_time: {0.01 + norm / 1000:.4f}s | memory: {50 + norm:.2f}GiB | "
         f"aux_loss: {loss / 10:.5f} | tokens: {step * 4096}\n"
     )
+
+
+def _with_timers(step: int) -> str:
+    forward, backward = 265 + step % 97 / 10, 520 + step % 89 / 10
+    return f"{megatron_row(step)}time (ms) | forward-compute: {forward:.2f} | backward-compute: {backward:.2f}\n"
+
+
+def _with_other_line(step: int) -> str:
+    return f"{megatron_row(step)}worker {step % 8} has read shard {step} from the cache in {step % 97 / 10:.1f} s\n"
+
+
+def _without_bar(step: int) -> str:
+    return megatron_row(step).rstrip(" |\n") + "\n"
 
 
 def _dictionary(step: int) -> str:

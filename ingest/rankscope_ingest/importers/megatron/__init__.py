@@ -57,7 +57,7 @@ _MOST_LINES: Final = 8
 _MOST_ROWS: Final = 64
 """Largest number of rows in one line."""
 _MOST_WAITING: Final = 10_000
-_MOST_TOGETHER: Final = 100
+_MOST_TOGETHER: Final = 1000
 """Number of rows of one form, consecutive or between other lines, after which they are added."""
 _REMEMBERED: Final = 4096
 _REMEMBERED_KEYS: Final = 64
@@ -106,7 +106,7 @@ class MegatronText:
                 torn = number_of_line, line
                 break
             log.line(number_of_line, line, lines)
-            if log.builder.is_full and (block := log.builder.take()):
+            if not log.run and log.builder.is_full and (block := log.builder.take()):
                 yield block
         log.end_run()
         if block := log.builder.take():
@@ -154,8 +154,9 @@ class _Log:
         self._forms: Forms[RowForm] = Forms()
         self._open: _OpenRow | None = None
         self._form: RowForm | None = None  # of the rows of `_run`
-        self._run: list[tuple[int, bytes, tuple[bytes, ...], list[re.Match[bytes]]]] = []
+        self.run: list[tuple[int, bytes, tuple[bytes, ...], list[re.Match[bytes]]]] = []
         """Number and bytes of a line, the texts in its slots, and the matches for the next lines."""
+        self._after: list[tuple[int, bytes]] = []  # lines that would continue the last row if a bar followed
         self._waiting: list[Companion] = []  # from a start of a process on, until the attempt is known
         self._printers: dict[Printer, tuple[int, float, int]] = {}  # step, loss and attempt of the last row
         self._tasks_are_ranks: bool | None = None
@@ -178,28 +179,40 @@ class _Log:
     def line(self, number: int, line: bytes, lines: LogLines) -> None:
         """Add the records on `line`, and on the next ones of `lines` that have the same form."""
         match = self._forms.match(line)
-        if match is None:
+        if match is not None:
+            self._end_row()
+        if match is None or (self._last_keys and not match[0].is_closed):
             self._parse(number, line)
             return
-        self._end_row()
         form, texts = match
         if form is not self._form:
             self.end_run()
+        self._end_row()
+        self._after.clear()
         self._form, found = form, lines.matching(form.expression)
-        self._run.append((number, line, texts, found))
-        if max(len(found), len(self._run)) >= _MOST_TOGETHER:
+        self.run.append((number, line, texts, found))
+        if max(len(found), len(self.run)) >= _MOST_TOGETHER:
             self.end_run()
 
     def end_run(self) -> None:
         """Add the last rows of a learned form; all lines between them are other output."""
-        form, run, self._form, self._run = self._form, self._run, None, []
-        rows = [row for _, _, texts, found in run for row in (texts, *map(re.Match.groups, found))]
-        if form is None or not rows or self._add_rows(form, rows):
+        form, run, after, self._form, self.run, self._after = self._form, self.run, self._after, None, [], []
+        if form is None:
             return
+        rows = [row for _, _, texts, found in run for row in (texts, *map(re.Match.groups, found))]
+        count = len(rows) if form.is_closed else len(rows) - 1  # the next lines may continue the last row
+        if count > 0 and self._add_rows(form, rows[:count]):
+            run = run[-1:] if count < len(rows) else []
+            run = [
+                (first + len(found), (found[-1][0] if found else line).rstrip(b"\r\n"), (), [])
+                for first, line, _, found in run
+            ]
         for first, line, _, found in run:
             for place, each in enumerate([line, *(each[0].rstrip(b"\r\n") for each in found)]):
                 self._parse(first + place, each)
-        self._end_row()
+        self._faults.passed_over -= len(after)
+        for first, line in after:
+            self._parse(first, line)
 
     def end(self, torn: tuple[int, bytes] | None) -> None:
         """Add the records that wait for further lines, and those of the last line if it has no line end."""
@@ -217,11 +230,21 @@ class _Log:
             self.end_run()
             self._end_row()
             self._open = row
-        elif not self._continues(number, line):
+            return
+        is_possible = self.companions.is_possible(line)
+        if self._form is not None and not self._form.is_closed:
+            if not (is_possible or b"\x1b" in line or line.rstrip().endswith((b"|", b"\x08"))):
+                self._faults.passed_over += 1
+                if len(self._after) < _MOST_LINES:
+                    self._after.append((number, line))
+                return
+            self.end_run()
+        if not self._continues(number, line):
             self._end_row()
             found = None
-            if self.companions.is_possible(line):
+            if is_possible:
                 self.end_run()
+                self._end_row()
                 found = self.companions.read(clean(line.decode(errors="replace")))
             self._faults.passed_over += found is None
             for companion in found or ():
@@ -257,9 +280,9 @@ class _Log:
 
     def _open_learned(self, number: int) -> None:
         """Take the row on the line `number` from the rows of the learned form, if it is the last one, and open it."""
-        first, _, _, found = self._run[-1] if self._run else (-1, b"", (), [])
+        first, _, _, found = self.run[-1] if self.run else (-1, b"", (), [])
         if first + len(found) == number:
-            line = found.pop()[0] if found else self._run.pop()[1]
+            line = found.pop()[0] if found else self.run.pop()[1]
             self.end_run()
             self._open = _row_on(number, line.rstrip(b"\r\n"))
 

@@ -35,6 +35,10 @@ _PARTS: Final = (
     b"imed out", b"ime out", b"imedout", b"imeout", b"Connection re",
 )  # fmt: skip
 """Texts of which each companion line that reports no certain failure contains at least one."""
+_ZEROS: Final = bytes.maketrans(b"123456789", b"0" * 9)
+"""Lines that differ only in digits are searched for these texts once: none of the texts has another digit than 0."""
+_LONGEST: Final = 4096
+"""Largest number of bytes of a line that is searched for these texts before it is parsed."""
 _VALIDATION: Final = re.compile(
     r"(?:validation|test) loss at (?:iteration (?P<step>\d{1,18})|the end of training)"
     r"(?: (?:on|for) (?P<set>[^|]{1,80}?))? *\|(?P<rest>.*)"
@@ -101,7 +105,7 @@ class Companions:
 
     def is_possible(self, line: bytes) -> bool:
         """Return whether `line` may be a companion line; false for most other lines."""
-        if any(part in line for part in _PARTS) or FailureLines.is_possible(line):
+        if len(line) > _LONGEST or _has_part(line.translate(_ZEROS)):
             return True
         return self._across == "times" and line.rstrip().endswith(b":")
 
@@ -250,6 +254,11 @@ class Companions:
         event, ending = found
         self.ending = ending_after(self.ending, ending)
         return [Companion(event=event, rank=rank, once=("error", *failure_key(event, rank)))] if event else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_part(line: bytes) -> bool:
+    return any(part in line for part in _PARTS) or FailureLines.is_possible(line)
 
 
 def _event(type: str, text: str, **columns: Any) -> dict[str, Any]:  # noqa: A002 - column

@@ -307,10 +307,12 @@ def fold(key: str) -> str:
 class RowForm(LineForm):
     """The form of rows with a loss and equal keys: an expression with a slot for each number, and the stored series.
 
+    A row is closed if it ends with a bar (`|`).
     The first slots are the text before the row, its time (`has_time`), the step and the planned steps.
     """
 
     has_time: bool
+    is_closed: bool
     series: tuple[Series, ...]
     factors: tuple[float, ...]
 
@@ -347,11 +349,11 @@ def form_of(text: str, row: Row) -> RowForm | None:
     """Return the form of the line `text`, which is the complete row `row`; None if its texts have no form."""
     if not text.isascii() or _CONTROLS.search(text):
         return None
-    if not row.is_closed or row.odd_parts or main_loss(row.keys) is None:
+    if row.odd_parts or main_loss(row.keys) is None:
         return None
     [head, *others] = heads(text)
     pieces = text[head.end() :].split("|")
-    if others or head.start() > _MAX_PREFIX or len(pieces) != len(row.parts) + 1:
+    if others or head.start() > _MAX_PREFIX or len(pieces) != len(row.parts) + row.is_closed:
         return None
     before = _BEFORE.search(text[: head.start()])
     time = before["time"] if before else None
@@ -375,10 +377,11 @@ def form_of(text: str, row: Row) -> RowForm | None:
     scalars = list(row.scalars())
     if not np.array_equal(logged, [value for _, _, value in scalars], equal_nan=True):
         return None
-    expression += _literal(pieces[-1])
+    expression = expression + _literal(pieces[-1]) if row.is_closed else expression.removesuffix(r"\|")
     return RowForm(
         expression=re.compile((expression + LINE_END).encode()),
         has_time=time is not None,
+        is_closed=row.is_closed,
         series=tuple(series for series, _, _ in scalars),
         factors=tuple(factor for _, factor, _ in scalars),
     )
