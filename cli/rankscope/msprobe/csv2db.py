@@ -58,7 +58,7 @@ def csv2db(config: CSV2DBConfig) -> None:
     Raises ValueError if an argument is wrong, if no folder is in the range of times, or if a file with the name of the
     database is not such a database.
     """
-    from rankscope_storage.formats.msprobe.sqlite_schema import DIMENSION_TABLES, OtherFileError, new_database
+    from rankscope_storage.formats.sqlite_schema import DIMENSION_TABLES, OtherFileError, new_database
 
     processes = csv_rows.checked_number("process_num", config.process_num)
     partition = csv_rows.checked_number("step_partition", config.step_partition, 10, 10_000_000)
@@ -100,7 +100,7 @@ class _Database:
     """
 
     def __init__(self, connection: sqlite3.Connection, partition: int, statistics: Mapping[str, Sequence[str]]) -> None:
-        from rankscope_storage.formats.msprobe.sqlite_schema import MetricTables
+        from rankscope_storage.formats.sqlite_schema import MetricTables
 
         self.rows = 0
         self._connection = connection

@@ -50,7 +50,7 @@ from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.export import ExportOptions, ExportReport, Progress, Selection, no_progress, require_rows
-from rankscope_storage.formats.msprobe.rows import (
+from rankscope_storage.formats.msprobe_rows import (
     FEATURE_COLUMNS,
     MsprobeCells,
     MsprobeSteps,

@@ -21,7 +21,7 @@ from rankscope_msprobe.files.csv_layout import FEATURES, TENSOR_FAMILIES, plain
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.connection import Connection
 from rankscope_storage.formats.export import ExportOptions, ExportReport, Progress, Selection, no_progress, require_rows
-from rankscope_storage.formats.msprobe.rows import (
+from rankscope_storage.formats.msprobe_rows import (
     FEATURE_COLUMNS,
     MsprobeCells,
     MsprobeSteps,
@@ -30,7 +30,7 @@ from rankscope_storage.formats.msprobe.rows import (
     feature_cells,
     tensor_cells,
 )
-from rankscope_storage.formats.msprobe.sqlite_schema import (
+from rankscope_storage.formats.sqlite_schema import (
     OPS,
     TABLES,
     MetricTables,

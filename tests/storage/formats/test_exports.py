@@ -18,9 +18,8 @@ from rankscope_contract.model.kinds import Kind
 from rankscope_msprobe.files.csv_layout import FAMILY_OF
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.schema import dataset_schema
-from rankscope_storage.formats import ExportOptions
+from rankscope_storage.formats import ExportOptions, sqlite_schema
 from rankscope_storage.formats.export import parse_time
-from rankscope_storage.formats.msprobe import sqlite_schema
 
 AT_NOON = dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)
 

@@ -1,1 +1,0 @@
-"""File layouts of msprobe, which the formats `csv` and `sqlite` share."""
