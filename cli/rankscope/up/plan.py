@@ -318,16 +318,7 @@ def make_plan(
         raise CommandError(f"--retention {retention}: write numbers with units, such as 15d, 12h or 1y6w", code=USAGE)
     settings = load_settings(config, store, listen, None)
     folder = StateDir(state) if state else StateDir.next_to(settings.store.path)
-    mode, urls = settings.notify.mode, [url.get_secret_value() for url in settings.notify.urls]
-    addresses = [*(urls if mode == "alertmanager" else ()), *notify]
-    made, others = receivers(addresses) if with_alertmanager else ([], addresses)
-    if others and mode != "embedded":
-        raise CommandError(
-            f'{len(others)} addresses are for the service, but [notify] mode is "{mode}": set mode = "embedded", or '
-            "name addresses that Alertmanager supports: https://…, slack+https://… or smtp://…",
-            code=USAGE,
-        )
-    notified = [*(urls if mode == "embedded" else ()), *others]
+    made, notified, has_more = _addresses(settings, notify, with_alertmanager=with_alertmanager)
     wanted = {machine.PROMETHEUS: "--without-prometheus"} if with_prometheus else {}
     wanted |= {machine.ALERTMANAGER: "--without-alertmanager"} if with_alertmanager else {}
     executables = find_required(wanted)
@@ -352,12 +343,28 @@ def make_plan(
         files=files(options, folder),
         programs=programs(options, folder),
         warnings=tuple(notes),
-        notify=tuple(notified) if others else (),
+        notify=tuple(notified) if has_more else (),
         notification_lines=tuple(_notification_lines(options, len(notified))),
         advertised=_advertised_url(settings, chosen[SERVICE]),
         client_tls=service_tls(settings),
         left_out=tuple(name for name in ("prometheus", "alertmanager") if name not in chosen),
     )
+
+
+def _addresses(
+    settings: ServiceConfig, notify: Sequence[str], *, with_alertmanager: bool
+) -> tuple[list[Receiver], list[str], bool]:
+    """Return the receivers of Alertmanager, the addresses of the service, and whether `notify` added one to them."""
+    mode, urls = settings.notify.mode, [url.get_secret_value() for url in settings.notify.urls]
+    addresses = [*(urls if mode == "alertmanager" else ()), *notify]
+    made, others = receivers(addresses) if with_alertmanager else ([], addresses)
+    if others and mode != "embedded":
+        raise CommandError(
+            f'{len(others)} addresses are for the service, but [notify] mode is "{mode}": set mode = "embedded", or '
+            "name addresses that Alertmanager supports: https://…, slack+https://… or smtp://…",
+            code=USAGE,
+        )
+    return made, [*(urls if mode == "embedded" else ()), *others], bool(others)
 
 
 def _ports(
