@@ -1,4 +1,4 @@
-"""What the checks of `rankscope doctor` read and yield: addresses, the machine and the network, and the report.
+"""The input and results of the checks of `rankscope doctor`: addresses, the machine and the network, and the report.
 
 The first available address is used, in this order: a command-line option; for the service, `listen` in the file given
 with --config; the address that `rankscope up` saved; the default port on 127.0.0.1.

@@ -1,4 +1,4 @@
-"""Format the list of runs and the details of a run as text, and as text, JSON or Markdown what is read of runs.
+"""Format the list of runs and the details of a run as text, JSON or Markdown.
 
 These are summaries, comparisons, event logs and anomalies.
 """

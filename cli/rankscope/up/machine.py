@@ -1,4 +1,4 @@
-"""What `rankscope up` uses on this machine: its state folder, ports, and the executables of programs."""
+"""The parts of this machine that `rankscope up` uses: its state folder, ports, and the executables of programs."""
 
 from __future__ import annotations
 

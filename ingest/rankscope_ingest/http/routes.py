@@ -1,4 +1,4 @@
-"""What the HTTP routes of the service share: errors as responses, JSON, and service discovery for Prometheus."""
+"""The shared parts of the HTTP routes: errors as responses, JSON, and service discovery for Prometheus."""
 
 from __future__ import annotations
 

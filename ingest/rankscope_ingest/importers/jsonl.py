@@ -52,7 +52,7 @@ _PRINTED: Final = "{'"  # no JSON object begins with it
 
 
 Line = tuple[bool, Mapping[str, Any] | None]
-"""Whether a line is JSON as a whole, and the object on it; the object is None if the line contains no object."""
+"""True if a line is JSON as a whole, and the object on it, which is None if the line contains no object."""
 
 
 class JsonLines:

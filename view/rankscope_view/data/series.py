@@ -239,7 +239,7 @@ def read_rows(connection: Connection, runs: Collection[str], names: Collection[s
             for constants, own in adjacent:
                 batches = map(_complete, own.batches([one for one in _NUMBERS if one not in constants]))
                 parts = [_rows(batch, constants) for batch in batches if batch.num_rows]
-                if parts:  # joined at once, so that the memory of the parts is used again
+                if parts:  # joined immediately, so that the memory of the parts is used again
                     found.add(constants["run"], constants["name"], constants["labels"], _in_one(parts))
         else:
             _add_mixed([own for _, own in adjacent], set(wanted), names, found)

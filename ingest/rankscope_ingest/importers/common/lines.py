@@ -42,7 +42,7 @@ _CTIME: Final = re.compile(
 
 _WINDOW_BYTES: Final = 65_536
 BLOCK_BYTES: Final = 1 << 20
-"""Number of bytes that are read from a log at once."""
+"""Number of bytes that are read from a log in one call."""
 _HOLE_BYTES: Final = 1 << 20
 _FEWEST_NULS: Final = 4
 _LONGEST_SAMPLE: Final = 1 << 24
