@@ -295,6 +295,7 @@ class _Log:
         for row in line.rows[:_MOST_ROWS]:
             if not self._is_whole(row, is_end=row is line.rows[-1], is_torn=is_torn):
                 self._faults.add(line.number, f"incomplete row: {line.shown}")
+                self.companions.row_seen()  # timers below this row are not those of the row before it
                 continue
             if row.odd_parts:
                 self._faults.add(line.number, f"part of the row is unreadable: {line.shown}")
