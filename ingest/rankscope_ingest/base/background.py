@@ -158,7 +158,7 @@ class Job:
 
 
 async def run_jobs(jobs: Sequence[Job], faults: BackgroundFaults) -> None:
-    """Call each job in a task of its own until this coroutine is cancelled. Report exceptions to `faults`."""
+    """Call each job in its own task until this coroutine is cancelled. Report exceptions to `faults`."""
 
     async def repeat(job: Job) -> None:
         if not job.starts_immediately:

@@ -56,6 +56,11 @@ from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Writer
 
+IDLE_SECONDS: Final = 60.0
+"""Time in seconds without a stored row or a finished spool after which the import is considered stuck."""
+
+_SCAN_SECONDS: Final = 0.1
+
 
 async def run(
     config: ServiceConfig,
@@ -113,12 +118,6 @@ def _claim(config: ServiceConfig) -> Writer:
 def _history(path: str) -> History:
     with connect(path, single_threaded=True) as connection:
         return read_history(connection, time.monotonic())
-
-
-IDLE_SECONDS: Final = 60.0
-"""Time in seconds without a stored row or a finished spool after which the import is considered stuck."""
-
-_SCAN_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +234,7 @@ def _parent_of(store: Path) -> Path:
 
 
 def _copy(spool: OfflineSpool, copy: Path) -> None:
-    """Create the spool folder `copy` with links to the files of `spool`, and with a lock of its own.
+    """Create the spool folder `copy` with links to the files of `spool`, and with its own lock.
 
     The lock file is empty, as in all spools, except if the process of the spool is running.
     """

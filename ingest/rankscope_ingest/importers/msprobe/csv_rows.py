@@ -126,7 +126,7 @@ def _fields(line: bytes) -> list[str]:
 
 
 def _fault(line: bytes) -> str | None:
-    """Return the reason why `line` is not a row of its own; None if it is one."""
+    """Return the reason why `line` alone is not a row; None if it is one."""
     try:
         text = line.decode().encode("ascii", "replace")
     except UnicodeDecodeError:
