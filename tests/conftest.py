@@ -18,6 +18,7 @@ from typing import Any, Final
 import hatch_build
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.object_store.fixtures import _proxy_of_session, bucket, s3_proxy, s3_server  # noqa: F401
 from tests.properties import THOROUGH, USUAL, examples
 
 # Tests have no time limits, because a machine can be busy for seconds. Each usual run has the same examples, so that a
