@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import uuid
 from pathlib import Path
 from typing import Final
@@ -18,9 +17,11 @@ from rankscope_storage.base.errors import (
     local_folder,
 )
 from rankscope_storage.base.fsync import Sync, make_folders, sync_to_disk
+from rankscope_storage.base.shards import Shard
 from rankscope_storage.files.encoding import STAGING, check_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import has_entries
+from rankscope_storage.log.services import ADDRESS, SERVICES, check_count, service_count
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.query.sql_script import write_sql_script
@@ -28,7 +29,7 @@ from rankscope_storage.writer.writer import Batch, Commit, Writer
 
 __all__ = ["Batch", "Commit", "Store", "Writer", "is_store"]
 
-_SHARD: Final = re.compile(r"(\d+)/(\d+)")
+_CLAIM_TRIES: Final = 20
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
@@ -76,32 +77,26 @@ class Store:
         make_folders(root / STAGING, root, sync)
         return cls(root, sync, mantissa_bits, is_new=is_new)
 
-    def claim(self, shard: str = "0/1", *, owner: str) -> Writer:
+    def claim(self, shard: str = "0/1", *, owner: str, is_service: bool = False) -> Writer:
         """Take over `shard`, and return the only writer that may append to it from now on.
 
         A claim takes the shard from every older owner. An older owner that still runs on another machine gets an error
         at its next append and stops. Raises ShardLockError, which names the owner, in two cases: a process on this
         machine holds the shard's lock file, which the kernel releases when the process exits, or another claim is
         committed concurrently. A store of an earlier release is upgraded first. `owner` (host and pid) names this
-        process in the errors of other services.
+        process in the errors of other services. With `is_service`, the writer is one of the services of the store:
+        raises ServicesError if a service runs that was started with another number of services.
         """
-        match = _SHARD.fullmatch(shard)
-        if not match or not int(match[1]) < int(match[2]):
-            raise ShardLockError(f"shard {shard!r} must be i/N with 0 <= i < N, as in 0/1 or 2/4")
+        try:
+            claimed = Shard.parse(shard)
+        except ValueError as error:
+            raise ShardLockError(str(error)) from error
         upgrade(self.root, self._sync)
-        lock = ShardLock.take(self.root, shard, owner)
+        lock = ShardLock.take(self.root, shard, owner, is_service=is_service)
         try:
             log = Log.open(self.root, self._sync)
             log.add_missing_columns()
-            number = (log.transaction(shard_transaction(shard)) or 0) + 1
-            try:
-                log.commit(Change(transactions={shard_transaction(shard): number}, info=owner_info(shard, owner)))
-            except ConflictError as error:
-                log.refresh()
-                raise ShardLockError(
-                    f"shard {shard} of {self.root} was claimed concurrently by {current_owner(log, shard)}: "
-                    "stop that service, or give this one another shard"
-                ) from error
+            number = self._claim(log, claimed, owner, is_service=is_service, is_locked=lock.is_held)
             if not self._is_new:  # an earlier release may have written the script
                 write_sql_script(self.root)
             return Writer(
@@ -112,10 +107,35 @@ class Store:
                 lock=lock,
                 sync=self._sync,
                 mantissa_bits=self._mantissa_bits,
+                is_service=is_service,
             )
         except BaseException:
             lock.release()
             raise
+
+    def _claim(self, log: Log, shard: Shard, owner: str, *, is_service: bool, is_locked: bool) -> int:
+        """Commit the claim of `shard`, and return its transaction number."""
+        name = shard_transaction(str(shard))
+        number = (log.transaction(name) or 0) + 1
+        info = owner_info(str(shard), owner) | ({ADDRESS: ""} if is_service else {})
+        for _ in range(_CLAIM_TRIES):
+            changes = {name: number}
+            if is_service:
+                check_count(log, shard, is_locked=is_locked)
+                changes |= {SERVICES: shard.count} if service_count(log) != shard.count else {}
+            try:
+                log.commit(Change(transactions=changes, info=info))
+            except ConflictError as error:
+                log.refresh()
+                conflict = error
+                if log.transaction(name) != (number - 1 or None):
+                    break
+            else:
+                return number
+        raise ShardLockError(
+            f"shard {shard} of {self.root} was claimed concurrently by {current_owner(log, str(shard))}: "
+            "stop that service, or give this one another shard"
+        ) from conflict
 
 
 def is_store(path: Path) -> bool:

@@ -34,12 +34,20 @@ class BatchError(StoreError):
     """Rows of a batch do not match the schema of their dataset."""
 
 
+class RepeatedError(BatchError):
+    """The batch contains a request that another service has stored. Append its other requests without it."""
+
+
 class ShardLockError(StoreError):
     """Another running process holds the lock of the shard; the message names that process."""
 
 
 class ShardLostError(StoreError):
     """Another service has taken over the shard. The writer that gets this error must stop."""
+
+
+class ServicesError(StoreError):
+    """The services that share the store were started with different numbers of services."""
 
 
 class ConflictError(StoreError):

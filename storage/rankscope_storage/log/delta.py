@@ -409,6 +409,10 @@ class Log:
             moved |= found.transactions
         return moved
 
+    def infos(self, since: int) -> list[dict[str, Any]]:
+        """Return the commit information of the commits after version `since`, oldest first, without deleted entries."""
+        return [found.info for found in self._entries_after(since) if found is not None]
+
     def was_committed(self, since: int, change: Change) -> bool | None:
         """Return whether one entry of the Delta log after version `since` contains all of `change`.
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,6 +37,12 @@ class Entry:
 
     transactions: Mapping[str, int]
     text: bytes
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The commit information, which is the first line of an entry of Rankscope; empty for other entries."""
+        first = self.text.partition(b"\n")[0]
+        return dict(json.loads(first)["commitInfo"]) if first.startswith(b'{"commitInfo"') else {}
 
     def holds(self, transactions: Mapping[str, int], paths: Sequence[str]) -> bool:
         """Return whether the entry set all of `transactions` to their numbers and contains the files at `paths`.

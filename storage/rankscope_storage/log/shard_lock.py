@@ -13,13 +13,16 @@ from typing import Any, Final
 
 from rankscope_storage.base.errors import ShardLockError, UnwritableError
 from rankscope_storage.base.escaping import from_path_segment, path_segment
+from rankscope_storage.base.shards import Shard
 from rankscope_storage.log.delta import Log
 
 LOCKS: Final = "_shards"
-_OWNER: Final = "rankscopeOwner"
-_SHARD: Final = "rankscopeShard"
-_HISTORY: Final = 200
+OWNER: Final = "rankscopeOwner"
+SHARD: Final = "rankscopeShard"
+HISTORY: Final = 200
 """Number of newest commits in which to search for the owner of a shard; each commit of a shard names its owner."""
+_SERVICE: Final = "service"
+"""Second line of a lock file of a service. Other writers, such as imports, use shards only as names."""
 _NAME_BYTES: Final = 1000
 _READS: Final = 5
 _READ_SECONDS: Final = 0.1
@@ -32,14 +35,14 @@ def shard_transaction(shard: str) -> str:
 
 def owner_info(shard: str, owner: str) -> dict[str, Any]:
     """Return the commit information that identifies the shard and its owner."""
-    return {_SHARD: shard, _OWNER: owner}
+    return {SHARD: shard, OWNER: owner}
 
 
 def current_owner(log: Log, shard: str) -> str:
     """Return the name of the owner from the newest commit of `shard` that is still in the Delta log."""
-    for commit in log.history(_HISTORY):
-        if commit.get(_SHARD) == shard and _OWNER in commit:
-            return str(commit[_OWNER])
+    for commit in log.history(HISTORY):
+        if commit.get(SHARD) == shard and OWNER in commit:
+            return str(commit[OWNER])
     return "an unknown owner"
 
 
@@ -67,11 +70,31 @@ def _holder(descriptor: int) -> str:
 
     The process writes its name shortly after it takes the lock, so this function waits up to 0.5 s for the name.
     """
+    return _lines(descriptor)[0] or "an unnamed process"
+
+
+def _lines(descriptor: int) -> list[str]:
     for _ in range(_READS):
         time.sleep(_READ_SECONDS)
         if found := os.pread(descriptor, _NAME_BYTES, 0):
-            return found.decode(errors="replace")
-    return "an unnamed process"
+            return found.decode(errors="replace").split("\n")
+    return [""]
+
+
+def lock_of_service(root: Path, shard: Shard) -> str | None:
+    """Return the shard and the owner of a running service with another number of services than `shard`, or None."""
+    for path in sorted((root / LOCKS).glob("*.lock")):
+        name = from_path_segment(path.stem)
+        if Shard.parse(name).count == shard.count:
+            continue  # its service may be taking the lock at this moment
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                owner, *kind = _lines(file.fileno())
+                if kind == [_SERVICE]:
+                    return f"{name}, {owner}"
+    return None
 
 
 class ShardLock:
@@ -86,7 +109,7 @@ class ShardLock:
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, root: Path, shard: str, owner: str) -> ShardLock:
+    def take(cls, root: Path, shard: str, owner: str, *, is_service: bool = False) -> ShardLock:
         """Take the lock of `shard`. Raises ShardLockError with the name of the holder if a running process holds it."""
         path = root / LOCKS / f"{path_segment(shard)}.lock"
         try:
@@ -108,8 +131,14 @@ class ShardLock:
             ) from error
         with contextlib.suppress(OSError):  # on a full disk, the lock has no name but is valid
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, owner.encode()[:_NAME_BYTES], 0)
+            text = f"{owner}\n{_SERVICE}" if is_service else owner
+            os.pwrite(descriptor, text.encode()[:_NAME_BYTES], 0)
         return cls(descriptor)
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the file system has locks, and this one is not released."""
+        return self._descriptor is not None
 
     def release(self) -> None:
         """Release the lock, so that the next owner can take it. May be called repeatedly."""

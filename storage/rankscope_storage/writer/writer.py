@@ -13,7 +13,7 @@ import datetime as dt
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,14 +23,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_contract.wire.channel import NOTHING
-from rankscope_storage.base.errors import BatchError, ConflictError, ShardLostError, StoreError
+from rankscope_storage.base.errors import BatchError, ConflictError, RepeatedError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.schema import conform
+from rankscope_storage.base.shards import Shard
 from rankscope_storage.files.encoding import DataFile, discard, rounded, write_file
 from rankscope_storage.files.sorting import parts
 from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Change, Log
 from rankscope_storage.log.entries import newest_checkpoint, watermark_transaction, watermarks_of
-from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
+from rankscope_storage.log.services import ADDRESS, MAINTENANCE, SERVICES, Membership, Services
+from rankscope_storage.log.shard_lock import HISTORY, ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.maintenance.compaction import CompactionReport, compact
 from rankscope_storage.maintenance.vacuum import MaintenanceReport, maintain
 
@@ -100,7 +102,18 @@ def _numbered(table: pa.Table, limits: Mapping[str, int], compare: Callable[[Any
     return pc.fill_null(holds, fill_value=False)
 
 
+def receipt_key(receipt: str) -> str:
+    """Return the hash in a receipt, which may be followed by a number."""
+    return receipt.partition(":")[0]
+
+
 _logger = logging.getLogger(__name__)
+
+RECEIPTS: Final = "rankscopeWritten"
+"""Key in the `info` of a batch: the receipts (hashes of the bodies) of its requests of remote write.
+
+Services that share a store commit a request once, also if its sender repeats it at another service."""
+MAX_RECEIPTS: Final = 8_192
 
 _RETRIES: Final = 6
 _FIRST_PAUSE_SECONDS: Final = 0.05
@@ -214,11 +227,12 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         lock: ShardLock,
         sync: Sync,
         mantissa_bits: int | None = None,
+        is_service: bool = False,
     ) -> None:
         self.shard = shard
         self._log = log
         self._mantissa_bits = mantissa_bits
-        self._info = owner_info(shard, owner)
+        self._info = owner_info(shard, owner) | ({ADDRESS: ""} if is_service else {})
         self._transaction = shard_transaction(shard)
         self._number = number
         self._lock = lock
@@ -229,6 +243,12 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._seen_version = log.version
         self._unknown: _PendingCommit | None = None  # commit that failed without a result
         self._found: dict[int, _PendingCommit] = {}  # such commits that are in the log after all, by id of their batch
+        self._service = Shard.parse(shard) if is_service else None
+        self._receipts: dict[str, None] = {}  # of requests that a service of the store has stored, the oldest first
+        self._services: Services | None = None  # of a store that several services share
+        if self._service is not None and self._service.count > 1:
+            self._services = Services(self._service)
+            self._see(reversed(log.history(HISTORY)))
 
     def append(self, batch: Batch) -> Commit:
         """Store the new rows of `batch`; durable on return.
@@ -285,6 +305,35 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         """Write a checkpoint; delete old Delta log entries, replaced files, and files that killed processes left."""
         return maintain(self._log.root, self._sync)
 
+    def join(self, url: str) -> None:
+        """Name the address of this service in all further commits."""
+        with self._turn:
+            self._info[ADDRESS] = url
+
+    def renew(self) -> Membership:
+        """Return the services that share the store, after a commit with the address of this one if it is due.
+
+        The commit also takes over the maintenance of the store, if the service that had it is dead. Raises
+        ShardLostError if another service owns the shard.
+        """
+        with self._turn:
+            self._refresh()
+            if self._services is None:
+                return Membership(addresses={}, is_maintaining=True, version=self._log.version)
+            number = self._services.next_maintainer(self._log.transaction(MAINTENANCE))
+            if number is not None or self._services.must_renew(self._info[ADDRESS]):
+                changes = {} if number is None else {MAINTENANCE: number}
+                try:
+                    self._append(Batch(tables={}, watermarks={}), {}, time.monotonic(), changes)
+                except ConflictError as error:
+                    _logger.info("renewal of the service was refused, retrying", extra={"reason": str(error)})
+                self._refresh()
+            return Membership(
+                addresses=self._services.addresses(),
+                is_maintaining=self._services.maintains(self._log.transaction(MAINTENANCE)),
+                version=self._log.version,
+            )
+
     def close(self) -> None:
         """Release the shard, so that another process on this machine can claim it. May be called repeatedly."""
         self._checkpoints.close()
@@ -303,21 +352,50 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         if self._log.version == self._seen_version:
             return
         moved = self._log.changed_transactions(self._seen_version)
-        if moved is None:  # the entries are gone: read the number from the whole log, which takes longer
-            number = self._log.transaction(self._transaction)
+        if moved is None:  # the entries are gone: read the numbers from the whole log, which takes longer
+            number, services = self._log.transaction(self._transaction), self._log.transaction(SERVICES)
         else:
-            number = moved.get(self._transaction, self._number)
+            number, services = moved.get(self._transaction, self._number), moved.get(SERVICES)
         if number != self._number:
             raise ShardLostError(
                 f"shard {self.shard} of {self._log.root} was taken over by {current_owner(self._log, self.shard)}: "
                 "this service must stop"
             )
+        if self._service is not None and services not in {None, self._service.count}:
+            raise ShardLostError(
+                f"the services of {self._log.root} were started with N = {services}, and this one with "
+                f"N = {self._service.count}: this service must stop"
+            )
+        if self._services is not None:
+            self._see(self._log.infos(self._seen_version))
         self._log.fsync_to_version()  # a killed writer of another shard may have stored rows that we acknowledge now
         if moved is None:
             self._watermarks.clear()
         else:
             self._watermarks.update(watermarks_of(moved))
         self._seen_version = self._log.version
+
+    def _see(self, infos: Iterable[Mapping[str, Any]]) -> None:
+        """Note the services and the receipts of commits, the oldest first, in a store that several services share."""
+        assert self._services is not None
+        commits = list(infos)
+        self._services.see(commits)
+        for info in commits:
+            self._receipts |= dict.fromkeys(map(receipt_key, str(info.get(RECEIPTS, "")).split()))
+        for old in list(self._receipts)[: max(0, len(self._receipts) - MAX_RECEIPTS)]:
+            del self._receipts[old]
+
+    def _check_receipts(self, batch: Batch) -> dict[str, int]:
+        """Return the transaction that makes commits with receipts of two services conflict; empty without receipts.
+
+        Raises RepeatedError if another commit has a receipt of `batch`.
+        """
+        receipts = batch.info.get(RECEIPTS, "").split()
+        if self._services is None or not receipts:
+            return {}
+        if any(receipt_key(receipt) in self._receipts for receipt in receipts):
+            raise RepeatedError("another service has stored a request of this batch")
+        return {RECEIPTS: (self._log.transaction(RECEIPTS) or 0) + 1}
 
     def _resolve_unknown_commit(self) -> None:
         """Find out whether a commit that failed without a result was stored after all."""
@@ -336,7 +414,15 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             self._found[id(pending.batch)] = pending  # other batches may be appended before this one is retried
         self._unknown = None
 
-    def _append(self, batch: Batch, tables: Mapping[str, pa.Table], started: float) -> Commit:
+    def _append(
+        self,
+        batch: Batch,
+        tables: Mapping[str, pa.Table],
+        started: float,
+        transactions: Mapping[str, int] | None = None,
+    ) -> Commit:
+        """Commit the new rows of `batch`. With `transactions`, commit them even if there are no new rows."""
+        receipts = self._check_receipts(batch)
         concerned = {*batch.watermarks, *incarnations(tables)}
         known = {incarnation: self._known_watermark(incarnation) for incarnation in concerned}
         fresh = {name: newer(table, known) for name, table in tables.items()}
@@ -344,12 +430,15 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         change = Change(
             added=self._write(fresh),
             transactions={self._transaction: self._number + 1}
-            | {watermark_transaction(incarnation): seq for incarnation, seq in forward.items()},
+            | {watermark_transaction(incarnation): seq for incarnation, seq in forward.items()}
+            | receipts
+            | dict(transactions or {}),
             info={**batch.info, **self._info},
         )
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
         pending = _PendingCommit(batch=batch, change=change, watermarks=forward, rows=rows)
-        version = self._commit(pending) if rows or forward else self._log.version
+        is_due = rows or forward or transactions is not None
+        version = self._commit(pending) if is_due else self._log.version
         return pending.result(version, started)
 
     def _write(self, tables: Mapping[str, pa.Table]) -> list[DataFile]:

@@ -1,0 +1,91 @@
+"""Services that share one store: shards of runs, addresses, the lease of the maintenance, and their number N."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+
+from rankscope_storage.api.store import Batch
+from rankscope_storage.base.errors import RepeatedError, ServicesError, ShardLostError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.shards import Shard
+from rankscope_storage.log.delta import Log
+from rankscope_storage.log.services import LEASE_SECONDS, RENEW_SECONDS, Services, service_owners
+from rankscope_storage.writer.writer import RECEIPTS
+
+
+def test_shard_of_a_run_is_that_of_hashmod_of_prometheus():
+    """The value is that of a test of Prometheus: `baz` with the modulus 1000."""
+    assert Shard(976, 1000) == Shard(0, 1000).of("baz")
+    assert [True, False] == [Shard(number, 2).owns("baz") for number in range(2)]
+    assert Shard(0, 1).owns("baz")
+
+
+def test_service_without_a_commit_for_one_lease_is_dead_and_replaced():
+    now = [100.0]
+    services = Services(Shard(0, 2), lambda: now[0])
+    services.see([{"rankscopeShard": f"{n}/2", "rankscopeService": f"http://{n}"} for n in range(2)])
+    holder = services.next_maintainer(None) + 1  # the first number of the other shard
+    found = []
+    for seconds in (0, RENEW_SECONDS, LEASE_SECONDS - RENEW_SECONDS, 0.1):
+        now[0] += seconds
+        renewing = services.must_renew("http://0")
+        found.append((renewing, sorted(services.addresses()), services.next_maintainer(holder) is not None))
+
+    assert [(False, [0, 1], False), (True, [0, 1], False), (True, [0, 1], False), (True, [], True)] == found
+    assert [True, False] == [services.maintains(one) for one in (services.next_maintainer(holder), holder)]
+    assert services.must_renew("http://new")
+
+
+def test_each_service_sees_the_addresses_and_one_of_them_maintains(store, batch):
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(store.claim(f"{n}/2", owner=f"pid {n}", is_service=True)) for n in range(2)]
+        for number, writer in enumerate(writers):
+            writer.join(f"http://{number}")
+            writer.renew()
+        version = writers[0].renew().version
+        found = [writer.renew() for writer in writers]
+        writers[1].append(batch(range(3)))
+        writers[1].maintain()
+        owners = service_owners(Log.open(store.root, sync_to_disk))
+
+    assert 2 * [{0: "http://0", 1: "http://1"}] == [one.addresses for one in found]
+    assert ([True, False], 2 * [version]) == ([one.is_maintaining for one in found], [one.version for one in found])
+    assert [("0/2", "pid 0", "http://0", True), ("1/2", "pid 1", "http://1", False)] == [
+        (str(one.shard), one.owner, one.url, one.is_maintaining) for one in owners
+    ]
+
+
+@pytest.mark.parametrize("are_locked", [True, False])
+def test_service_with_another_number_of_services_is_refused(store, batch, monkeypatch, are_locked):
+    """Without file locks, a service runs if its last commit is recent; later, the new number ends it."""
+    if not are_locked:
+
+        def no_locks(*arguments):
+            raise OSError(37, "No locks available")
+
+        monkeypatch.setattr("rankscope_storage.log.shard_lock.fcntl.flock", no_locks)
+    with store.claim("1/2", owner="pid 1", is_service=True) as old:
+        store.claim("0/3", owner="an import").close()
+        with pytest.raises(ServicesError, match="N = 2, and this one has the shard 0/1: a service of the shard 1/2, p"):
+            store.claim("0/1", owner="pid 2", is_service=True)
+        old.append(batch(range(2)))
+        for lock in (store.root / "_shards").iterdir():  # as from another machine, after one lease
+            lock.unlink()
+        monkeypatch.setattr("rankscope_storage.log.services.LEASE_SECONDS", 0.0)
+        store.claim("0/1", owner="pid 2", is_service=True).close()
+        with pytest.raises(ShardLostError, match="were started with N = 1, and this one with N = 2"):
+            old.append(batch(range(3)))
+
+
+def test_request_that_another_service_stored_is_refused(store, batch):
+    requests = [replace(batch([n], incarnation=f"i{n}"), info={RECEIPTS: f"{n}a {n}b:7"}) for n in range(2)]
+    with (
+        store.claim("0/2", owner="pid 0", is_service=True) as first,
+        store.claim("1/2", owner="pid 1", is_service=True) as second,
+    ):
+        first.append(requests[0])
+        second.append(requests[1])
+        for repeated in ("0a:3", "1b"):
+            with pytest.raises(RepeatedError):
+                second.append(Batch(tables={}, watermarks={}, info={RECEIPTS: f"new {repeated}"}))
