@@ -2,20 +2,31 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from tests.object_store.proxy import Proxy
+from tests.object_store.radosgw import installed, radosgw
 from tests.object_store.servers import S3Server, moto
 
 _NUMBERS = itertools.count(1)
 
 
+RADOSGW_FOLDER = os.environ.get("RANKSCOPE_RADOSGW")
+"""Folder for radosgw's programs, with which `make test-scale` runs the tests; without it, the server is moto's."""
+
+
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    """Run moto's S3 server."""
-    with moto() as server:
-        yield server
+def s3_server(tmp_path_factory: pytest.TempPathFactory, require_server: Callable[..., str]) -> Iterator[S3Server]:
+    """Run an S3 server."""
+    if RADOSGW_FOLDER:
+        require_server("dpkg-deb", "dpkg")
+        with radosgw(installed(Path(RADOSGW_FOLDER)), tmp_path_factory.mktemp("radosgw")) as server:
+            yield server
+    else:
+        with moto() as server:
+            yield server
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ ERRORS: Final = {
 }
 """Errors of S3 and their status, as Amazon documents them: a fault with such a name sends this answer."""
 
+CREATED: Final = b'HTTP/1.1 200 OK\r\nETag: "0"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
 PHASES: Final = ("kill before", "kill during", "kill after")
 CHANGES: Final = ("PUT", "POST", "DELETE")
 _LAST_MODIFIED: Final = (
@@ -46,7 +47,7 @@ class Fault:
     - timeout after: forward, and close the connection after `seconds`;
     - late: close the connection, and forward after `seconds`, when the client may have sent the request again;
     - slow: transfer `bytes_per_second`;
-    - unconditional: ignore the header If-None-Match, as servers without conditional PUT do.
+    - unconditional: report success where the server refuses to create an object that exists.
     """
 
     kind: str
@@ -155,8 +156,7 @@ class Proxy:
         self.requests.append(name)
         met = [fault for fault in self._faults if fault.meets(name)]
         fault = met[0] if met else Fault(kind="")
-        dropped = rb"connection|expect" + (rb"|if-none-match" if fault.kind == "unconditional" else rb"")
-        head = re.sub(rb"(?i)\r\n(?:" + dropped + rb"):[^\r]*", b"", head)[:-2] + b"Connection: close\r\n\r\n"
+        head = re.sub(rb"(?i)\r\n(?:connection|expect):[^\r]*", b"", head)[:-2] + b"Connection: close\r\n\r\n"
         if fault.kind == "late":
             writer.transport.abort()
         answer = await self._answer(name, head, body, fault)
@@ -185,7 +185,7 @@ class Proxy:
             return b""
         if fault.kind == "timeout after":
             await asyncio.sleep(fault.seconds)
-        return answer
+        return CREATED if fault.kind == "unconditional" and b" 412 " in answer[:16] else answer
 
     async def _forward(self, name: str, head: bytes, body: bytes, *, is_cut: bool) -> bytes:
         """Return the server's answer; empty if the request is cut, that is, without the rest of its body."""

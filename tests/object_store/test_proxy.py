@@ -12,6 +12,7 @@ import obstore
 import pytest
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError
 from obstore.store import S3Store
+from tests.object_store.fixtures import RADOSGW_FOLDER
 from tests.object_store.proxy import PHASES, Fault
 
 ENTRY, DATA, HINT = (
@@ -19,6 +20,8 @@ ENTRY, DATA, HINT = (
     "s/dataset=a/part=b/c.parquet",
     "s/_delta_log/_last_checkpoint",
 )
+
+RACES = 20 if RADOSGW_FOLDER else 3
 
 WRITER = f"""
 import sys
@@ -90,14 +93,12 @@ def test_only_requests_that_a_fault_names_meet_it(client, s3_proxy):
             create(client, key)
 
 
-def test_server_that_ignores_the_condition_accepts_the_second_creation(client, s3_server, s3_proxy, bucket):
+def test_server_without_conditions_accepts_the_second_creation(client, s3_proxy):
     create(client)
     with pytest.raises(AlreadyExistsError):
         create(client)
     s3_proxy.arm(Fault(kind="unconditional"))
-    create(client, body=b"another")
-
-    assert {ENTRY: 7} == s3_server.objects(bucket)
+    create(client)
 
 
 def test_slow_link_delivers_the_whole_object(client, s3_proxy):
@@ -123,7 +124,9 @@ def test_writer_is_killed_at_its_second_request(bucket, s3_server, s3_proxy, pha
 
 def test_one_of_many_concurrent_creations_succeeds(bucket, s3_server):
     """The server of the tests has conditional PUT, on which the log relies."""
-    assert 1 == race(S3Store(bucket), "s/x", 16)
+    client = S3Store(bucket)
+
+    assert [1] * RACES == [race(client, f"s/{number}", 16) for number in range(RACES)]
 
 
 def race(client, key, rivals):
