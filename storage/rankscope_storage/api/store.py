@@ -128,7 +128,9 @@ class Store:
             except ConflictError as error:
                 log.refresh()
                 conflict = error
-                if log.transaction(name) != (number - 1 or None):
+                if current_owner(log, str(shard)) == owner:  # a request of an earlier claim came late
+                    number = (log.transaction(name) or 0) + 1
+                elif log.transaction(name) != (number - 1 or None):
                     break
             else:
                 return number

@@ -2,10 +2,11 @@
 
 A `Log` is one handle on the table. delta-rs compares a commit only with changes *since the handle was refreshed* and
 accepts nearly all others. Every commit therefore refreshes the handle, checks the transaction numbers in the log, and
-commits on the same handle. A commit that removes files must in addition follow the handle's version directly, because
-delta-rs accepts the removal of a file that OPTIMIZE of another tool has replaced. delta-rs does not make commits
-durable: `commit` fsyncs the new entries before it returns. A commit neither writes checkpoints nor deletes old entries:
-frequent writers call `checkpoint` in another thread.
+commits on the same handle, as the version that follows the handle's version directly. A refusal or another error does
+not prove that the entry was not stored: the answer to the request may be lost. `commit` therefore reads the log after
+each error, and only its ConflictError permits the deletion of files. delta-rs does not make commits durable: `commit`
+fsyncs the new entries before it returns. A commit neither writes checkpoints nor deletes old entries: frequent writers
+call `checkpoint` in another thread.
 
 The module translates commits to actions of delta-rs, and its errors to errors of this package. delta-rs distinguishes
 kinds of errors only by their text, and formats the causes of an error as a tree.
@@ -17,6 +18,7 @@ import contextlib
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 from deltalake import DeltaTable, Schema
+from deltalake import Field as DeltaField
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, CommitProperties, PostCommitHookProperties, RemoveAction, Transaction
 
@@ -33,11 +36,13 @@ from rankscope_storage.base.schema import PARTITION_COLUMNS, STORE_VERSION, tabl
 from rankscope_storage.files.encoding import DataFile, discard
 from rankscope_storage.log.entries import (
     ACTIONS,
+    COMMIT_ID,
     LOG_FOLDER,
     NO_CHECKPOINT,
     Entry,
     checkpoint_files,
     entry,
+    has_entries,
     is_cut,
     newest_checkpoint,
     read_entry,
@@ -96,7 +101,7 @@ class Change:
 
     `rewrites` is true if the commit changes only files and no rows: the added files then have no new rows. delta-rs
     accepts two commits that remove the same file. `transactions` must therefore contain a transaction that every
-    rewrite increments.
+    rewrite increments. `id` identifies the commit in the log.
     """
 
     added: Sequence[DataFile] = ()
@@ -104,6 +109,7 @@ class Change:
     transactions: Mapping[str, int] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
     rewrites: bool = False
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 def actions_of(change: Change) -> list[AddAction | RemoveAction]:
@@ -195,21 +201,26 @@ class Log:
         """
         check_path(root)
         try:
-            DeltaTable.create(
-                str(root),
-                schema=Schema.from_arrow(table_schema()),
-                partition_by=list(PARTITION_COLUMNS),
-                mode="ignore",
-                name="rankscope",
-                configuration=_CONFIGURATION,
-                raise_if_key_not_exists=False,  # Delta does not define our property
-            )
+            cls._try_create(root)
         except (DeltaError, OSError) as error:
-            raise StoreError(f"cannot create a store in {root}: {first_line(error)}") from error
+            if not has_entries(root):  # otherwise only the answer was lost, or another process created the table
+                raise StoreError(f"cannot create a store in {root}: {first_line(error)}") from error
         log = cls.open(root, sync)
         log.make_durable()
         sync(root)
         return log
+
+    @staticmethod
+    def _try_create(root: Path) -> None:
+        DeltaTable.create(
+            str(root),
+            schema=Schema.from_arrow(table_schema()),
+            partition_by=list(PARTITION_COLUMNS),
+            mode="ignore",
+            name="rankscope",
+            configuration=_CONFIGURATION,
+            raise_if_key_not_exists=False,  # Delta does not define our property
+        )
 
     @classmethod
     def open(cls, root: Path, sync: Sync, version: int | None = None, *, may_be_older: bool = False) -> Log:
@@ -261,11 +272,31 @@ class Log:
         self._set_properties({_UPGRADE_PROPERTY: _DONE})
 
     def _set_properties(self, properties: Mapping[str, str]) -> None:
+        def is_done() -> bool:
+            return properties.items() <= self._table.metadata().configuration.items()
+
         self.refresh()
-        with _delta_errors(self.root):
-            self._table.alter.set_table_properties(dict(properties), raise_if_not_exists=False)
+        self._alter(
+            lambda: self._table.alter.set_table_properties(dict(properties), raise_if_not_exists=False), is_done
+        )
+
+    def _alter(self, change: Callable[[], None], is_done: Callable[[], bool]) -> None:
+        """Commit a change of the metadata of the table. If the answer is lost, `is_done` decides whether it is stored.
+
+        The same change of another process has the same effect.
+        """
+        try:
+            self._try_alter(change)
+        except StoreError:
+            self.refresh()
+            if not is_done():
+                raise
         self.refresh()
         self.make_durable()
+
+    def _try_alter(self, change: Callable[[], None]) -> None:
+        with _delta_errors(self.root):
+            change()
 
     def refresh(self) -> None:
         """Advance the handle to the newest version of the store.
@@ -298,9 +329,10 @@ class Log:
         """Commit `change` on top of the handle's version; durable on return. Return a version that contains the commit.
 
         If another process commits first, the handle is refreshed and the commit is tried again with the same files.
-        Refresh the handle before the next commit in any case. Raises ConflictError, and stores nothing, if another
-        commit since the last refresh increased a transaction of `change` or removed a file that `change` removes. After
-        any other StoreError, the commit may have been stored or not.
+        Refresh the handle before the next commit in any case. Raises ConflictError if `change` is certainly not stored:
+        another commit since the last refresh increased a transaction of `change` or removed a file that `change`
+        removes, or other commits were faster each time. After any other StoreError, the commit may have been stored, or
+        may still be stored as the version after that of the handle, if its request is still under way.
         """
         if missing := [file.path for file in change.added if not (self.root / file.path).exists()]:
             raise ConflictError(
@@ -310,22 +342,21 @@ class Log:
             base = self.version
             try:
                 self._try_commit(change)
-            except ConflictError as error:
-                self.refresh()
-                if self._is_stored_in_spite_of_error(base, change):
+                break
+            except StoreError as error:
+                if self._is_stored(base, change, error):
                     break
                 if self._is_outdated(base, change):
                     raise ConflictError(
                         f"commit to {self.root} refused: another process has changed the same rows or files"
                     ) from error
                 if not tries_left:
-                    raise
-            else:
-                break
+                    raise ConflictError(f"commit to {self.root} refused: other commits were faster") from error
         return self.make_durable()
 
     def _try_commit(self, change: Change) -> None:
         actions = actions_of(change)
+        info = {**change.info, COMMIT_ID: change.id, ACTIONS: len(actions) + len(change.transactions)}
         with _delta_errors(self.root):
             self._table.create_write_transaction(
                 actions,
@@ -333,22 +364,26 @@ class Log:
                 schema=self._table.schema(),
                 partition_by=list(PARTITION_COLUMNS),
                 commit_properties=CommitProperties(
-                    custom_metadata={**change.info, ACTIONS: len(actions) + len(change.transactions)},
-                    max_commit_retries=0 if change.removed else None,  # 0 refuses any version that the handle lacks
+                    custom_metadata=info,
+                    max_commit_retries=0,  # refuses any version that the handle lacks
                     app_transactions=[Transaction(name, number) for name, number in change.transactions.items()],
                 ),
                 post_commithook_properties=_HOOKS,
             )
 
-    def _is_stored_in_spite_of_error(self, base: int, change: Change) -> bool:
-        """Return whether an entry after version `base` has the files of `change`, although delta-rs reported an error.
+    def _is_stored(self, base: int, change: Change, error: StoreError) -> bool:
+        """Refresh the handle, and return whether the try to commit `change` after version `base` stored it.
 
-        For example, a network file system reports that an entry exists already, because it repeated the request that
-        wrote the entry. Without this check, the caller would delete files of a stored commit.
+        The try failed with `error`. It could only store the entry of the next version. If the log has this entry, the
+        result is certain. Raises StoreError if the log does not have it, because a request may still be under way.
         """
-        is_stored = self.was_committed(base, change) if change.added else False
-        if is_stored is None:
-            raise StoreError(f"the log of {self.root} no longer shows whether a commit was stored")
+        try:
+            self.refresh()
+            is_stored = self.was_committed(base, change)
+        except StoreError as unreadable:
+            raise StoreError(f"{error} (the log does not show whether the commit was stored: {unreadable})") from error
+        if is_stored is None or self.version == base:
+            raise StoreError(f"{error} (the log does not show yet whether the commit was stored)") from error
         return is_stored
 
     def _is_outdated(self, base: int, change: Change) -> bool:
@@ -414,13 +449,12 @@ class Log:
         return [found.info for found in self._entries_after(since) if found is not None]
 
     def was_committed(self, since: int, change: Change) -> bool | None:
-        """Return whether one entry of the Delta log after version `since` contains all of `change`.
+        """Return whether an entry of the Delta log after version `since` is the commit of `change`.
 
         Returns None if an entry after that version no longer exists.
         """
-        paths = [file.path for file in change.added]
         found = list(self._entries_after(since))
-        if any(one is not None and one.holds(change.transactions, paths) for one in found):
+        if any(one is not None and change.id.encode() in one.text for one in found):
             return True
         return None if None in found else False
 
@@ -434,14 +468,16 @@ class Log:
 
     def add_missing_columns(self) -> list[str]:
         """Add the columns of the current schema that the store's Delta table does not have yet; return their names."""
-        known = {column.name for column in self._table.schema().fields}
-        missing = [column for column in Schema.from_arrow(table_schema()).fields if column.name not in known]
-        if missing:
-            with _delta_errors(self.root):
-                self._table.alter.add_columns(missing, post_commithook_properties=_HOOKS)
-            self.refresh()
-            self.make_durable()
-        return [column.name for column in missing]
+
+        def missing() -> list[DeltaField]:
+            known = {column.name for column in self._table.schema().fields}
+            return [column for column in Schema.from_arrow(table_schema()).fields if column.name not in known]
+
+        if added := missing():
+            self._alter(
+                lambda: self._table.alter.add_columns(added, post_commithook_properties=_HOOKS), lambda: not missing()
+            )
+        return [column.name for column in added]
 
     def make_durable(self) -> int:
         """Fsync the entries and the folder of the Delta log of the store at `root`; return the newest version.

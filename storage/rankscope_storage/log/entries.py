@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,9 @@ ACTIONS: Final = "rankscopeActions"
 """Key in the commit information of a Delta log entry; the value is the number of lines that follow in the entry.
 
 Without this number, an entry that was cut between two lines would look complete."""
+
+COMMIT_ID: Final = "rankscopeCommit"
+"""Key in the commit information of a Delta log entry; the value is the unique identifier of the commit."""
 
 _HINT: Final = "_last_checkpoint"
 _WATERMARK: Final = "w:"
@@ -43,14 +46,6 @@ class Entry:
         """The commit information, which is the first line of an entry of Rankscope; empty for other entries."""
         first = self.text.partition(b"\n")[0]
         return dict(json.loads(first)["commitInfo"]) if first.startswith(b'{"commitInfo"') else {}
-
-    def holds(self, transactions: Mapping[str, int], paths: Sequence[str]) -> bool:
-        """Return whether the entry set all of `transactions` to their numbers and contains the files at `paths`.
-
-        File names are unique, so that a search for the name in the text is sufficient.
-        """
-        named = all(path.rpartition("/")[2].encode() in self.text for path in paths)
-        return named and transactions.items() <= self.transactions.items()
 
 
 def read_entry(path: Path) -> Entry | None:

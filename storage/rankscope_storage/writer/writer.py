@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -143,14 +143,20 @@ class Commit:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _PendingCommit:
-    """One commit of a batch that is being written, or that failed without showing whether it was stored."""
+    """One commit of a batch that is being written, or that failed without showing whether it was stored.
+
+    If it is stored, its version is above `since`. A later version of another commit proves that it is not stored if
+    that version is above `tried`.
+    """
 
     batch: Batch
     change: Change
     watermarks: Mapping[str, int]
     rows: Mapping[str, int]
+    since: int
+    tried: int
 
     def result(self, version: int, started: float) -> Commit:
         seconds = time.monotonic() - started
@@ -241,7 +247,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._turn = threading.Lock()
         self._watermarks: dict[str, int] = {}
         self._seen_version = log.version
-        self._unknown: _PendingCommit | None = None  # commit that failed without a result
+        self._unknown: list[_PendingCommit] = []  # commits that failed without a result
         self._found: dict[int, _PendingCommit] = {}  # such commits that are in the log after all, by id of their batch
         self._service = Shard.parse(shard) if is_service else None
         self._receipts: dict[str, None] = {}  # of requests that a service of the store has stored, the oldest first
@@ -268,6 +274,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                 if (committed := self._found.pop(id(batch), None)) is not None:
                     return committed.result(self._log.version, started)
                 try:
+                    unknown = next((pending for pending in self._unknown if pending.batch is batch), None)
+                    if unknown is not None:  # its request may be under way: only the same commit is stored once
+                        return unknown.result(self._commit(unknown), started)
                     return self._append(batch, tables, started)
                 except ConflictError as error:
                     _logger.info(
@@ -348,7 +357,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         Raises ShardLostError if another service owns the shard.
         """
         self._log.refresh()
-        self._resolve_unknown_commit()
+        self._resolve_unknown_commits()
         if self._log.version == self._seen_version:
             return
         moved = self._log.changed_transactions(self._seen_version)
@@ -397,22 +406,25 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             raise RepeatedError("another service has stored a request of this batch")
         return {RECEIPTS: (self._log.transaction(RECEIPTS) or 0) + 1}
 
-    def _resolve_unknown_commit(self) -> None:
-        """Find out whether a commit that failed without a result was stored after all."""
-        pending = self._unknown
-        if pending is None:
-            return
-        is_stored = self._log.was_committed(self._seen_version, pending.change)
-        if is_stored is None:  # hours later, its entry may have been cleaned up
-            is_stored = (
-                self._log.snapshot().contains([file.path for file in pending.change.added])
-                and self._log.transaction(self._transaction) == self._number + 1
-            )
-        if is_stored:
-            self._log.make_durable()
-            self._apply_commit(pending)
-            self._found[id(pending.batch)] = pending  # other batches may be appended before this one is retried
-        self._unknown = None
+    def _resolve_unknown_commits(self) -> None:
+        """Find out whether commits that failed without a result were stored after all."""
+        for pending in tuple(self._unknown):
+            is_stored = self._log.was_committed(pending.since, pending.change)
+            if is_stored is None:  # hours later, its entry may have been cleaned up
+                is_stored = bool(
+                    pending.change.added
+                    and self._log.snapshot().contains([file.path for file in pending.change.added])
+                    and self._log.transaction(self._transaction) == self._number + 1
+                )
+            elif not is_stored and self._log.version <= pending.tried:
+                continue  # its request may still be under way
+            elif not is_stored:
+                discard(self._log.root, pending.change.added)
+            self._unknown.remove(pending)
+            if is_stored:
+                self._log.make_durable()
+                self._apply_commit(pending)
+                self._found[id(pending.batch)] = pending  # other batches may be appended before this one is retried
 
     def _append(
         self,
@@ -436,7 +448,8 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
             info={**batch.info, **self._info},
         )
         rows = {name: table.num_rows for name, table in fresh.items() if table.num_rows}
-        pending = _PendingCommit(batch=batch, change=change, watermarks=forward, rows=rows)
+        since = self._log.version
+        pending = _PendingCommit(batch=batch, change=change, watermarks=forward, rows=rows, since=since, tried=since)
         is_due = rows or forward or transactions is not None
         version = self._commit(pending) if is_due else self._log.version
         return pending.result(version, started)
@@ -460,14 +473,16 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         return files
 
     def _commit(self, pending: _PendingCommit) -> int:
-        self._unknown = pending
+        if pending in self._unknown:
+            self._unknown.remove(pending)
         try:
             version = self._log.commit(pending.change)
-        except ConflictError:
-            self._unknown = None
+        except ConflictError:  # any other error leaves open whether the files are part of a commit
             discard(self._log.root, pending.change.added)
             raise
-        self._unknown = None
+        except BaseException:
+            self._unknown.append(replace(pending, tried=self._log.version))
+            raise
         self._apply_commit(pending)
         self._checkpoints.after_commit(version)
         return version
