@@ -37,7 +37,6 @@ from rankscope_ingest.importers import (
     stored_scalars,
 )
 from rankscope_ingest.importers.common.log_identity import stored_path
-from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
 from rankscope_ingest.pipeline.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.watch.judge import ENDS, KEPT_ROWS
@@ -48,8 +47,6 @@ FOLLOWED: Final = "the log is followed"
 UNFOLLOWED: Final = "the log is no longer followed"
 _OPEN: Final = frozenset({NO_END, FOLLOWED, UNFOLLOWED})
 """Reasons of a state which is not an end of the run that the log contains."""
-
-MAINTAIN_EVERY_COMMITS: Final = 20 * COMPACT_EVERY_COMMITS
 
 _LATEST: Final = "SELECT * FROM {} WHERE run = $run AND source_kind <> 'live' ORDER BY attempt DESC LIMIT 1"
 _BEHIND: Final = "SELECT {} FROM {} WHERE run = $run AND incarnation = $stream AND seq > $seq"
@@ -63,20 +60,16 @@ OnCommit = Callable[[Commit, Collection[str]], object]
 class WatchStore:
     """The store as the followed logs use it. Most methods run in its one thread, in which `run` calls a function.
 
-    `known` has the imported logs of each run, which all logs of the run share.
+    `known` has the imported logs of each run, which all logs of the run share. `commits` is the number of commits.
     """
 
-    def __init__(self, folder: Path, writer: Writer, *, compacts: bool, on_commit: OnCommit = lambda *_: None) -> None:
-        """With `compacts`, small files are merged after every 50 commits. In the service, the service does this.
-
-        `on_commit` is called in the thread of the store with each commit and its runs.
-        """
+    def __init__(self, folder: Path, writer: Writer, on_commit: OnCommit = lambda *_: None) -> None:
+        """`on_commit` is called in the thread of the store with each commit and its runs."""
         self.folder = folder
         self.watermark = writer.watermark
         self._writer = writer
-        self._compacts = compacts
         self._on_commit = on_commit
-        self._commits = 0
+        self.commits = 0
         self.known: dict[str, list[KnownImport]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rankscope-watch")
         self._last_ordinal = 0
@@ -91,11 +84,7 @@ class WatchStore:
         """Store the rows of `batch`."""
         commit = self._writer.append(batch)
         self._on_commit(commit, {run for table in batch.tables.values() for run in table["run"].unique().to_pylist()})
-        self._commits += 1
-        if self._compacts and self._commits % COMPACT_EVERY_COMMITS == 0:
-            self._writer.compact()
-            if self._commits % MAINTAIN_EVERY_COMMITS == 0:
-                self._writer.maintain()
+        self.commits += 1
         return commit
 
     def record(self, incident: Incident, state: str) -> None:

@@ -16,13 +16,14 @@ from typing import Any, Final
 import tenacity
 
 from rankscope_contract.model.events import RunState
-from rankscope_ingest.base.background import cancel
+from rankscope_ingest.base.background import cancel, start_task
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import ConfigError, IngestError
 from rankscope_ingest.importers import importers, run_name
 from rankscope_ingest.importers.common.importer import unkept_notes
 from rankscope_ingest.importers.common.log_identity import stored_path
 from rankscope_ingest.notify.announcer import Deliveries, Notifier
+from rankscope_ingest.pipeline.maintenance_schedule import MaintenanceSchedule
 from rankscope_ingest.runs.text import Place
 from rankscope_ingest.watch.files import (
     FileState,
@@ -373,17 +374,17 @@ async def watching(
     """Yield a session that follows the logs in `sections` and writes to the store in `folder` with `writer`.
 
     At the end, pending rows are stored, and pending messages are sent for at most `finish_seconds`. With `is_alone`,
-    no service runs with this store: messages that an earlier process may not have sent are sent at the start, and small
-    files of the store are merged. Raises ConfigError for a wrong address.
+    no service runs with this store: messages that an earlier process may not have sent are sent at the start, and the
+    store is maintained. Raises ConfigError for a wrong address.
     """
     hooks = hooks or Hooks()
     logs = check_logs(sections)
     hosts: dict[tuple[str, str | None], SshHost] = {}
     loop, on_commit = asyncio.get_running_loop(), hooks.on_commit
-    store = WatchStore(
-        folder, writer, compacts=is_alone, on_commit=lambda *commit: loop.call_soon_threadsafe(on_commit, *commit)
-    )
+    store = WatchStore(folder, writer, lambda *commit: loop.call_soon_threadsafe(on_commit, *commit))
     reporter = Reporter(store, notifiers, deliveries=hooks.deliveries, place=Place.of(folder))
+    schedule = MaintenanceSchedule(writer, time.monotonic())
+    upkeep = [start_task("maintenance of the store", lambda: schedule.run(lambda: store.commits))] if is_alone else []
     try:
         session = WatchSession(reporter, hooks.on_change)
         own = dataclasses.replace(hooks, on_change=session.changed)
@@ -400,6 +401,7 @@ async def watching(
             await watcher.end()
         await reporter.finish(finish_seconds)
     finally:
+        await cancel(upkeep)
         for connected in hosts.values():
             await connected.close()
         await store.close()

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -11,11 +12,13 @@ from tests.ingest.watch.conftest import Replay, Sshd, imported_rows, keygen, lat
 
 from rankscope_ingest.base.config import WatchSection
 from rankscope_ingest.base.errors import ConfigError
+from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
 from rankscope_ingest.watch.files import LogUnreadableError
 from rankscope_ingest.watch.watcher import check_logs
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.connection import connect
+from rankscope_storage.maintenance.compaction import CompactionReport
 from rankscope_view.data.events import Group, event_lines
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.runs import run_row
@@ -292,6 +295,26 @@ async def test_full_disk_is_displayed_and_no_row_is_lost(watch, replay, slow_lin
         assert session.statuses[0].unreadable is None
     assert "the store: no space left on device" == during
     assert watch.rows() == imported_rows(tmp_path / "once", replay.path)
+
+
+async def test_new_lines_are_stored_during_a_compaction(watch, replay, monkeypatch, eventually):
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def blocked(_: Writer) -> CompactionReport:
+        begun.set()
+        ended.append(may_end.wait(60.0))
+        return CompactionReport()
+
+    monkeypatch.setattr(Writer, "compact", blocked)
+    lines = [f"step {step} | loss 2.5" for step in range(1, COMPACT_EVERY_COMMITS + 11)]
+    async with watch.session() as session:
+        await watch.follow(session, lines[:-10], step=1)
+        await eventually(begun.is_set)
+        await watch.follow(session, lines[-10:], step=5)
+
+        assert list(range(1, len(lines) + 1)) == watch.steps()
+        assert [] == ended
+        may_end.set()
 
 
 async def test_log_without_rows_is_reported_after_the_first_step(watch, replay):
