@@ -42,6 +42,7 @@ from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.watch.judge import ENDS, KEPT_ROWS
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.connection import Connection, connect
+from rankscope_storage.maintenance.compaction import TARGET_ROWS
 
 FOLLOWED: Final = "the log is followed"
 UNFOLLOWED: Final = "the log is no longer followed"
@@ -188,6 +189,7 @@ class LogIntake:
             is_live=self._has_ranks,
             stored=stored_scalars(self._store.connection, self.run),
             options=self._options,
+            batch_rows=TARGET_ROWS,  # the next compaction would merge smaller files
         )
         if self.incarnation is None:  # nothing is new: the log is the one that was imported from this path
             before = [log.incarnation for log in known if log.path == stored_path(path)]

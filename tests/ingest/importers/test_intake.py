@@ -42,13 +42,12 @@ def lines(*steps):
 def test_interrupted_import_is_continued(logs, monkeypatch):
     """The store fails after the first batch. The next import stores the rest, and no row twice."""
     log = logs.write("train.log", rows(1, 500))
-    monkeypatch.setattr("rankscope_ingest.importers.common.runner.BATCH_ROWS", 200)
     monkeypatch.setattr("rankscope_ingest.importers.common.importer.BLOCK_ROWS", 100)
     monkeypatch.setattr("rankscope_ingest.importers.common.lines.BLOCK_BYTES", 2_000)
     monkeypatch.setattr("rankscope_ingest.importers.megatron._MOST_TOGETHER", 10)
     with pytest.raises(StoreError):
-        import_records(log, Counting(logs.writer, fails_at=3), find_importer(log), run="r", known=[])
-    report = import_records(log, logs.writer, find_importer(log), run="r", known=[])
+        import_records(log, Counting(logs.writer, fails_at=3), find_importer(log), run="r", known=[], batch_rows=200)
+    report = import_records(log, logs.writer, find_importer(log), run="r", known=[], batch_rows=200)
 
     assert 0 < report.rows_stored < 1000
     assert [{"n": 1000, "seqs": 500}] == logs.query("SELECT count(*) AS n, count(DISTINCT seq) AS seqs FROM scalars")

@@ -179,6 +179,7 @@ def import_records(
     stored: StoredScalars | None = None,
     options: Options = Options(),  # noqa: B008 - frozen
     choices: Choices | None = None,
+    batch_rows: int = BATCH_ROWS,
 ) -> ImportReport:
     """Import the log at `path` into the store as the run `run`. Raises IngestError if the log cannot be read.
 
@@ -187,7 +188,7 @@ def import_records(
     number of bytes read. `rules` are applied to the new rows. With `is_live`, ranks of the run have reported data: the
     log is kept apart from these data, and changes neither the run nor its attempts. With `stored`, a log that differs
     from an imported log after a common beginning is recognized. `options` are those of the user for logs of lines.
-    `choices` is a decision about a log that is not among `known`.
+    `choices` is a decision about a log that is not among `known`. A commit has about `batch_rows` rows.
     """
     refuse_options(path, importer, options)
     unchanged = (log for log in known or () if log.kind == importer.name and is_unchanged(path, log))
@@ -204,7 +205,7 @@ def import_records(
         faults = intake.resumed(key, options)
         faults.choices = faults.choices or choices
         was_settled = path.is_dir() or getattr(importer, "is_settled", is_settled)(path)
-        for batch in intake.batches(importer.read(path, faults), faults, progress):
+        for batch in intake.batches(importer.read(path, faults), faults, batch_rows, progress):
             rows_stored += sum(appender.append(batch).rows.values())
         if progress:
             progress(faults.read_bytes)
@@ -395,8 +396,10 @@ class _Intake:
         """The number of records of the log that were read so far, over all sources."""
         return sum(numbering.records for numbering in self._numberings.values())
 
-    def batches(self, imported: Iterator[Imported], faults: Faults, progress: Progress | None) -> Iterator[Batch]:
-        """Yield the imported rows and their anomaly events in batches of about 500,000 rows."""
+    def batches(
+        self, imported: Iterator[Imported], faults: Faults, batch_rows: int, progress: Progress | None
+    ) -> Iterator[Batch]:
+        """Yield the imported rows and their anomaly events in batches of about `batch_rows` rows."""
         rows = 0
         for item in imported:
             if isinstance(item, Checkpoint):
@@ -412,7 +415,7 @@ class _Intake:
                 rows += table.num_rows
             if progress:
                 progress(faults.read_bytes)
-            if rows >= BATCH_ROWS:
+            if rows >= batch_rows:
                 yield self._batch()
                 rows = 0
         if self._touched:
