@@ -33,7 +33,14 @@ from typing import Final
 import pyarrow as pa
 
 from rankscope_contract.model.identity import Identity
-from rankscope_contract.wire.channel import POKE_PATH, REGISTER_PATH, STATE_DRAINING, Registration, RegistrationReply
+from rankscope_contract.wire.channel import (
+    POKE_PATH,
+    REGISTER_PATH,
+    SHARD_HEADER,
+    STATE_DRAINING,
+    Registration,
+    RegistrationReply,
+)
 from rankscope_contract.wire.escaping import file_name
 from rankscope_contract.wire.spool import Orphan, SpoolError, SpoolReader, folders, read_service
 from rankscope_contract.wire.tls import HUNG_UP, MakeContext, explain_to_client
@@ -56,10 +63,15 @@ class RefusedError(Exception):
 
 
 class ServiceClient:
-    """HTTP client for one service. It uses no redirect and no proxy: only the configured URL gets the token."""
+    """HTTP client for the services of one store. It uses no proxy.
+
+    Only the configured URL gets the token, and the service that it names as the one of a run, with the same scheme. If
+    that service fails, the next registration goes to the configured URL again.
+    """
 
     def __init__(self, url: str, token: str | None, tls: MakeContext | None = None) -> None:
         self._url = url.rstrip("/")
+        self._urls: dict[str, tuple[str, ...]] = {}  # by run: the next URL first
         self._tls = tls
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
@@ -70,20 +82,31 @@ class ServiceClient:
 
         Raises RefusedError for an error status, UnreachableError without a valid answer.
         """
-        body = self._post(REGISTER_PATH, registration.to_json(), REGISTER_SECONDS)
+        run, body = registration.run, registration.to_json()
         try:
-            return _checked(RegistrationReply.from_json(body))
+            try:
+                answer = self._post(self._url_of(run), REGISTER_PATH, body, REGISTER_SECONDS)
+            except _OtherServiceError as other:
+                self._urls[run] = (other.url, self._url)
+                answer = self._post(other.url, REGISTER_PATH, body, REGISTER_SECONDS)
+            return _checked(RegistrationReply.from_json(answer))
+        except (RefusedError, UnreachableError):
+            self._urls[run] = (*self._urls.get(run, ())[1:], self._url_of(run))
+            raise
         except (ValueError, RecursionError) as error:
-            raise UnreachableError(f"{self._url} sent an invalid registration reply: {error}") from error
+            raise UnreachableError(f"{self._url_of(run)} sent an invalid registration reply: {error}") from error
 
-    def poke(self, incarnation: str) -> None:
+    def poke(self, incarnation: str, run: str = "") -> None:
         """Request an immediate poll. Raises RefusedError (error status) or UnreachableError (no valid answer)."""
-        self._post(POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
+        self._post(self._url_of(run), POKE_PATH, json.dumps({"incarnation": incarnation}), POKE_SECONDS)
 
-    def _post(self, path: str, body: str, timeout_seconds: float) -> bytes:
+    def _url_of(self, run: str) -> str:
+        return self._urls.get(run, (self._url,))[0]
+
+    def _post(self, url: str, path: str, body: str, timeout_seconds: float) -> bytes:
         data = body.encode("utf-8", "replace")
         # ServeConfig has checked that the scheme is http or https, so urllib opens no local file.
-        request = urllib.request.Request(self._url + path, data, self._headers, method="POST")  # noqa: S310 - see above
+        request = urllib.request.Request(url + path, data, self._headers, method="POST")  # noqa: S310 - see above
         # A new opener for each call: calls are seconds apart, and certificates may have been replaced since the last.
         # With these handlers alone, it follows no redirect and uses no proxy.
         opener = urllib.request.OpenerDirector()
@@ -94,11 +117,22 @@ class ServiceClient:
             with opener.open(request, timeout=timeout_seconds) as response:
                 answer = bytes(response.read(_REPLY_BYTES))
         except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: no valid host name
-            raise UnreachableError(f"{self._url}: {_reason(error, self._url)}") from error
+            raise UnreachableError(f"{url}: {_reason(error, url)}") from error
         if not 200 <= response.status < 300:
             text = answer.decode("utf-8", "replace").strip()
-            raise RefusedError(f"{response.status}: {text or response.reason}")
+            text = f"{response.status}: {text or response.reason}"
+            other = response.headers.get("Location", "").removesuffix(path)
+            is_service = response.headers.get(SHARD_HEADER) and other.partition(":")[0] == url.partition(":")[0]
+            raise _OtherServiceError(text, other) if response.status == 307 and is_service else RefusedError(text)
         return answer
+
+
+class _OtherServiceError(RefusedError):
+    """The service answered that the service at `url` stores the records of this run."""
+
+    def __init__(self, text: str, url: str) -> None:
+        super().__init__(text)
+        self.url = url
 
 
 def service_client(config: ServeConfig) -> ServiceClient | None:
@@ -305,7 +339,8 @@ class RegistrationLoop:
 
     def _poke_service(self) -> None:
         try:
-            self.client.poke(self.describe().incarnation)
+            rank = self.describe()
+            self.client.poke(rank.incarnation, rank.run)
         except (RefusedError, UnreachableError) as error:
             log.debug("the request for an early poll failed: %s", error)
         except Exception as error:  # noqa: BLE001 - top of the thread, which continues with its heartbeats

@@ -1,5 +1,6 @@
 """Fixtures: records, a rank that serves them, a client over real HTTP, and a service double."""
 
+import contextlib
 import http.client
 import http.server
 import json
@@ -129,6 +130,7 @@ class ServiceDouble:
         self.heartbeat_seconds = 30.0
         self.refusal: tuple[int, str] | None = None
         self.redirect_to: str | None = None
+        self.shard_of_redirect: str | None = None
         self.hold = threading.Event()
         self.hold.set()
         self.refused: tuple[str, ...] = ()
@@ -142,6 +144,8 @@ class ServiceDouble:
                 if double.redirect_to is not None:
                     self.send_response(307)
                     self.send_header("Location", double.redirect_to)
+                    if double.shard_of_redirect:
+                        self.send_header("Rankscope-Shard", double.shard_of_redirect)
                     self.end_headers()
                     return
                 {REGISTER_PATH: double.registrations, POKE_PATH: double.pokes}[self.path].append(document)
@@ -189,10 +193,20 @@ def statistics() -> Callable[..., Statistics]:
 
 
 @pytest.fixture
-def service() -> Iterator[ServiceDouble]:
-    double = ServiceDouble()
-    yield double
-    double.stop()
+def make_service() -> Iterator[Callable[[], ServiceDouble]]:
+    with contextlib.ExitStack() as stack:
+
+        def make() -> ServiceDouble:
+            double = ServiceDouble()
+            stack.callback(double.stop)
+            return double
+
+        yield make
+
+
+@pytest.fixture
+def service(make_service: Callable[[], ServiceDouble]) -> ServiceDouble:
+    return make_service()
 
 
 @pytest.fixture

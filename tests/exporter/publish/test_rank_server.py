@@ -451,6 +451,25 @@ def test_redirect_is_not_followed(new_rank, service, until, caplog):
     assert "307" in caplog.text
 
 
+def test_rank_follows_its_service_and_returns_to_the_configured_one(new_rank, service, make_service, until):
+    """The service of the run is named with its shard. It ends, and its shard gets another service."""
+    first, second = make_service(), make_service()
+    first.heartbeat_seconds = second.heartbeat_seconds = 0.1
+    second.lease = "lease-2"
+    service.redirect_to, service.shard_of_redirect = f"{first.url}/api/v1/register", "1/2"
+    rank = new_rank(ingest_url=service.url, token="secret")
+    until(lambda: len(first.registrations) >= 3)
+    rank.fill(1, events=(Event(type=EventType.ANOMALY, rule="AnomalyNan"),))
+    until(lambda: first.pokes)
+    asked = len(service.authorizations)
+    service.redirect_to = f"{second.url}/api/v1/register"
+    first.stop()
+    until(lambda: rank.channel.lease == "lease-2")
+
+    assert 1 == asked  # later heartbeats go to the service of the run
+    assert {"Bearer secret"} == set(first.authorizations)
+
+
 @pytest.mark.parametrize("text", ["[]", "no json", '{"lease": 1, "attempt": 0, "heartbeat_seconds": 1}'])
 def test_invalid_reply_is_not_a_lease(new_rank, service, until, caplog, text):
     service.refusal = (200, text)
