@@ -35,6 +35,10 @@ def serve(
     store: OptionalStore = None,
     listen: Listen = None,
     notify: Notify = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="I/N: this is service I of the N services of the store, from 0. It owns every N-th run."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only events, no progress.")] = False,
 ) -> None:
     """Store the records of all ranks that register, until Ctrl-C, SIGTERM or SIGHUP; then store pending rows and exit.
@@ -48,8 +52,10 @@ def serve(
     rankscope serve --store history
 
     rankscope serve service.toml --listen 127.0.0.1:9470 --notify json://127.0.0.1:8080/alerts
+
+    rankscope serve service.toml --shard 1/2 --listen 127.0.0.1:9471
     """
-    settings = load_settings(config, store, listen, notify)
+    settings = load_settings(config, store, listen, notify, shard)
     console = live_console(sys.stdout)
     with ProgressView(console) as view, log_to(view.print_line):
         _run(settings, view, show=not quiet)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import yaml
@@ -22,6 +22,9 @@ from rankscope.output.rows import printable
 from rankscope.up.machine import ALERTMANAGER, PROMETHEUS
 from rankscope_contract.wire import channel
 from rankscope_dashboards.deploy.prometheus import RANKS_JOB, SERVICE_JOB
+
+if TYPE_CHECKING:
+    from rankscope_storage.api.store import Store
 
 OLDEST_PYTHON: Final = (3, 11)
 _WHERE: Final = {
@@ -187,8 +190,9 @@ def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
         yield warn(f"{folder} does not exist yet", "rankscope serve creates it; name another store with --store")
     else:
         try:
-            Store.open(folder)
+            store = Store.open(folder)
             yield ok(f"{folder} can be opened")
+            yield from _owners(store)
         except StoreError as error:
             yield fail(f"{folder} cannot be opened: {error}", "name another store with --store")
         try:
@@ -203,6 +207,25 @@ def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
         yield fail(text, "free disk space: on a full disk commits fail, and then the rings overflow")
     else:
         yield warn(text, "free disk space soon") if free < LOW_BYTES else ok(text)
+
+
+def _owners(store: Store) -> Iterator[Finding]:
+    """Name the service of each shard, of a store that several services share."""
+    from rankscope_storage.log.services import LEASE_SECONDS
+
+    for shard, owner in store.owners().items():
+        start = f"start it: rankscope serve --shard {shard}"
+        if shard.count == 1:
+            continue
+        if owner is None:
+            yield warn(f"the shard {shard} has no service", start)
+            continue
+        text = f"{owner.url or owner.owner}, {owner.owner}, last commit {owner.seconds_ago:.0f} s ago"
+        if owner.seconds_ago > LEASE_SECONDS:
+            yield warn(f"the service of the shard {shard} is dead: {text}", start)
+        else:
+            duty = ", maintains the store" if owner.is_maintaining else ""
+            yield ok(f"the shard {shard} has the service {text}{duty}")
 
 
 def _ranks(environment: Environment, where: Endpoints) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
 from rankscope_storage.base.errors import is_url
 from rankscope_storage.base.rule_names import SLOW_FACTOR
+from rankscope_storage.base.shards import Shard
 from rankscope_storage.maintenance.retention_policy import Retention
 
 _BASE_PATH: Final = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
@@ -203,12 +204,21 @@ def _local(path: str) -> str:
     return path
 
 
+def _shard(text: str) -> str:
+    return str(Shard.parse(text))
+
+
 class StoreSection(_Section):
-    """Configuration section [store]: the folder of the store, and the shard that this service writes."""
+    """Configuration section [store]: the folder of the store, and the shard whose runs this service owns."""
 
     path: Annotated[str, AfterValidator(_local)]
-    shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"
+    shard: Annotated[str, AfterValidator(_shard)] = "0/1"
     mantissa_bits: Annotated[int, Field(ge=4, le=22)] | None = None
+
+    @property
+    def owned(self) -> Shard:
+        """Return the shard whose runs this service owns."""
+        return Shard.parse(self.shard)
 
 
 class RetentionSection(_Section):

@@ -43,6 +43,15 @@ class RegistrationError(IngestError):
         self.status = status
 
 
+class OtherServiceError(RegistrationError):
+    """Another service of the store owns the run of a request. `location` is the address for the request there."""
+
+    def __init__(self, text: str, *, location: str, shard: str) -> None:
+        super().__init__(307, text)
+        self.location = location
+        self.shard = shard
+
+
 class BusyError(IngestError):
     """The service rejects a request because it has no capacity at present.
 

@@ -7,7 +7,7 @@ of the store; the service stores no other local state.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -130,12 +130,12 @@ class History:
             incidents.remember(incident)
 
 
-def read_history(store: Connection, now: float) -> History:
-    """Return the state of runs and incidents that earlier service processes left in the store.
+def read_history(store: Connection, now: float, owns: Callable[[str], bool] = lambda _: True) -> History:
+    """Return the state that earlier service processes left in the store, of the runs for which `owns` returns true.
 
     The timeouts of ranks of active attempts start at `now`, because the store does not contain the times of heartbeats.
     """
-    rows = store.query(_ATTEMPTS).to_pylist()
+    rows = [row for row in store.query(_ATTEMPTS).to_pylist() if owns(row["run"])]
     attempts = {(row["run"], row["attempt"]): _attempt(row) for row in rows}
     unfinished = {key: attempt for key, attempt in attempts.items() if not attempt.has_ended}
     for event in store.query(_RANKS).to_pylist():
@@ -147,7 +147,7 @@ def read_history(store: Connection, now: float) -> History:
     starts: dict[str, int] = {}
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
-    incidents = stored_incidents(store, now)
+    incidents = [(one, state) for one, state in stored_incidents(store, now) if owns(one.first.run)]
     own = [(one, state == RESOLVED) for one, state in incidents if one.attempt_key in attempts and one.log is None]
     active = [(one, is_over) for one, is_over in own if one.attempt_key in unfinished]
     ended = [one for one, is_over in own if one.attempt_key not in unfinished and not is_over]
@@ -165,7 +165,7 @@ def read_history(store: Connection, now: float) -> History:
         last_ordinal=_last_ordinal(store),
         given_up={row.pop("incarnation"): GivenUp(**row) for row in store.query(_GIVEN_UP).to_pylist()},
         diverged=tuple(item for item in read_diverged(store) if item.attempt_key in unfinished),
-        hashes=store.query(_HASHES).to_pylist(),
+        hashes=[row for row in store.query(_HASHES).to_pylist() if owns(row["run"])],
         processes={row["incarnation"]: row["attempt"] for row in store.query(_PROCESSES).to_pylist()},
         read_at=now,
     )

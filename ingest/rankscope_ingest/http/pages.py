@@ -70,7 +70,8 @@ _PATTERNS: Final = ("/", "/runs/{tail:.*}", "/compare", "/data/{tail:.*}", "/ass
 class LiveUpdates:
     """The open pages of one store. `read_version` returns its newest version.
 
-    `most` is the maximum number of streams: the other connections are for the pages themselves.
+    `most` is the maximum number of streams: the other connections are for the pages themselves. `owns` returns whether
+    this service stores a run: the pages of other runs are loaded again after each commit.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class LiveUpdates:
         tails: LiveTails | None,
         watch_seconds: float,
         most: int,
+        owns: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._read_version = read_version
+        self._owns = owns
         self._tails = tails
         self._watch_seconds = watch_seconds
         self._most = most
@@ -106,7 +109,7 @@ class LiveUpdates:
 
     def newest(self, run: str) -> int:
         """Return the newest version for which the page of `run` must be loaded again; empty: a page without rows."""
-        return max(self._notable.get(run, -1), self._notable[""]) if run else self._version
+        return max(self._notable.get(run, -1), self._notable[""]) if run and self._owns(run) else self._version
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         """Send events for all pages of a browser until it closes the connection; it connects again after an error.
@@ -196,6 +199,7 @@ class Pages:
         *,
         alarms: Callable[[], Sequence[str]] = tuple,
         tails: LiveTails | None = None,
+        owns: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._site = site
         self.base = base
@@ -206,7 +210,7 @@ class Pages:
         seconds = WATCH_SECONDS if tails is None else OTHERS_SECONDS
         self._preparation: asyncio.TimerHandle | None = None
         most = most_connections() // 2
-        self._live = LiveUpdates(self._version, tails, seconds, most)
+        self._live = LiveUpdates(self._version, tails, seconds, most, owns)
 
     def committed(self, version: int, datasets: Collection[str], runs: Collection[str] = ("",)) -> None:
         """Update open pages after a commit of the service with rows of `datasets` of `runs`, by default all."""

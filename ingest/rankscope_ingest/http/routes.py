@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from aiohttp import web
 
 from rankscope_contract.wire import channel
-from rankscope_ingest.base.errors import RegistrationError
+from rankscope_ingest.base.errors import OtherServiceError, RegistrationError
 from rankscope_ingest.network.auth import challenge
 from rankscope_ingest.remote_write.handler import written_headers
 from rankscope_ingest.runs.models import Health, Target
@@ -18,17 +18,21 @@ from rankscope_ingest.runs.models import Health, Target
 _JOB: Final = "rankscope"
 
 
-def per_rank(targets: Iterable[Target]) -> list[dict[str, Any]]:
-    """Return the http_sd entry of the metrics page of each live rank."""
-    found = []
-    for target in targets:
-        # Another process may serve the records of a dead process, but not the metrics page of the dead process.
-        if target.health is Health.GONE or target.registration.served_by is not None:
-            continue
-        address = urlsplit(target.registration.url)
-        scheme = {"__scheme__": "https"} if address.scheme == "https" else {}
-        found.append({"targets": [address.netloc], "labels": {"job": _JOB, "instance": target.name, **scheme}})
-    return found
+def per_rank(targets: Iterable[Target], others: Iterable[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """Return the http_sd entry of the metrics page of each live rank.
+
+    `others` has the run, rank and URL of ranks of other services.
+    """
+    # Another process may serve the records of a dead process, but not the metrics page of the dead process.
+    live = (one for one in targets if one.health is not Health.GONE and one.registration.served_by is None)
+    urls = {target.name: target.registration.url for target in live}
+    urls |= {f"{other['run']}/{other['rank']}": other["url"] for other in others}
+    return [_entry(name, urlsplit(url)) for name, url in urls.items()]
+
+
+def _entry(name: str, address: SplitResult) -> dict[str, Any]:
+    scheme = {"__scheme__": "https"} if address.scheme == "https" else {}
+    return {"targets": [address.netloc], "labels": {"job": _JOB, "instance": name, **scheme}}
 
 
 MAX_REQUEST_BYTES: Final = 1 << 20
@@ -66,7 +70,10 @@ async def errors_as_text(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except RegistrationError as error:
-        return _refusal(request, error.status, str(error))
+        refusal = _refusal(request, error.status, str(error))
+        if isinstance(error, OtherServiceError):
+            refusal.headers.update({"Location": error.location, channel.SHARD_HEADER: error.shard})
+        return refusal
     except web.HTTPNotFound:
         paths = sorted({resource.canonical for resource in request.app.router.resources()})
         return _refusal(request, 404, f"{request.path} does not exist; the paths are {', '.join(paths)}")

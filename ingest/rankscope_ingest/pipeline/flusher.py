@@ -40,7 +40,7 @@ from rankscope_ingest.pipeline.rows import Stamp, event_row
 from rankscope_ingest.record_channel.bodies import ValidBody, decode, plain_text
 from rankscope_ingest.scrape.sample_table import Grid, Scrape
 from rankscope_storage.api.store import Batch, Commit, Writer
-from rankscope_storage.base.errors import BatchError, ShardLostError, StoreError
+from rankscope_storage.base.errors import BatchError, RepeatedError, ShardLostError, StoreError
 from rankscope_storage.base.escaping import path_segment
 from rankscope_storage.base.fsync import make_folders, sync_to_disk
 
@@ -513,7 +513,13 @@ class Flusher:
         if flight.batch is None:
             pending = flight.pending
             flight.batch = Batch(tables=_tables(pending), watermarks=pending.watermarks, info=pending.info)
-        return self._appender.append(flight.batch)
+        try:
+            return self._appender.append(flight.batch)
+        except RepeatedError:
+            if len(flight.pending.parts()) > 1:
+                raise
+            rows = {name: table.num_rows for name, table in flight.batch.tables.items()}
+            return Commit(version=0, rows=rows, files=0, seconds=0.0)  # another service has stored them
 
     async def _split_or_quarantine(self, flight: _PendingCommit, why: str) -> None:
         """Store a rejected batch in parts. If it is one part, move it to quarantine and store an event about it."""

@@ -54,7 +54,8 @@ Retain = Callable[[], RetentionReport]
 class MaintenanceSchedule:
     """Runs the maintenance jobs of `store` when they are due. Times are in monotonic seconds.
 
-    `on_compaction` receives the result of each compaction, in the maintenance thread.
+    `on_compaction` receives the result of each compaction, in the maintenance thread. No job is due while
+    `is_maintaining` returns false, because another service maintains the store.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class MaintenanceSchedule:
         retain_seconds: float = 0,
         first_retention_seconds: float = FIRST_RETENTION_SECONDS,
         on_compaction: Callable[[CompactionReport], None] = lambda _: None,
+        is_maintaining: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._is_maintaining = is_maintaining
         self._store = store
         self._on_compaction = on_compaction
         self._retain = retain
@@ -80,6 +83,8 @@ class MaintenanceSchedule:
 
         A failed job is due again at its next regular time.
         """
+        if not self._is_maintaining():
+            return
         maintained = now - self._maintained_at >= MAINTAIN_SECONDS
         # Also by the clock: a completed run and a past day cause no more commits, but have files to compact.
         if maintained or commits - self._compacted_at >= COMPACT_EVERY_COMMITS:
@@ -141,10 +146,10 @@ class MaintenanceSchedule:
 def retention_job(config: ServiceConfig) -> Retain | None:
     """Return the retention job that the configuration section [retention] defines.
 
-    The result is None if retention is off or another service performs it.
+    The result is None if retention is off.
     """
     policy = config.retention.policy
-    if not policy.is_on or not config.store.shard.startswith("0/"):
+    if not policy.is_on:
         return None
     root = Path(config.store.path)
     return lambda: retain(root, policy, sync_to_disk, now=dt.datetime.now(dt.UTC), works=1)

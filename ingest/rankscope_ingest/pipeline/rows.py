@@ -73,6 +73,7 @@ def launch_row(target: Target, stamp: Stamp) -> Row:
     """Return the row of `events` which reports that a process has registered."""
     process = target.registration
     details = {name: getattr(process, name) for name in ("launch_id", "host", "pid", "world_size", "versions")}
+    details |= {} if process.served_by else {"url": process.url}
     message = f"rank {process.rank} of {process.world_size} registered from {process.host}, process {process.pid}"
     return event_row(stamp, EventType.LAUNCH, Severity.INFO, message, details, **_rank_columns(target))
 

@@ -43,14 +43,9 @@ from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.service_catalogue import REMOTE_WRITE_DROPPED, REMOTE_WRITE_REQUESTS, REMOTE_WRITE_SAMPLES
 from rankscope_storage.prometheus.series import STALE_BITS
+from rankscope_storage.writer.writer import MAX_RECEIPTS, RECEIPTS
 
 log = logging.getLogger(__name__)
-
-RECEIPTS: Final = "rankscopeWritten"
-"""Key in the metadata of a commit.
-
-The value lists the receipts (hashes of the bodies) of the committed remote write requests.
-"""
 
 FROM_PROMETHEUS: Final = "prometheus"
 RETRY_AFTER_SECONDS: Final = 5
@@ -60,7 +55,6 @@ ANSWER_SECONDS: Final = 20.0
 """Time limit in seconds for a request that waits for its commit. Prometheus' default timeout is 30 s."""
 
 _MAX_WAITING_REQUESTS: Final = 2_048
-_MAX_RECEIPTS: Final = 8_192
 _COMMITS_READ: Final = 64
 _MAX_EXPANSION: Final = 4
 """Maximum size of the labels of a request of version 2.0 with the symbols inserted, as a multiple of `max_bytes`."""
@@ -473,7 +467,7 @@ class RemoteWrite:
 
     def _remember(self, stored: Mapping[str, int]) -> None:
         self._stored.update(stored)
-        for old in list(self._stored)[: max(0, len(self._stored) - _MAX_RECEIPTS)]:
+        for old in list(self._stored)[: max(0, len(self._stored) - MAX_RECEIPTS)]:
             del self._stored[old]
 
 

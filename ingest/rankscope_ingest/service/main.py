@@ -68,8 +68,11 @@ async def run(
     on_progress: Callable[[Progress], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
+    shard_of_import: str | None = None,
 ) -> None:
     """Run the service until SIGTERM, SIGINT or `stop`; then poll and commit the remaining records, and return.
+
+    With `shard_of_import`, the process is no service of the store: it stores all runs, and writes this shard.
 
     `on_ready` receives the URL of the service as soon as the service accepts requests. `on_progress` receives a
     snapshot each second and one at the end. Raises IngestError or StoreError with a message for the user if the service
@@ -85,8 +88,11 @@ async def run(
         check_logs(config.watch)
         own_tls = server_tls(config.service.web_config)
         ranks_tls = client_tls(config.service.ca_file, config.service.cert_file, config.service.key_file)
-        with stop_on_signals(stop), contextlib.closing(await asyncio.to_thread(_claim, config)) as writer:
-            history = await asyncio.to_thread(_history, config.store.path)
+        with (
+            stop_on_signals(stop),
+            contextlib.closing(await asyncio.to_thread(_claim, config, shard_of_import)) as writer,
+        ):
+            history = await asyncio.to_thread(_history, config.store)
             async with Fetcher(
                 networks=config.service.allowed_networks,
                 token=config.token,
@@ -109,15 +115,16 @@ def _notifiers(config: ServiceConfig) -> Sequence[Notifier]:
     return make_notifiers(urls, timeout_seconds=section.timeout_seconds, proxy=section.proxy.get_secret_value())
 
 
-def _claim(config: ServiceConfig) -> Writer:
+def _claim(config: ServiceConfig, shard_of_import: str | None) -> Writer:
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     store = Store.open(config.store.path, create=True, mantissa_bits=config.store.mantissa_bits)
-    return store.claim(config.store.shard, owner=owner)
+    is_service = shard_of_import is None
+    return store.claim(shard_of_import or config.store.shard, owner=owner, is_service=is_service)
 
 
-def _history(path: str) -> History:
-    with connect(path, single_threaded=True) as connection:
-        return read_history(connection, time.monotonic())
+def _history(store: StoreSection) -> History:
+    with connect(store.path, single_threaded=True) as connection:
+        return read_history(connection, time.monotonic(), store.owned.owns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +190,15 @@ def import_spools(
             _copy(spool, Path(copies) / spool.folder.name)
         config = ServiceConfig(
             service=ServiceSection(listen="127.0.0.1:0"),
-            store=StoreSection(path=str(store), shard=shard),
+            store=StoreSection(path=str(store)),
             ingest=IngestSection(flush_after_seconds=1.0),
             spool=SpoolSection(folders=(copies,), scan_seconds=_SCAN_SECONDS),
             notify=NotifySection(group_wait_seconds=0.0),
         )
-        return asyncio.run(_serve_until_read(config, Path(copies), progress or (lambda _: None)))
+        return asyncio.run(_serve_until_read(config, Path(copies), shard, progress or (lambda _: None)))
 
 
-async def _serve_until_read(config: ServiceConfig, copies: Path, progress: Callable[[int], None]) -> int:
+async def _serve_until_read(config: ServiceConfig, copies: Path, shard: str, progress: Callable[[int], None]) -> int:
     """Run the service until all spools in the folder `copies` are stored and deleted.
 
     Return the number of stored rows.
@@ -209,7 +216,7 @@ async def _serve_until_read(config: ServiceConfig, copies: Path, progress: Calla
         if is_stuck or not left:
             stop.set()
 
-    await run(config, stop=stop, on_progress=follow)
+    await run(config, stop=stop, on_progress=follow, shard_of_import=shard)
     left, rows_stored = known
     if left and is_stuck:
         raise IngestError(f"{left} of {total} spools could not be stored within {IDLE_SECONDS:g} s")

@@ -36,10 +36,11 @@ from rankscope_ingest.record_channel.client import Fetcher, OtherProcess
 from rankscope_ingest.record_channel.loop import Pace, TargetLoop
 from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_ingest.runs.models import Health, Target
-from rankscope_ingest.scrape.discovery import ExporterList, configured
+from rankscope_ingest.scrape.discovery import ExporterList, ScrapeTarget, configured
 from rankscope_ingest.scrape.sample_table import Scrape
 from rankscope_ingest.scrape.scraper import Followed, Scraper
 from rankscope_ingest.spools.orphan_spools import Spools
+from rankscope_ingest.targets.shared_store import SharedStore
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE
 
@@ -171,6 +172,7 @@ class Polling:
             accept=monitor.accept,
             watermark=watermark,
             follow=self._follow_now,
+            owns=config.store.owned.owns,
         )
 
     @property
@@ -213,6 +215,7 @@ class Polling:
         jobs = [
             Job(f"watching {static.url}", interval, functools.partial(self._look_at, static), starts_immediately=True)
             for static in self._config.targets
+            if self._config.store.owned.owns(static.run)
         ]
         if self._config.spool.folders:
             jobs.append(Job("scanning for spools", self._config.spool.scan_seconds, self.spools.scan))
@@ -246,6 +249,7 @@ class ExternalExporters:
 
     def __init__(self, config: ServiceConfig, batcher: Batcher, metrics: ServiceMetrics) -> None:
         self._config = config
+        self._owns = config.store.owned.owns
         self._batcher = batcher
         # Exporters receive no certificate of this service. Theirs are verified with the CA of the ranks.
         self._fetcher = PageFetcher(
@@ -272,14 +276,16 @@ class ExternalExporters:
         """Add the samples of one scrape to the current batch."""
         self._batcher.add_scrape(scrape, time.monotonic())
 
+    def _show(self, source: str, exporters: Iterable[ScrapeTarget]) -> None:
+        """Scrape the exporters of `source` whose names belong to the shard of this service, and no other ones of it."""
+        self._scraper.show(source, [one for one in exporters if self._owns(one.name)])
+
     @asynccontextmanager
     async def scraping(self) -> AsyncIterator[None]:
         """Return a context manager that scrapes the exporters until its `with` block is left."""
         async with self._fetcher:
-            self._scraper.show("[[exporters]]", configured(self._config.exporters))
-            lists = [
-                ExporterList(section, self._fetcher, self._scraper.show) for section in self._config.exporter_lists
-            ]
+            self._show("[[exporters]]", configured(self._config.exporters))
+            lists = [ExporterList(section, self._fetcher, self._show) for section in self._config.exporter_lists]
             tasks = [start_task("reading a list of exporters", one.run, is_repeated=True) for one in lists]
             try:
                 yield
@@ -345,16 +351,20 @@ class Pipeline:
         is_full = "rows arrive faster than the store commits them: polling waits for commits"
         return self.flusher.trouble or self.remote_write.trouble or (is_full if self.batcher.is_full else None)
 
-    def maintain(self) -> Coroutine[Any, Any, None]:
-        """Run compaction, vacuum and retention of the store until the coroutine is cancelled."""
+    def maintain(self, shared: SharedStore) -> Coroutine[Any, Any, None]:
+        """Run compaction, vacuum and retention of the store until the coroutine is cancelled.
+
+        Of several services that share the store, one runs them, after the commits of all.
+        """
         schedule = MaintenanceSchedule(
             self._writer,
             time.monotonic(),
             retain=retention_job(self._config),
             retain_seconds=self._config.retention.every_seconds,
             on_compaction=self._metrics.compacted,
+            is_maintaining=lambda: shared.membership.is_maintaining,
         )
-        return schedule.run(lambda: self.commits)
+        return schedule.run(lambda: shared.membership.version or self.commits)
 
     def _on_batch(self, batch: PendingBatch, commit: Commit) -> None:
         self._count(commit)

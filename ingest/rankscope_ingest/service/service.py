@@ -66,6 +66,7 @@ from rankscope_ingest.runs.models import AttemptKey, Health, Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Polling, make_batcher
 from rankscope_ingest.targets.registry import parse_registration
+from rankscope_ingest.targets.shared_store import SharedStore
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, check_logs, watching
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base import service_catalogue
@@ -92,6 +93,7 @@ class Api:
     fetcher: Fetcher
     faults: BackgroundFaults
     deliveries: Deliveries
+    shared: SharedStore
     url: str = ""
     is_draining: bool = False
 
@@ -154,6 +156,7 @@ class Api:
         registration = parse_registration(await request.read())
         if self.is_draining:
             raise RegistrationError(503, "the service is stopping: retry later")
+        self.shared.check_owner(registration.run, channel.REGISTER_PATH)
         target = await self.polling.register(registration)
         reply, target.has_notice = self.monitor.registry.reply(target), False
         reply = replace(reply, notice=self.monitor.shared_names.get(registration.run))
@@ -178,6 +181,7 @@ class Api:
         if not self.config.service.is_guarded:
             raise RegistrationError(403, _STACKS_REFUSED)
         run, ranks = parse_stacks_request(await request.read())
+        self.shared.check_owner(run, channel.RUN_STACKS_PATH)
         progress = {progress.run: progress for progress in self.monitor.progress()}
         if run not in progress:
             raise RegistrationError(404, f"run {run!r} is unknown; known runs: {', '.join(progress) or 'none'}")
@@ -194,10 +198,10 @@ class Api:
         return await answer(self.pipeline.remote_write, self.metrics, request)
 
     async def discovery(self, request: web.Request) -> web.Response:
-        """Respond with the metrics pages of the ranks, for Prometheus."""
+        """Respond with the metrics pages of the ranks of all services, for Prometheus."""
         if (per := request.query.get("per", "rank")) != "rank":
             raise RegistrationError(400, f"per={per} is not supported: use /sd, which lists each rank")
-        return json_response(per_rank(self.polling.targets))
+        return json_response(per_rank(self.polling.targets, await self.shared.other_ranks()))
 
     async def health(self, _: web.Request) -> web.Response:
         """Respond whether the service works normally."""
@@ -292,11 +296,16 @@ FINISH_SECONDS: Final = 5.0
 async def following(
     config: ServiceConfig, writer: Writer, notifiers: Sequence[Notifier], hooks: Hooks
 ) -> AsyncIterator[None]:
-    """Follow the logs in the configuration in the body of the context, and write their rows with `writer`.
+    """Follow the logs in the configuration whose runs this service owns, in the body of the context.
 
-    At its end, pending rows are stored and pending messages are sent.
+    Their rows are written with `writer`. At its end, pending rows are stored and pending messages are sent.
     """
-    if not config.watch:
+    owned = [
+        (section, name)
+        for section, (_, name) in zip(config.watch, check_logs(config.watch), strict=True)
+        if config.store.owned.owns(name)
+    ]
+    if not owned:
         yield
         return
     stop, states = asyncio.Event(), dict[str, str]()  # states by address
@@ -309,10 +318,10 @@ async def following(
             log.log(level, "%s  %s  %s", status.run, status.state, status.unreadable or status.reason)
 
     async def follow() -> None:
-        for section, (_, name) in zip(config.watch, check_logs(config.watch), strict=True):
+        for section, name in owned:
             log.info("following %s as the run %s, every %g s", section.log, name, section.poll_seconds)
         async with watching(
-            config.watch,
+            [section for section, _ in owned],
             writer,
             Path(config.store.path),
             notifiers,
@@ -368,6 +377,7 @@ class Service:
         self._pipeline = Pipeline(
             config, writer, batcher, metrics, stamp=self._monitor.stamp, on_commit=self._on_commit
         )
+        self._shared = SharedStore(config.store, writer)
         self._polling = Polling(config, fetcher, self._monitor, self._pipeline.flusher.watermark)
 
         deliveries = Deliveries(lambda spec, outcome: metrics.count(spec, 1, outcome))
@@ -391,11 +401,14 @@ class Service:
             fetcher=fetcher,
             faults=self._faults,
             deliveries=deliveries,
+            shared=self._shared,
         )
 
         section = config.service
         site = Site(Path(config.store.path), base=section.base_path, has_service=True)
-        self._pages = Pages(site, section.base_path, alarms=self._api.alarms, tails=self._monitor.tails)
+        self._pages = Pages(
+            site, section.base_path, alarms=self._api.alarms, tails=self._monitor.tails, owns=config.store.owned.owns
+        )
 
     async def serve(
         self,
@@ -415,6 +428,7 @@ class Service:
             work = [
                 flushing,
                 asyncio.create_task(self._pipeline.remote_write.run()),
+                asyncio.create_task(self._shared.run(self._api.url)),
                 asyncio.create_task(run_jobs(self._jobs(on_progress), self._faults)),
             ]
             stopping = asyncio.create_task(stop.wait())
@@ -444,7 +458,12 @@ class Service:
             Job("checking for stalls", UPDATE_SECONDS, self._check_stalls),
             Job("measuring the lag of ranks", UPDATE_SECONDS, self._api.look),
             Job("reading goodput", UPDATE_SECONDS, self._api.goodput.read_if_due, starts_immediately=True),
-            Job("maintenance of the store", UPDATE_SECONDS, self._pipeline.maintain, starts_immediately=True),
+            Job(
+                "maintenance of the store",
+                UPDATE_SECONDS,
+                lambda: self._pipeline.maintain(self._shared),
+                starts_immediately=True,
+            ),
             Job("trimming memory", memory.TRIM_SECONDS, lambda: asyncio.to_thread(memory.trim)),
             *self._polling.jobs(),
         ]

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import STATE_DRAINING, STATE_RUNNING, Registration
-from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolReader, folders
+from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolReader, folders, read_identity
 from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
@@ -64,12 +64,15 @@ class Spools:
         accept: Callable[[Registration, tuple[Address, ...]], Accepted],
         watermark: Callable[[str], Awaitable[int]],
         follow: Callable[[Target], None],
+        owns: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """Set the dependencies.
 
         `accept` registers a process. `follow` starts polling a target immediately. `watermark` returns the seq of the
-        last committed record of a process.
+        last committed record of a process. `owns` returns whether this service stores a run.
         """
+        self._owns = owns
+        self._foreign: set[str] = set()  # incarnations of runs of other services
         self._roots = [Path(root) for root in roots]
         self._http = http
         self._registry = registry
@@ -215,9 +218,12 @@ class Spools:
         return list(islice(free, limit))
 
     def _claim(self, folder: Path) -> Orphan | None:
-        if folder.name in self._done or folder.absolute().as_uri() in self._claimed:
+        if folder.name in self._done | self._foreign or folder.absolute().as_uri() in self._claimed:
             return None
         try:
+            if not self._owns(read_identity(folder).run):
+                self._foreign.add(folder.name)
+                return None
             return Orphan.take(SpoolReader(folder, pa, _needed_plans))
         except (SpoolError, OSError) as error:
             self._warn_once(f"spool skipped: {error}")

@@ -21,7 +21,7 @@ from rankscope_storage.base.shards import Shard
 from rankscope_storage.files.encoding import STAGING, check_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import has_entries
-from rankscope_storage.log.services import ADDRESS, SERVICES, check_count, service_count
+from rankscope_storage.log.services import ADDRESS, SERVICES, ServiceOwner, check_count, service_count, service_owners
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.query.sql_script import write_sql_script
@@ -76,6 +76,13 @@ class Store:
             _prepare_folder(root)
         make_folders(root / STAGING, root, sync)
         return cls(root, sync, mantissa_bits, is_new=is_new)
+
+    def owners(self) -> dict[Shard, ServiceOwner | None]:
+        """Return the service of each shard of the store; None if no recent commit names one."""
+        log = Log.open(self.root, self._sync)
+        found, count = service_owners(log), service_count(log)
+        by_shard = {one.shard: one for one in found}
+        return {shard: by_shard.get(shard) for shard in (Shard(number, count) for number in range(count))}
 
     def claim(self, shard: str = "0/1", *, owner: str, is_service: bool = False) -> Writer:
         """Take over `shard`, and return the only writer that may append to it from now on.

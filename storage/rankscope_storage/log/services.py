@@ -46,12 +46,11 @@ def check_count(log: Log, shard: Shard, *, is_locked: bool) -> None:
     holder = lock_of_service(log.root, shard) if is_locked else None
     if not is_locked:
         recent = (one for one in service_owners(log) if one.shard.count == known and one.seconds_ago < LEASE_SECONDS)
-        holder = next((f"{one.shard}, {one.owner}" for one in recent), None)
+        holder = next((f"{one.shard}, {one.owner}, last commit {one.seconds_ago:.0f} s ago" for one in recent), None)
     if holder is not None:
         raise ServicesError(
             f"{log.root} is shared by services with N = {known}, and this one has the shard {shard}: a service of the "
-            f"shard {holder}, is running. Start all services with the same N, or stop the others first; after a kill, "
-            f"a service counts as running for {LEASE_SECONDS:.0f} s"
+            f"shard {holder}, is running. Start all services with the same N, or stop the others first"
         )
 
 

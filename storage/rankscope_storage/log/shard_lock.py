@@ -125,9 +125,10 @@ class ShardLock:
                 return cls(None)  # a file system without locks
             holder = _holder(descriptor)
             os.close(descriptor)
+            count = Shard.parse(shard).count
             raise ShardLockError(
-                f"shard {shard} of {root} is locked by {holder}, which is running: "
-                "stop it, or write to another shard, such as 1/2 (import: --shard 1/2; service: [store] shard)"
+                f"shard {shard} of {root} is locked by {holder}, which is running: stop it, or write to another "
+                f"shard, such as {count}/{count + 1} (import and watch: --shard {count}/{count + 1})"
             ) from error
         with contextlib.suppress(OSError):  # on a full disk, the lock has no name but is valid
             os.ftruncate(descriptor, 0)

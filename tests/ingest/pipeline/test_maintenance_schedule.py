@@ -89,11 +89,21 @@ def configured(tmp_path, text: str):
     return load_config(path)
 
 
-def test_retention_needs_days_and_is_performed_by_the_first_service(tmp_path):
-    text = 'shard = "{}/2"\n[retention]\nraw_days = 30'
+def test_retention_needs_days(tmp_path):
+    assert [True, False] == [
+        retention_job(configured(tmp_path, text)) is None for text in ("", "[retention]\nraw_days = 30")
+    ]
 
-    assert None is retention_job(configured(tmp_path, ""))
-    assert [False, True] == [retention_job(configured(tmp_path, text.format(number))) is None for number in (0, 1)]
+
+def test_one_of_several_services_maintains_the_store():
+    """The other services do nothing, and catch up when they take over."""
+    store, is_maintaining = Store(), False
+    due = MaintenanceSchedule(store, 0.0, is_maintaining=lambda: is_maintaining)
+
+    assert [] == done(store, due, MAINTAIN_SECONDS, COMPACT_EVERY_COMMITS)
+
+    is_maintaining = True
+    assert ["compact", "maintain"] == done(store, due, MAINTAIN_SECONDS, COMPACT_EVERY_COMMITS)
 
 
 def test_retention_days_are_passed_to_the_store(tmp_path):
