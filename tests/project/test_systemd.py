@@ -36,7 +36,7 @@ def with_token(text: str) -> str:
 def test_unit_is_valid(unit, prepared, tmp_path, require_server):
     """Checked by `systemd-analyze verify`, with an existing program in ExecStart."""
     analyze = require_server("systemd-analyze", "systemd")
-    path = tmp_path / unit.replace("@.", "@shard0.")
+    path = tmp_path / unit.replace("@.", "@0-2.")
     path.write_text(prepared((DEPLOY / unit).read_text()).replace(PROGRAM, "/bin/true"))
     done = subprocess.run([analyze, "verify", path], capture_output=True, text=True, check=False)
 
@@ -61,10 +61,12 @@ def test_token_file_can_be_readable_by_root_only(unit):
     assert "\nEnvironment=RANKSCOPE_TOKEN_FILE=%d/token\n" in text
 
 
-def test_units_differ_only_in_their_configuration():
+def test_units_differ_only_in_their_shard_and_options():
     one, many = ((DEPLOY / unit).read_text().partition("[Service]")[2] for unit in UNITS)
 
-    assert one.replace("/etc/rankscope/rankscope.toml", "/etc/rankscope/%i.toml") == many
+    shard = "EnvironmentFile=-/etc/rankscope/shard-%i.env\nExecStart="
+    options = "--shard %I --quiet $RANKSCOPE_SERVE_OPTIONS"
+    assert one.replace("ExecStart=", shard).replace("--quiet", options) == many
 
 
 def test_shipped_configuration_is_valid_with_all_commented_settings(tmp_path):

@@ -6,6 +6,7 @@ Services that share a store exchange nothing: each one reads the log and the row
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from rankscope_storage.writer.writer import Writer
 
 log = logging.getLogger(__name__)
 
+_PAUSE_SECONDS: Final = 1.0
+"""Shortest time between two reads of the log for the addresses of other services."""
 _RANKS_SECONDS: Final = 5.0
 # The event of a registration names the page of the rank; a dead process, whose spool is read, has none.
 _RANKS: Final = """\
@@ -39,6 +42,7 @@ class SharedStore:
         self._path = section.path
         self.shard = section.owned
         self._writer = writer
+        self._is_asked = asyncio.Event()  # a rank waits for the service of another shard, which may have started
         self._budget = ReadBudget(_RANKS_SECONDS, clock=time.monotonic)
         self._ranks: Sequence[Mapping[str, Any]] = ()
         self.membership = Membership(addresses={}, is_maintaining=self.shard.count == 1, version=0)
@@ -57,7 +61,10 @@ class SharedStore:
             except StoreError as error:
                 self.membership = Membership(addresses={}, is_maintaining=False, version=self.membership.version)
                 log.warning("the address of this service cannot be renewed in the store, retrying: %s", error)
-            await asyncio.sleep(RENEW_SECONDS / 2)
+            self._is_asked.clear()
+            await asyncio.sleep(_PAUSE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_asked.wait(), RENEW_SECONDS / 2)
         await asyncio.Event().wait()
 
     def check_owner(self, run: str, path: str) -> None:
@@ -69,6 +76,7 @@ class SharedStore:
         if owner == self.shard:
             return
         if (url := self.membership.addresses.get(owner.number)) is None:
+            self._is_asked.set()
             raise RegistrationError(
                 503,
                 f"the run {run!r} belongs to the shard {owner}, which has no service at present: start it. A service "

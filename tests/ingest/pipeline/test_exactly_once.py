@@ -32,19 +32,19 @@ TURBULENCE = {"type": "anomaly", "severity": "warning", "rule": "AnomalyTurbulen
 class ServiceProcess:
     """A process of `python -m rankscope_ingest` that tests kill and restart."""
 
-    def __init__(self, folder: Path, port: int, *, notify: str | None = None) -> None:
+    def __init__(self, folder: Path, port: int, *, notify: str | None = None, shard: str = "0/1") -> None:
         self.store = folder / "store"
         self.url = f"http://127.0.0.1:{port}"
-        self._config = folder / "service.toml"
-        self._log = folder / "service.log"
+        self._config = folder / f"service-{port}.toml"
+        self._log = self._config.with_suffix(".log")
         self._config.write_text(
-            f"[service]\nlisten = '127.0.0.1:{port}'\n[store]\npath = 'store'\n"
+            f"[service]\nlisten = '127.0.0.1:{port}'\n[store]\npath = 'store'\nshard = '{shard}'\n"
             "[ingest]\npoll_seconds = 0.1\nflush_after_seconds = 0.3\n"
             "[runs]\nheartbeat_seconds = 0.3\nrefused_after_seconds = 1.0\n"
             f"[notify]\nurls = {[notify] if notify else []}\ngroup_wait_seconds = 2.0\n"
         )
         self.process: Started | None = None
-        self._starts = 0
+        self._starts = self.log().splitlines().count(self.url) if self._log.exists() else 0
 
     def start(self) -> None:
         self.process = start_module("rankscope_ingest.__main__", self._config, log=self._log)
@@ -86,8 +86,8 @@ def make_service(tmp_path, free_port):
             service.kill()
 
 
-def open_channel(service, rank, *, world_size=2, launch_id="launch"):
-    who = {"run": "r", "launch_id": launch_id, "rank": rank, "world_size": world_size, "host": "h"}
+def open_channel(service, rank, *, world_size=2, launch_id="launch", run="r"):
+    who = {"run": run, "launch_id": launch_id, "rank": rank, "world_size": world_size, "host": "h"}
     channel = RankServer(
         identity=Identity(**who, incarnation=f"{launch_id}-{rank}"),
         config=ServeConfig(ingest_url=service.url, spool_dir=None),

@@ -302,6 +302,23 @@ async def test_service_stores_valid_requests_and_reports_why_others_are_rejected
     assert 'remote_write_dropped_total{reason="metadata"} 1.0' in page
 
 
+async def test_request_repeated_at_another_service_is_stored_once(start_service):
+    """Both services have some requests at the same time, in batches with other ones."""
+    requests = [body(float(value)) for value in range(6)]
+    changes = {"remote_write.hold_seconds": 0.5}
+    async with (
+        start_service(**changes, **{"store.shard": "0/2"}) as first,
+        start_service(**changes, **{"store.shard": "1/2"}) as second,
+    ):
+        sent = [(first, one) for one in requests[:4]] + [(second, one) for one in requests[2:]]
+        together = await asyncio.gather(*(post(service, one) for service, one in sent))
+        later = [await post(second, one) for one in requests]
+        rows = first.rows("SELECT value FROM samples ORDER BY value")
+
+    assert {204} == {status for status, *_ in [*together, *later]}
+    assert [float(value) for value in range(6)] == [row["value"] for row in rows]
+
+
 # Version 2.0: the version, the headers of responses, and senders that get only refusals.
 
 V1 = "application/x-protobuf"
