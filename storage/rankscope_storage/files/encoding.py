@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
+import itertools
 import json
 import uuid
 from collections.abc import Collection, Iterable, Mapping
@@ -45,7 +46,7 @@ from rankscope_storage.files.sorting import (
 )
 
 ROW_GROUP_ROWS: Final = 65_536
-"""Number of rows of a row group, and also of a page of most columns.
+"""Largest number of rows of a row group, and also of a page of most columns.
 
 BYTE_STREAM_SPLIT divides the numbers of a page into streams of equal byte positions, which compress better when they
 are longer. With twice as many rows, files are 1.7 % smaller. But finding one tensor takes a sixth longer, because a
@@ -67,6 +68,9 @@ encoding in the middle of a page."""
 
 _WIDE: Final = 1 << 28
 """Range of differences from which integers are plain numbers: fastparquet would return wrong values."""
+
+_LONG_SERIES_ROWS: Final = 16_384
+"""Mean number of rows between wide differences from which row groups begin behind them."""
 
 _SMALL_DICTIONARY: Final = 4096
 """Number of texts up to which the dictionary of a text column is written completely into each row group.
@@ -123,11 +127,11 @@ def write_sorted(table: pa.Table, dataset: str, path: Path | IO[bytes], mantissa
         # Reading the row numbers is a large part of moving four bytes per row: halve their size if they fit.
         order = pa.array(rows.astype(np.uint32) if len(rows) <= 1 << 32 else rows)
     zero = {name for name, column in columns.items() if column.is_constant and not column.values[0].as_py()}
-    plain = _plain_integers(columns, order, dataset)
+    plain, begins = _plain_integers(columns, order, dataset, table.num_rows)
     with pq.ParquetWriter(path, schema, **_options(dataset, zero, plain)) as writer:
         # One row group at a time: a sorted copy of the whole table would cost more than the sorting.
-        for start in range(0, table.num_rows, ROW_GROUP_ROWS):
-            count = min(ROW_GROUP_ROWS, table.num_rows - start)
+        for start, end in itertools.pairwise([*begins, table.num_rows]):
+            count = end - start
             places = None if order is None else order.slice(start, count)
             arrays = [column.rows(start, count, places) for column in columns.values()]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema), row_group_size=ROW_GROUP_ROWS)
@@ -143,19 +147,26 @@ def has_older_integers(metadata: pq.FileMetaData) -> bool:
     return DATASET_KEY.encode() in known and INTEGERS_KEY.encode() not in known
 
 
-def _plain_integers(columns: Mapping[str, _Column], order: pa.Array | None, dataset: str) -> set[str]:
-    """Return the columns that are written as plain numbers because their differences are wide in the order `order`.
+def _plain_integers(
+    columns: Mapping[str, _Column], order: pa.Array | None, dataset: str, rows: int
+) -> tuple[set[str], list[int]]:
+    """Return the columns that are written as plain numbers, and the first row of each row group, in the order `order`.
 
-    In tensor statistics, a wide range of the numbers is enough.
+    Plain are those whose differences are wide; in tensor statistics, a wide range of the numbers is enough. If wide
+    differences are few, as between long series, row groups begin behind them instead.
     """
     always_plain = _PLAIN_INTEGERS.get(dataset, ())
-    return {
-        name
-        for name, column in columns.items()
-        if not (column.is_constant or name in always_plain)
-        and column.is_wide()
-        and (always_plain or column.has_wide_differences(order))
-    }
+    plain, cuts = set(), {0}
+    for name, column in columns.items():
+        if column.is_constant or name in always_plain or not column.is_wide():
+            continue
+        wide = None if always_plain else column.wide_differences(order)
+        if wide is None or len(cuts | set(wide)) > 1 + rows // _LONG_SERIES_ROWS:
+            plain.add(name)
+        else:
+            cuts |= set(wide)
+    ends = [*sorted(cuts)[1:], rows]
+    return plain, [row for cut, end in zip(sorted(cuts), ends, strict=True) for row in range(cut, end, ROW_GROUP_ROWS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +197,20 @@ class _Column:
         low, high = [end.as_py() for end in pc.min_max(integers).values()]
         return low is not None and bool(high - low >= _WIDE // 2)
 
-    def has_wide_differences(self, order: pa.Array | None) -> bool:
-        """Return whether two differences of neighbours differ by _WIDE, if the rows are in the order `order`."""
+    def wide_differences(self, order: pa.Array | None) -> list[int] | None:
+        """Return the rows, in the order `order`, whose difference from the row before them is wide.
+
+        None for lists and columns with nulls, where the differences of a row group are not those of its rows.
+        """
         integers = _integers(self.values)
         if integers is None or pa.types.is_list(self.values.type):
-            return True
+            return None
         ordered = integers if order is None else pc.take(integers, order, boundscheck=False)
         differences = np.diff(ordered.drop_null().to_numpy())  # they overflow as those of the encoder
-        return int(differences.max()) - int(differences.min()) >= _WIDE
+        if int(differences.max()) - int(differences.min()) < _WIDE:
+            return []
+        found: list[int] = (np.flatnonzero((differences < -_WIDE // 2) | (differences >= _WIDE // 2)) + 1).tolist()
+        return None if self.has_nulls else found
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.

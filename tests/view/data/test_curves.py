@@ -14,7 +14,7 @@ from rankscope_storage.connection import connect
 from rankscope_view.data import cells, grid
 from rankscope_view.data.cells import Window, cell_query, read_cells, sampled_columns
 from rankscope_view.data.comparison import compared_values, difference
-from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, moving_average, notice
+from rankscope_view.data.curves import Axis, CurveRequest, Role, Smoothing, curve, ema, ema_at, moving_average, notice
 from rankscope_view.data.detail import read_chart
 from rankscope_view.data.detail import total_gradient_norm as gradient_norm
 from rankscope_view.data.grid import Grid, GridRequest, Order, cell_value, natural, tensor_grid
@@ -136,6 +136,17 @@ def test_both_is_the_moving_average_of_the_exponential_one():
     found = curve(history(values), CurveRequest(smoothing=Smoothing.BOTH, width=5))
 
     np.testing.assert_allclose(found.lines[0].smoothed, moving_average(ema(values, series, 0.9), series, 5))
+
+
+@pytest.mark.parametrize("spike", [1.0, 1e3, 1e12, np.nan, np.inf])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.99])
+def test_average_at_few_rows_is_that_of_all_rows(spike, decay):
+    values = np.random.default_rng(0).normal(3, 1, 20_000)
+    values[[7_000, 12_345]] = spike
+    series = np.repeat([0, 1, 2], [5, 9_995, 10_000])
+    chosen = np.array([0, 4, 5, 6, 7_000, 7_001, 7_400, 9_999, 10_000, 10_030, 12_345, 12_800, 19_999])
+
+    np.testing.assert_allclose(ema_at(values, series, decay, chosen), ema(values, series, decay)[chosen], rtol=1e-12)
 
 
 def test_range_of_the_axis_has_all_values_unless_a_reader_cuts_it():

@@ -217,11 +217,11 @@ def curve(history: History, request: CurveRequest) -> Curve:
         newest = np.arange(len(history) - request.newest, len(history))
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
-    average = _average(history, request)
     newest_attempt = int(history.attempt[history.stands].max(initial=0))
+    whole, visible = history, np.arange(len(x))
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
-        history, x, average = history.select(visible), x[visible], average[visible]
+        history, x = history.select(visible), x[visible]
     starts = restarts(history.attempt)
     bounds = [0, *(starts.tolist() if request.axis is Axis.ATTEMPT else ()), len(x)]
     parts = [slice(first, last) for first, last in itertools.pairwise(bounds) if last > first]
@@ -229,7 +229,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
     return Curve(
         name=history.name,
         request=request,
-        lines=tuple(_line(history.select(rows), x[rows], average[rows], width, request.axis) for rows in parts),
+        lines=tuple(_line(whole, visible[rows], x[rows], width, request) for rows in parts),
         nonfinite=_nonfinite(history, x),
         restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].tolist()),
         rows=len(history),
@@ -291,16 +291,19 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     return history, np.arange(len(history), dtype=np.float64)
 
 
-def _average(history: History, request: CurveRequest) -> Floats:
-    """Return the chosen average at each row; NaN without one."""
-    values, attempt = history.value, history.attempt
-    if request.smoothing is Smoothing.NONE:
-        return np.broadcast_to(np.nan, len(values))
-    if request.smoothing is not Smoothing.AVERAGE:
-        values = ema(values, attempt, min(max(request.decay, 0.0), 0.9999))
+def _average(history: History, request: CurveRequest, rows: Integers) -> Floats:
+    """Return the chosen average at `rows`; NaN without one."""
+    if request.smoothing is Smoothing.NONE or not len(rows):
+        return np.broadcast_to(np.nan, len(rows))
+    starts = np.append(0, restarts(history.attempt))  # where averages begin again
+    own = slice(int(starts[np.searchsorted(starts, rows[0], "right") - 1]), int(rows[-1]) + 1)
+    values, attempt, rows = history.value[own], history.attempt[own], rows - own.start
+    decay = min(max(request.decay, 0.0), 0.9999)
     if request.smoothing is Smoothing.EMA:
-        return values
-    return moving_average(values, attempt, request.width, needs_full_window=request.needs_full_window)
+        return ema_at(values, attempt, decay, rows)
+    if request.smoothing is Smoothing.BOTH:
+        values = ema(values, attempt, decay)
+    return moving_average(values, attempt, request.width, needs_full_window=request.needs_full_window)[rows]
 
 
 def _window(x: Floats, request: CurveRequest) -> Integers:
@@ -349,8 +352,10 @@ def _rising_begins(x: Floats, width: float) -> Integers:
     return np.unique(np.searchsorted(x, edges, "left"))
 
 
-def _line(history: History, x: Floats, average: Floats, width: float | None, axis: Axis) -> Line:
-    """Return the points of one line, with a NaN where the line must break."""
+def _line(whole: History, rows: Integers, x: Floats, width: float | None, request: CurveRequest) -> Line:
+    """Return the points of one line over the `rows` of `whole`, with a NaN where the line must break."""
+    history = whole if len(rows) == len(whole) else whole.select(rows)
+    axis = request.axis
     kept, low, high = _drawn(history, x, width)
     finite = np.isfinite(history.value)
     broken = _breaks(history, x, finite, kept, axis)
@@ -364,7 +369,7 @@ def _line(history: History, x: Floats, average: Floats, width: float | None, axi
         x=np.insert(x[kept], place, gap),
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),
-        smoothed=np.insert(average[kept], place, nothing),
+        smoothed=np.insert(_average(whole, request, rows[kept]), place, nothing),
         low=np.insert(low, place, nothing),
         high=np.insert(high, place, nothing),
     )
@@ -461,6 +466,9 @@ def _quantile(ordered: Floats, share: float) -> float:
 LONGEST_WINDOW: Final = 500
 """Largest number of rows in a window of a moving average. The time of the calculation is proportional to it."""
 
+_WINDOW_BITS: Final = 60
+_WINDOW_RANGE: Final = 256.0
+
 _LARGEST_EXPONENT: Final = 200.0
 """Natural logarithm of the largest power of the decay in a block: e^200 is within the range of a double."""
 
@@ -480,6 +488,23 @@ def ema(values: Floats, series: Integers, decay: float) -> Floats:
         finite = first + np.flatnonzero(known[first:last])
         result[finite] = _ema(values[finite], decay)
     return result
+
+
+def ema_at(values: Floats, series: Integers, decay: float, rows: Integers) -> Floats:
+    """Return `ema` at `rows`; of few rows, from windows before which all weights together are below 2^-60."""
+    reach = 1 if decay <= 0 else math.ceil(-_WINDOW_BITS * math.log(2) / math.log(decay))
+    if reach * len(rows) < len(values) and np.isfinite(values).all():
+        starts = np.append(0, restarts(series))
+        places = rows[:, None] - np.arange(reach)
+        is_own = places >= starts[np.searchsorted(starts, rows, "right") - 1][:, None]
+        weights = np.where(is_own, decay ** np.arange(reach), 0.0)
+        weights /= weights.sum(axis=1, keepdims=True)
+        weighted = weights * values[np.maximum(places, 0)]
+        # A value before the window that is larger by far would still be seen in the average.
+        if max(abs(values.max()), abs(values.min())) < _WINDOW_RANGE * np.abs(weighted).sum(axis=1).min():
+            found: Floats = weighted.sum(axis=1)
+            return found
+    return ema(values, series, decay)[rows]
 
 
 def moving_average(values: Floats, series: Integers, width: int, *, needs_full_window: bool = False) -> Floats:

@@ -158,11 +158,11 @@ def event_log(
 
 def _times(loss: History, attempts: Iterable[int]) -> dict[int, tuple[Integers, Floats]]:
     """Return the steps of each attempt that have a time, in ascending order, with their times."""
-    known, found = loss.select(np.isfinite(loss.time)), {}
+    found = {}
     for attempt in attempts:
-        own = np.flatnonzero(known.attempt == attempt)
-        own = own[np.argsort(known.step[own], kind="stable")]
-        found[attempt] = known.step[own], known.time[own]
+        own = np.flatnonzero((loss.attempt == attempt) & np.isfinite(loss.time))
+        own = own[np.argsort(loss.step[own], kind="stable")]
+        found[attempt] = loss.step[own], loss.time[own]
     return found
 
 

@@ -488,8 +488,11 @@ def _alone(rows: SeriesRows, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 def pairs(connection: Connection, dataset: str, run: str, first: str, second: str) -> set[tuple[str, str]]:
     """Return the different pairs of two columns of names in the rows of `run`; null is an empty text."""
-    found: set[tuple[str, str]] = set()
-    for batch in connection.row_groups(dataset, [run], {"run": [run]}).batches(["run", first, second]):
+    groups, mixed = connection.row_groups(dataset, [run], {"run": [run]}, (first, second)).split_constant(
+        ("run", first, second)
+    )
+    found = {(own[first] or "", own[second] or "") for own, _ in groups.stretches((first, second))}
+    for batch in mixed.batches(["run", first, second]):
         run_, *columns = (batch.column(name) for name in ("run", first, second))
         names, others = ([*column.dictionary.to_pylist(), ""] for column in columns)
         at, behind = (column.indices.fill_null(len(column.dictionary)).to_numpy() for column in columns)
