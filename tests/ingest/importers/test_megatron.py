@@ -13,6 +13,7 @@ from rankscope_ingest.importers.common import forms
 from rankscope_ingest.importers.common import lines as lines_of_logs
 from rankscope_ingest.importers.common.importer import Faults, ImportedBlock, ImportedRun
 from rankscope_ingest.importers.megatron import MegatronText
+from rankscope_ingest.importers.megatron.other_lines import Companions
 
 ROW = (
     "[2025-02-28 16:26:20] iteration {step}/ 1000 | consumed samples: {step} | elapsed time per iteration (ms): 4647.8 "
@@ -70,7 +71,19 @@ logs = st.lists(lines, max_size=40).map("\n".join).map(lambda text: text.encode(
 open_logs = st.lists(
     st.one_of(rows().map(lambda text: text.removesuffix(" |")), st.sampled_from(COMPANIONS), st.just("")), max_size=30
 ).map(lambda some: "\n".join(some).encode())
-any_logs = logs | open_logs
+
+
+@st.composite
+def regular_logs(draw):
+    """Return rows with the same lines below each of them, except for a few changes."""
+    below = draw(st.lists(st.sampled_from(COMPANIONS[:5] + NOISE[:4]), min_size=1, max_size=4))
+    text = [line for step in range(12) for line in (ROW.format(step=step, loss=f"{step}.5"), *below)]
+    for place in draw(st.lists(st.integers(0, len(text) - 1), max_size=3)):
+        text[place : place + draw(st.integers(0, 1))] = [draw(lines)]
+    return "\n".join(text).encode("utf-8", "surrogatepass")
+
+
+any_logs = logs | open_logs | regular_logs()
 slow = settings(deadline=None, max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -111,6 +124,26 @@ def test_result_does_not_depend_on_the_way_of_reading(tmp_path, log, size):
 
     assert whole == by_form
     assert whole == in_parts
+
+
+@pytest.mark.parametrize("label", ["", "[default7]: "])
+@pytest.mark.parametrize("is_closed", [True, False])
+@pytest.mark.parametrize(
+    "below", [COMPANIONS[:1], COMPANIONS[3:5], (*COMPANIONS[3:5], "  y ...: (0.00, 1)", COMPANIONS[0])]
+)
+def test_timers_below_repeated_rows_are_a_part_of_their_form(tmp_path, below, is_closed, label):
+    path = tmp_path / "train.log"
+    rows = [ROW.format(step=step, loss=2.5).removesuffix("" if is_closed else " |") for step in range(20)]
+    path.write_text("".join(f"{line}\n" for row in rows for line in (row, *(label + line for line in below))))
+    with (
+        mock.patch.object(forms.Forms.__init__, "__defaults__", (64, 1)),
+        mock.patch.object(Companions, "read", autospec=True, side_effect=Companions.read) as read,
+    ):
+        found, *_ = said(path)
+
+    assert 20 * (1 + sum("across" not in line for line in below)) == len(found)
+    # Below the first two rows, and once more to learn the form.
+    assert read.call_count == 3 * len(below)
 
 
 @slow

@@ -87,10 +87,10 @@ class _Slot:
         if self.kind == "blanks":
             return " {1,60}"
         if self.kind == "moment":
-            return f"({_fixed(self.sample)})"
+            return f"({fixed(self.sample)})"
         if self.kind == "clock":
             first, rest = self.sample.split(":", 1)
-            return f"([0-9]{{1,{max(2, len(first))}}}:{_fixed(rest)})"
+            return f"([0-9]{{1,{max(2, len(first))}}}:{fixed(rest)})"
         sign = f"{'-?' if _NEGATIVE in self.variants else ''}{'' if _PADDED in self.variants else '(?!0[0-9])'}"
         whole, fraction = f"[0-9]{{1,{self.digits}}}+", r"\.[0-9]{1,30}+"
         exponent = rf"[0-9]{{1,15}}(?:{fraction})?[eE][-+]?[0-9]{{1,3}}"
@@ -136,7 +136,7 @@ class _Slot:
         return texts
 
 
-def _fixed(text: str) -> str:
+def fixed(text: str) -> str:
     """Return a regular expression for texts like `text` with other digits."""
     return _DIGITS.sub(lambda digits: rf"[0-9]{{{len(digits[0])}}}", re.escape(text))
 

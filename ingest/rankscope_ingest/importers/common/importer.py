@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -278,14 +279,23 @@ class BlockBuilder:
         # A log repeats few names for many numbers: each combination is stored once.
         self._value_names.append(self._names.setdefault((name, unit, labels), len(self._names)))
 
-    def rows(self, rows: Rows, attempts: Sequence[int], series: Sequence[Series]) -> None:
-        """Add a record with its scalars for each of `rows`, which have values of the same series."""
-        count, first = len(rows), self._count
+    def rows(self, rows: Rows, attempts: Sequence[int], series: Sequence[Series], records: Sequence[int] = ()) -> None:
+        """Add a record with its scalars for each of `rows`, which have values of the same series.
+
+        With `records`, further records with the step and the attempt of the row, but without rank and time, follow
+        each record of a row: `records` has the number of series of each of them, the row included.
+        """
+        size, count, first = len(records) or 1, len(rows), self._count
         origins = [None if ts is None else FROM_LOG for ts in rows.times]
         columns = (rows.steps, rows.ranks, rows.times, origins, attempts)
-        for column, more in zip(self._records, columns, strict=True):
-            column.extend(more)
-        self._value_records.extend(array("i", range(first, first + count)) * len(series))
+        for name, column, more in zip(_RECORD_COLUMNS, self._records, columns, strict=True):
+            if size == 1:
+                column.extend(more)
+            else:
+                others = more if name in {"step", "attempt"} else [None] * count
+                column.extend(itertools.chain.from_iterable(zip(more, *[others] * (size - 1), strict=True)))
+        for place, number in enumerate(records or (len(series),)):
+            self._value_records.extend(array("i", range(first + place, first + count * size, size)) * number)
         self._values.extend(rows.numbers)
         for each in series:
             self._value_names.extend(array("i", [self._names.setdefault(each, len(self._names))]) * count)

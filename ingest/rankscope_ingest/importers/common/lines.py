@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import datetime as dt
 import io
+import itertools
 import re
 import time
 import zipfile
@@ -114,23 +115,27 @@ class LogLines:
             holes = _Holes(self._path, self._faults.read_bytes + (0 if self._offset else len(head)))
             yield from self._lines(file, line_end(head), None if self._is_any else holes)
 
-    def matching(self, expression: re.Pattern[bytes]) -> list[re.Match[bytes]]:
-        """Return the matches for the next lines, up to the first one that does not match, and go on behind them.
+    def matching(self, expression: re.Pattern[bytes], most: int | None = None) -> tuple[list[bytes], bytes]:
+        """Go on behind the next lines that match, at most `most` matches; only lines count that are read already.
 
-        A match of `expression` includes the line end. Only lines are returned that are read from the file already.
+        Return the texts of the groups, match after match, and the text of all matches. A match of `expression` includes
+        the line end, and may have several lines.
         """
         if self._is_split:
-            return []
-        scanner = expression.scanner(self._data, self._at)  # type: ignore[attr-defined] # matches one after the other
-        found: list[re.Match[bytes]] = [*iter(scanner.match, None)]
-        if found and not found[-1][0].endswith(b"\n"):
-            found.pop()  # the rest of the line is not read yet
-        if found:
-            faults, before = self._faults, self._faults.read_bytes - self._at
-            faults.line_start, faults.read_bytes = before + found[-1].start(), before + found[-1].end()
-            self._at, self._number = found[-1].end(), self._number + len(found)
-            faults.lines = self._number
-        return found
+            return [], b""
+        end = self._data.rfind(b"\n") + 1  # the rest of the last line is not read yet
+        scanner = expression.scanner(self._data, self._at, end)  # type: ignore[attr-defined] # matches in a row
+        texts: list[bytes] = []  # instead of matches, which the garbage collector would visit again and again
+        match = None
+        for match in itertools.islice(iter(scanner.match, None), most):
+            texts += match.groups()
+        if match is None:
+            return [], b""
+        faults, text = self._faults, self._data[self._at : match.end()]
+        self._at, self._number = match.end(), self._number + text.count(b"\n")
+        faults.line_start, faults.lines = faults.read_bytes + text.rfind(b"\n", 0, -1) + 1, self._number
+        faults.read_bytes += len(text)
+        return texts, text
 
     def _lines(self, file: BinaryIO, end: bytes, holes: _Holes | None) -> Iterator[tuple[int, bytes]]:
         faults = self._faults

@@ -7,7 +7,6 @@ records. Lines that report a failure become events.
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,7 +33,6 @@ from rankscope_ingest.importers.common.lines import (
 )
 from rankscope_ingest.importers.common.object_reader import ObjectReader
 from rankscope_ingest.importers.common.records import Record
-from rankscope_ingest.importers.common.row_layout import columns_of
 from rankscope_ingest.importers.common.values import FORM, micros
 
 MAX_WAITING: Final = 10_000
@@ -171,13 +169,15 @@ class _LogRecords:
             or (is_bar and self.failures.is_possible(line))
         ):
             return False
-        found = lines.matching(form.expression)
-        rows = [texts, *map(re.Match.groups, found)]
-        given = self.parser.given
-        if not self.objects.add_rows(layout, columns_of(rows), self.builder, given=given):
-            for row in rows:
+        more, text = lines.matching(form.expression)
+        cells, given = (*texts, *more), self.parser.given
+        columns, rows = [cells[slot :: len(texts)] for slot in range(len(texts))], range(0, len(cells), len(texts))
+        if not self.objects.add_rows(layout, columns, self.builder, given=given):
+            for place in rows:
+                row = cells[place : place + len(texts)]
                 self.objects.add(form.values(row, given), self.builder, match=(form, row))
-        self.parser.after((form, rows[-1]), found[-1][0].rstrip(b"\r\n") if found else line, len(rows))
+        last = text[text.rfind(b"\n", 0, -1) + 1 :].rstrip(b"\r\n") if text else line
+        self.parser.after((form, cells[-len(texts) :]), last, len(rows))
         return True
 
     def line(self, number: int, line: bytes, match: Match | None) -> None:

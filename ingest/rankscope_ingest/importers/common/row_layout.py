@@ -7,7 +7,6 @@ line, or values of an object that a program has logged.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,12 +135,6 @@ class RowLayout:
             firsts=logged[0] if self.has_first else absent,
             numbers=numbers,
         )
-
-
-def columns_of(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return the columns of rows of equal lengths; `zip` takes much longer for many short rows."""
-    cells, count = [*itertools.chain.from_iterable(rows)], len(rows[0])
-    return [cells[column::count] for column in range(count)]
 
 
 def numbers_of(column: Sequence[Any]) -> array[float]:

@@ -3,15 +3,16 @@
     [2025-02-28 16:26:20] iteration 1/ 1000 | consumed samples: 256 | … | lm loss: 1.217489E+01 | grad norm: 5.127 |
 
 A row consists of parts `key: value`. The forms of rows that repeat are learned, so that further rows need one match of
-an expression. An incomplete row is reported as an unreadable line and not stored, because its last number may lack
-digits.
+an expression. The lines of timers below each row, and other output that differs only in digits, are a part of the form
+if they repeat, too. An incomplete row is reported as an unreadable line and not stored, because its last number may
+lack digits.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +30,7 @@ from rankscope_ingest.importers.common.importer import (
     Imported,
 )
 from rankscope_ingest.importers.common.lines import LogLines, open_log, sample_lines, shown
-from rankscope_ingest.importers.megatron.other_lines import Companion, Companions
+from rankscope_ingest.importers.megatron.other_lines import Companion, Companions, form_with_lines_below
 from rankscope_ingest.importers.megatron.rows import (
     LOSS,
     Printer,
@@ -59,6 +60,12 @@ _MOST_ROWS: Final = 64
 _MOST_WAITING: Final = 10_000
 _MOST_TOGETHER: Final = 1000
 """Number of rows of one form, consecutive or between other lines, after which they are added."""
+_MOST_BELOW: Final = 64
+"""Largest number of lines below a row that are learned as a part of its form."""
+_MOST_LONGER: Final = 8
+"""Largest number of forms that differ only in the lines below the row."""
+_MOST_TRIES: Final = 4096
+"""Number of rows with unknown lines below them after which such lines are not learned any more."""
 _REMEMBERED: Final = 4096
 _REMEMBERED_KEYS: Final = 64
 _LAST_KEYS: Final = frozenset({"number_of_nan_iterations", "tflops"})
@@ -109,6 +116,7 @@ class MegatronText:
             if not log.run and log.builder.is_full and (block := log.builder.take()):
                 yield block
         log.end_run()
+        log.above, log.below = None, []  # only for the speed of this import
         if block := log.builder.take():
             yield block
         end = (faults.read_bytes, faults.lines) if torn is None else (faults.line_start, faults.lines - 1)
@@ -136,6 +144,24 @@ class _OpenRow:
         return shown(clean(self.line).encode())
 
 
+@dataclass(slots=True)
+class _Run:
+    """Rows of learned forms that wait to be added together. All lines between them are other output."""
+
+    form: RowForm  # of the last row
+    texts: list[bytes] = field(default_factory=list)  # in the slots, row after row
+    parts: list[tuple[int, bytes]] = field(default_factory=list)  # consecutive lines and the number of the first one
+    others: int = 0  # number of lines of other output in the forms
+
+    def lines(self) -> list[tuple[int, bytes]]:
+        """Return the numbers and the bytes of the lines in the forms."""
+        return [
+            (first + place, line.rstrip(b"\r"))
+            for first, text in self.parts
+            for place, line in enumerate(text.removesuffix(b"\n").split(b"\n"))
+        ]
+
+
 class _Log:
     """Reads the lines of one Megatron log. Its attributes are all of its state between two lines.
 
@@ -153,9 +179,12 @@ class _Log:
         self._faults = faults
         self._forms: Forms[RowForm] = Forms()
         self._open: _OpenRow | None = None
-        self._form: RowForm | None = None  # of the rows of `_run`
-        self.run: list[tuple[int, bytes, tuple[bytes, ...], list[re.Match[bytes]]]] = []
-        """Number and bytes of a line, the texts in its slots, and the matches for the next lines."""
+        self.run: _Run | None = None
+        self.above: RowForm | None = None
+        """The form of the last row, if the lines below it are not a part of the form."""
+        self.below: list[bytes] = []
+        """The lines below that row."""
+        self._tries = 0  # number of rows whose lines below are no part of a form
         self._after: list[tuple[int, bytes]] = []  # lines that would continue the last row if a bar followed
         self._waiting: list[Companion] = []  # from a start of a process on, until the attempt is known
         self._printers: dict[Printer, tuple[int, float, int]] = {}  # step, loss and attempt of the last row
@@ -183,36 +212,61 @@ class _Log:
             self._end_row()
         if match is None or (self._last_keys and not match[0].is_closed):
             self._parse(number, line)
+            if self._open is not None or len(self.below) == _MOST_BELOW:
+                self.above = None
+            elif self.above is not None:
+                self.below.append(line)
             return
-        form, texts = match
-        if form is not self._form:
+        form, texts = match[0], [*match[1]]
+        if form is self.above and self.below:
+            self._learn(form)
+        self.above, text = form, line + b"\n"
+        for below, longer in form.longer:
+            found_below, more = lines.matching(below, 1)
+            if more:
+                self.above, form, texts, text = None, longer, texts + found_below, text + more
+                break
+        others, more = lines.matching(form.expression)
+        if self.run is not None and form is not self.run.form and form.layout != self.run.form.layout:
             self.end_run()
-        self._end_row()
-        self._after.clear()
-        self._form, found = form, lines.matching(form.expression)
-        self.run.append((number, line, texts, found))
-        if max(len(found), len(self.run)) >= _MOST_TOGETHER:
+            self._end_row()
+        self.below, self._after = [], []
+        run = self.run = self.run or _Run(form)
+        run.form = form
+        run.texts += texts + others
+        run.parts.append((number, text + more))
+        run.others += form.others * (1 + len(others) // len(texts))
+        if len(run.texts) >= _MOST_TOGETHER * len(texts):
             self.end_run()
 
-    def end_run(self) -> None:
-        """Add the last rows of a learned form; all lines between them are other output."""
-        form, run, after, self._form, self.run, self._after = self._form, self.run, self._after, None, [], []
-        if form is None:
+    def _learn(self, form: RowForm) -> None:
+        """Learn the form of the last row with the lines below it, up to the next row or only to the last timers."""
+        self._tries += 1
+        if self._tries > _MOST_TRIES or len(form.longer) == _MOST_LONGER:
             return
-        rows = [row for _, _, texts, found in run for row in (texts, *map(re.Match.groups, found))]
-        count = len(rows) if form.is_closed else len(rows) - 1  # the next lines may continue the last row
-        if count > 0 and self._add_rows(form, rows[:count]):
-            run = run[-1:] if count < len(rows) else []
-            run = [
-                (first + len(found), (found[-1][0] if found else line).rstrip(b"\r\n"), (), [])
-                for first, line, _, found in run
-            ]
-        for first, line, _, found in run:
-            for place, each in enumerate([line, *(each[0].rstrip(b"\r\n") for each in found)]):
-                self._parse(first + place, each)
+        last = max([1, *(place for place, line in enumerate(self.below, 1) if self.companions.is_possible(line))])
+        for count in sorted({last, len(self.below)}, reverse=True):
+            if self._forms.is_due(b"\n".join(self.below[:count])):
+                if (longer := form_with_lines_below(form, self.below[:count])) is not None:
+                    form.longer.append(longer)
+                return
+
+    def end_run(self, *, is_open: bool = False) -> None:
+        """Add the last rows of learned forms; all lines between them are other output.
+
+        With `is_open`, the next line may continue the last row. It may also do so if that row is not closed.
+        """
+        run, after, self.run, self._after = self.run, self._after, None, []
+        if run is None:
+            return
+        is_open = is_open or not run.form.is_closed
+        if is_open:
+            del run.texts[-run.form.expression.groups :]
+        is_added = not run.texts or self._add_rows(run)
+        lines = [] if is_added and not is_open else run.lines()
         self._faults.passed_over -= len(after)
-        for first, line in after:
-            self._parse(first, line)
+        for each, line in [*(lines[-1:] if is_added else lines), *after]:
+            self._parse(each, line)
 
     def end(self, torn: tuple[int, bytes] | None) -> None:
         """Add the records that wait for further lines, and those of the last line if it has no line end."""
@@ -221,7 +275,7 @@ class _Log:
             self._open = row
             self._end_row(is_torn=True)
         elif torn is not None:
-            self._faults.passed_over += not self._continues(*torn)
+            self._faults.passed_over += self.companions.is_possible(torn[1]) or not self._continues(torn[1])
         self._end_row()
         self._add_waiting(None)
 
@@ -232,38 +286,37 @@ class _Log:
             self._open = row
             return
         is_possible = self.companions.is_possible(line)
-        if self._form is not None and not self._form.is_closed:
+        if self.run is not None and not self.run.form.is_closed:
             if not (is_possible or b"\x1b" in line or line.rstrip().endswith((b"|", b"\x08"))):
                 self._faults.passed_over += 1
                 if len(self._after) < _MOST_LINES:
                     self._after.append((number, line))
                 return
             self.end_run()
-        if not self._continues(number, line):
+        if not is_possible and self._continues(line):
+            return
+        self._end_row()
+        found = None
+        if is_possible:
+            self.end_run()
             self._end_row()
-            found = None
-            if is_possible:
-                self.end_run()
-                self._end_row()
-                found = self.companions.read(clean(line.decode(errors="replace")))
-            self._faults.passed_over += found is None
-            for companion in found or ():
-                self._waiting.append(companion)
-                if not self._waiting[0].is_start or len(self._waiting) > _MOST_WAITING:
-                    self._add_waiting(None)
+            found = self.companions.read(clean(line.decode(errors="replace")))
+        self._faults.passed_over += found is None
+        for companion in found or ():
+            self._waiting.append(companion)
+            if not self._waiting[0].is_start or len(self._waiting) > _MOST_WAITING:
+                self._add_waiting(None)
 
-    def _continues(self, number: int, line: bytes) -> bool:
+    def _continues(self, line: bytes) -> bool:
         """Return whether `line` may continue the rows on the last line with rows. If it may, it is joined with them.
 
         A line may be wrapped after a bar, so a row that looks complete may continue. The largest number of lines that
         together form a valid row is joined.
         """
-        if not line.strip() or self.companions.is_possible(line):
-            return False
-        if self._open is None and line.rstrip().endswith(b"|"):
-            self._open_learned(number - 1)
+        if self.above is not None and not self.below and line.rstrip().endswith(b"|"):
+            self.end_run(is_open=True)
         row = self._open
-        if row is None or row.lines == _MOST_LINES:
+        if row is None or row.lines == _MOST_LINES or not line.strip():
             return False
         if not row.lines and row.rows[-1].is_closed and b"|" not in line:
             return False
@@ -277,14 +330,6 @@ class _Log:
             else:
                 row.rows, row.unused = rows, 0
         return True
-
-    def _open_learned(self, number: int) -> None:
-        """Take the row on the line `number` from the rows of the learned form, if it is the last one, and open it."""
-        first, _, _, found = self.run[-1] if self.run else (-1, b"", (), [])
-        if first + len(found) == number:
-            line = found.pop()[0] if found else self.run.pop()[1]
-            self.end_run()
-            self._open = _row_on(number, line.rstrip(b"\r\n"))
 
     def _end_row(self, *, is_torn: bool = False) -> None:
         """Add the rows of the last line with rows, which the next line does not continue."""
@@ -304,7 +349,8 @@ class _Log:
             if len(self._whole_keys) < _REMEMBERED_KEYS and main_loss(row.keys) is not None:
                 self._whole_keys[row.keys] = None
             self._add_row(row)
-            if line.lines == line.unused and self._forms.is_due(line.line.encode()):
+            text = line.line.encode()
+            if line.lines == line.unused and self._forms.is_due(text) and self._forms.match(text) is None:
                 self._forms.add(form_of(line.line, row))
 
     def _is_whole(self, row: Row, *, is_end: bool, is_torn: bool) -> bool:
@@ -334,10 +380,11 @@ class _Log:
             self.builder.event(EventType.LOSS_MISSING, Severity.WARNING, message)
         self.last_step, self.planned, self._last_attempt, self._last_ts = row.step, row.planned, attempt, row.ts
 
-    def _add_rows(self, form: RowForm, texts: list[tuple[bytes, ...]]) -> bool:
-        """Add rows of a learned form. Return False, and add none, if one of `texts` in their slots is no number."""
+    def _add_rows(self, run: _Run) -> bool:
+        """Add rows of learned forms. Return False, and add none, if one of the texts in their slots is no number."""
+        form = run.form
         try:
-            rows, printers = form.rows(texts, tasks_are_ranks=self._tasks_are_ranks)
+            rows, printers = form.rows(run.texts, tasks_are_ranks=self._tasks_are_ranks)
         except (ValueError, OverflowError):
             return False
         if len(rows) > 1 and len({*printers}) == 1 and (np.diff(np.array(rows.steps)) > 0).all():  # no step is repeated
@@ -346,7 +393,9 @@ class _Log:
         else:
             attempts = [*map(self._attempt, printers, rows.steps, rows.firsts)]
         self._row_seen(attempts[0])
-        self.builder.rows(rows, attempts, form.series)
+        self.companions.across = form.across
+        self.builder.rows(rows, attempts, form.series, form.records)
+        self._faults.passed_over += run.others
         self.last_step, self.planned = rows.steps[-1], rows.planned[-1] or 0
         self._last_attempt, self._last_ts = attempts[-1], rows.times[-1]
         return True

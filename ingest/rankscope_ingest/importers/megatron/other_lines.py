@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope_contract.model.events import EventType, ExitReason, RunState, Severity
 from rankscope_contract.model.redaction import MAX_NAME, is_secret_name, redacted_name, redacted_text
 from rankscope_contract.model.schema import canonical_labels
 from rankscope_ingest.importers.common.failures import LABELS, FailureLines, ending_after, failure_event, failure_key
+from rankscope_ingest.importers.common.forms import LINE_END, fixed
 from rankscope_ingest.importers.common.importer import ImportedRun
 from rankscope_ingest.importers.common.log_names import canonical
 from rankscope_ingest.importers.common.row_layout import Series
 from rankscope_ingest.importers.common.values import micros
-from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, number, printer_of, split_part
+from rankscope_ingest.importers.megatron.rows import TIME_PATTERN, RowForm, number, printer_of, split_part
 
 _MEBIBYTE: Final = float(1 << 20)
 _MILLISECOND: Final = 1e-3
@@ -55,6 +57,13 @@ _ACROSS: Final = re.compile(r"(?P<kind>\(min, max\) time|max time|min time|times
 _TIMER_LINE: Final = re.compile(
     r"^(?P<name>[\w /-]{1,80}?) ?\.*: *\(?(?P<first>-?[\d.eE+-]+)(?:, *(?P<second>-?[\d.eE+-]+)\))? *$"
 )
+_TIMER: Final = re.compile(
+    r"(?P<name>[\w /-]{1,80}?) ?\.*: *\(?(?P<first>-?[\d.eE+-]+)(?:, *(?P<second>-?[\d.eE+-]+)\))? *(?=\||$)"
+)
+"""A regular expression for one of the timers on a line."""
+_CONTROLS: Final = re.compile(r"[\x08\r\x1b]")
+_COUNTS: Final = re.compile(r"(?<!EI)(?<!\d)\d+")
+"""The digits that may vary in other output. A code such as EI0002 is a failure."""
 _TIMER_NAME: Final = re.compile(r"^(?P<name>[\w /-]{1,80}?) ?\.*: *$")
 _TIMER_RANK: Final = re.compile(r"^rank +(?P<rank>\d{1,9}): +(?P<first>-?[\d.eE+-]+) *$")
 _MEMORY: Final = re.compile(r"\[Rank (?P<rank>\d{1,9})\] (?:\(after (?P<step>\d{1,18}) iterations\) )?memory \(MB\) \|")
@@ -100,14 +109,15 @@ class Companions:
         """State and reason of the end of the run, according to the latest line that reports an end, if there is one."""
         self._arguments: dict[str, str] = {}
         self._world_size: int | None = None
-        self._across: str | None = None  # the kind of the list of timers that the lines are part of
+        self.across: str | None = None
+        """The kind of the list of timers of which the next lines are a part."""
         self._timer = ""
 
     def is_possible(self, line: bytes) -> bool:
         """Return whether `line` may be a companion line; false for most other lines."""
         if len(line) > _LONGEST or _has_part(line.translate(_ZEROS)):
             return True
-        return self._across == "times" and line.rstrip().endswith(b":")
+        return self.across == "times" and line.rstrip().endswith(b":")
 
     def read(self, line: str) -> list[Companion] | None:
         """Return the scalars and events of a line; None if it is not known.
@@ -117,7 +127,7 @@ class Companions:
         text = line.strip()
         label = LABELS.match(text)
         bare = text[label.end() :] if label and "[Rank" not in label[0] else text
-        if self._across and (found := self._timer_line(bare, line)) is not None:
+        if self.across and (found := self._timer_line(bare, line)) is not None:
             return found
         for pattern, parse in (
             (_VALIDATION, self._validation),
@@ -154,7 +164,7 @@ class Companions:
 
         Called when another row follows, because training then continued.
         """
-        self.ending = self._across = None
+        self.ending = self.across = None
 
     def _validation(self, found: re.Match[str]) -> list[Companion]:
         name_of_set = (found["set"] or "").strip().strip("'\"").removesuffix(" set").removesuffix(" data")
@@ -178,19 +188,19 @@ class Companions:
         return [Companion(event=event, step=_whole(step["step"]) if step else None, once=(kind, action))]
 
     def _timer_block(self, found: re.Match[str]) -> list[Companion]:
-        self._across, self._timer = found["kind"], ""
+        self.across, self._timer = found["kind"], ""
         return []
 
     def _timers(self, found: re.Match[str]) -> list[Companion]:
-        self._across = None
+        self.across = None
         rows = tuple(_timer("timer_seconds", key, value) for key, value in _parts(found["rest"]))
         return [Companion(scalars=rows)] if rows else []
 
     def _timer_line(self, text: str, line: str) -> list[Companion] | None:
         if not line[:1].isspace() and text == line.strip():
-            self._across = None  # only the lines of the block are indented
+            self.across = None  # only the lines of the block are indented
             return None
-        if self._across == "times":
+        if self.across == "times":
             if named := _TIMER_NAME.match(text):
                 self._timer = named["name"]
                 return []
@@ -204,7 +214,7 @@ class Companions:
             return None
         names = ["timer_min_seconds", "timer_max_seconds"]
         if found["second"] is None:
-            names = names[:1] if self._across == "min time" else names[1:]
+            names = names[:1] if self.across == "min time" else names[1:]
         given = [number(value) for value in (found["first"], found["second"]) if value is not None]
         rows = [_timer(n, found["name"], value) for n, value in zip(names, given, strict=True) if value is not None]
         return [Companion(scalars=tuple(rows))]
@@ -254,6 +264,61 @@ class Companions:
         event, ending = found
         self.ending = ending_after(self.ending, ending)
         return [Companion(event=event, rank=rank, once=("error", *failure_key(event, rank)))] if event else []
+
+
+def form_with_lines_below(form: RowForm, lines: Sequence[bytes]) -> tuple[re.Pattern[bytes], RowForm] | None:
+    """Return the expression for `lines` below rows, and the form of the rows with them; None if they have no form."""
+    reader = Companions()
+    expressions, series, records, others = [], [*form.series], [*form.records], 0
+    for line in lines:
+        text, is_companion = line.decode(errors="replace"), reader.is_possible(line)
+        slots = _timer_slots(text, reader.read(text) or ()) if is_companion else _other_slots(text)
+        if slots is None or not (text.isascii() and (form.is_closed or is_companion)) or _CONTROLS.search(text):
+            return None
+        expressions.append(slots[0])
+        series += slots[1]
+        records += [len(slots[1])] if slots[1] else []
+        others += not is_companion
+    below = r"\r?\n".join(expressions) + LINE_END
+    return re.compile(below.encode()), replace(
+        form,
+        expression=re.compile(form.expression.pattern.removesuffix(LINE_END.encode()) + rf"\r?\n{below}".encode()),
+        series=tuple(series),
+        factors=form.factors + (_MILLISECOND,) * (len(series) - len(form.series)),
+        records=tuple(records),
+        is_closed=True,
+        others=others,
+        across=reader.across,
+        longer=[],
+    )
+
+
+def _other_slots(line: str) -> tuple[str, list[Series]] | None:
+    may_be_row = "teration" in line or line.rstrip().endswith("|")
+    return None if may_be_row else (_COUNTS.sub("[0-9]++", re.escape(line)), [])
+
+
+def _timer_slots(line: str, found: Sequence[Companion]) -> tuple[str, list[Series]] | None:
+    """Return an expression for lines of timers like `line`, with a slot for each number in `found`, and their series.
+
+    Return None for any other line. Digits before the first timer may vary: those of times and labels.
+    """
+    scalars = [scalar for companion in found for scalar in companion.scalars]
+    is_list = (heading := _ACROSS.search(line)) is not None and heading["kind"] != "times"
+    is_plain = len(found) < 2 and all(companion == Companion(scalars=companion.scalars) for companion in found)
+    if not (is_plain and (scalars or is_list)):
+        return None
+    timers = [*_TIMER.finditer(line)] if scalars else []
+    end = timers[0].start() if timers else len(line)
+    expression, values = fixed(line[:end]), []
+    for timer in timers:
+        for group in [group for group in ("first", "second") if timer[group]]:
+            expression += re.escape(line[end : timer.start(group)]) + "([-+.0-9eE]++)"
+            end, value = timer.end(group), number(timer[group])
+            values += [_timer("", timer["name"].strip(), math.nan if value is None else value)]
+    if [(series[1:], value) for series, value in values] != [(series[1:], value) for series, value in scalars]:
+        return None
+    return expression + re.escape(line[end:]), [series for series, _ in scalars]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,17 +6,17 @@ import functools
 import itertools
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
 from rankscope_contract.model.schema import canonical_labels
-from rankscope_ingest.importers.common.forms import LINE_END, LineForm
+from rankscope_ingest.importers.common.forms import LINE_END, LineForm, fixed
 from rankscope_ingest.importers.common.log_names import canonical
-from rankscope_ingest.importers.common.row_layout import Rows, Series, columns_of, numbers_of, times_of, whole_numbers
+from rankscope_ingest.importers.common.row_layout import Rows, Series, numbers_of, times_of, whole_numbers
 from rankscope_ingest.importers.common.values import is_ambiguous, micros, quantity, seconds
 
 LABEL_PATTERN: Final = r"(?:\[[^\[\]|]+\](?:<std(?:out|err)>)?[ \t]*:?[ \t]*|[\w.-]+:[ \t]+)"
@@ -303,39 +303,51 @@ def fold(key: str) -> str:
     return re.sub(r"[\s_-]+", "_", key.split("(", 1)[0].strip().lower())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class RowForm(LineForm):
     """The form of rows with a loss and equal keys: an expression with a slot for each number, and the stored series.
 
-    A row is closed if it ends with a bar (`|`).
-    The first slots are the text before the row, its time (`has_time`), the step and the planned steps.
+    A row is closed if it ends with a bar (`|`), or lines of timers follow it.
+    The first slots are the text before the row, its time (`has_time`), the step and the planned steps. Lines below the
+    row may be a part of the form: lines of timers, each with its record, and lines of other output.
     """
 
     has_time: bool
     is_closed: bool
     series: tuple[Series, ...]
     factors: tuple[float, ...]
+    records: tuple[int, ...]  # number of series of the row, and of each line of timers
+    others: int = 0  # number of lines of other output
+    across: str | None = None  # the kind of the list of timers that may continue behind the lines
+    longer: list[tuple[re.Pattern[bytes], RowForm]] = field(default_factory=list)
+    """Expressions for lines below the row, each with the form of the row and the lines."""
 
-    def rows(self, texts: Sequence[tuple[bytes, ...]], *, tasks_are_ranks: bool | None) -> tuple[Rows, list[Printer]]:
-        """Return the rows with `texts` in their slots, and the processes that printed them.
+    @property
+    def layout(self) -> Hashable:
+        """All on which the meaning of the texts in the slots depends."""
+        return self.has_time, self.is_closed, self.series, self.factors, self.records
+
+    def rows(self, texts: Sequence[bytes], *, tasks_are_ranks: bool | None) -> tuple[Rows, list[Printer]]:
+        """Return the rows with `texts` in their slots, row after row, and the processes that printed them.
 
         Raises ValueError or OverflowError if a text is no number or no time.
         """
-        prefixes, *columns = columns_of(texts)
+        prefixes, *columns = (texts[slot :: self.expression.groups] for slot in range(self.expression.groups))
         origins = {prefix: origin(prefix.decode()) for prefix in {*prefixes}}
         ranks = {prefix: rank_of(printer, tasks_are_ranks=tasks_are_ranks) for prefix, (printer, _) in origins.items()}
         times = times_of(columns.pop(0)) if self.has_time else [_micros(origins[prefix][1]) for prefix in prefixes]
         steps, planned, *columns = columns
         logged = numbers_of([*itertools.chain.from_iterable(columns)])
-        loss = [name for name, _, _ in self.series].index(LOSS) * len(texts)
+        count = len(prefixes)
+        loss = [name for name, _, _ in self.series].index(LOSS) * count
         rows = Rows(
             steps=whole_numbers(steps),
             planned=whole_numbers(planned),
             ranks=[ranks[prefix] for prefix in prefixes],
             times=times,
             epochs=(),
-            firsts=logged[loss : loss + len(texts)],
-            numbers=array("d", (np.frombuffer(logged) * np.repeat(self.factors, len(texts))).tobytes()),
+            firsts=logged[loss : loss + count],
+            numbers=array("d", (np.frombuffer(logged) * np.repeat(self.factors, count)).tobytes()),
         )
         return rows, [origins[prefix][0] for prefix in prefixes]
 
@@ -360,9 +372,8 @@ def form_of(text: str, row: Row) -> RowForm | None:
     prefix = text[: before.end("labels") if before and time else head.start()]
     expression = f"({_DIGITS.sub('[0-9]++', re.escape(prefix))})"
     if before and time:
-        digits = _DIGITS.sub(lambda found: f"[0-9]{{{len(found[0])}}}", re.escape(time))
         between = text[len(prefix) : before.start("time")], text[before.end("time") : head.start()]
-        expression += f"{re.escape(between[0])}({digits}){re.escape(between[1])}"
+        expression += f"{re.escape(between[0])}({fixed(time)}){re.escape(between[1])}"
     expression += _literal(text[head.start() : head.start(1)]) + "([0-9]++)"
     expression += _literal(text[head.end(1) : head.start(2)]) + "([0-9]++)" + _literal(text[head.end(2) : head.end()])
     logged: list[float] = []
@@ -384,6 +395,7 @@ def form_of(text: str, row: Row) -> RowForm | None:
         is_closed=row.is_closed,
         series=tuple(series for series, _, _ in scalars),
         factors=tuple(factor for _, factor, _ in scalars),
+        records=(len(scalars),),
     )
 
 

@@ -74,7 +74,7 @@ def _read_cells(path: Path, faults: Faults) -> Iterator[_Cells]:
         elif faults.is_torn and not _is_whole(header, line):
             faults.add(number, f"the last line is incomplete: {shown(line)}")
         else:
-            rows = [line, *(row[1] for row in lines.matching(_ROW))]
+            rows = [line, *lines.matching(_ROW)[0]]
             waiting += rows
             numbers += range(number, number + len(rows))
             held += sum(map(len, rows))
