@@ -14,7 +14,7 @@ import pytest
 
 from rankscope.access.log_import import ImportResults
 from rankscope_ingest.importers import GROUP_ROWS, ImportReport
-from rankscope_storage.files.encoding import STAGING
+from rankscope_storage.files.filesystem import STAGING
 
 LINES = '{"step": 1, "loss": 2.5}\nnoise of the launcher\n{"step": 2, "loss": NaN}\n'
 ROWS = "".join(

@@ -70,6 +70,46 @@ def test_every_thread_of_the_exporter_is_started_by_process_threads():
     assert [] == others
 
 
+STORAGE = ROOT / "storage" / "rankscope_storage"
+USES_FILES = (
+    *("files/local.py", "files/bucket.py", "files/filesystem.py"),  # the file systems of a store
+    *("base/fsync.py", "log/shard_lock.py"),  # what only local folders have
+    *("formats/", "tensorboard/"),  # exports to files of users
+)
+CLIENTS = {"shutil", "tempfile", "glob", "fcntl", "obstore", "boto3", "botocore", "s3fs", "fsspec", "mmap"}
+METHODS = {
+    *("exists", "glob", "rglob", "iterdir", "is_dir", "is_file", "stat", "lstat", "touch", "mkdir", "rmdir", "unlink"),
+    *("read_bytes", "read_text", "write_bytes", "write_text", "samefile", "symlink_to", "hardlink_to"),
+}
+OF_OS = {"open", "listdir", "scandir", "remove", "link", "replace", "makedirs", "walk", "path", "truncate"}
+
+
+def accesses_to_files(source: str) -> set[str]:
+    """Return the functions, methods and modules with which `source` accesses files or S3."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names} & CLIENTS
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in CLIENTS:
+                found.add(module)
+            case ast.Call(func=ast.Name(id="open")):
+                found.add("open")
+            case ast.Attribute(value=ast.Name(id="os"), attr=name) if name in OF_OS | METHODS:
+                found.add(f"os.{name}")
+            case ast.Call(func=ast.Attribute(attr=name)) if name in METHODS:
+                found.add(name)
+    return found
+
+
+def test_storage_accesses_files_only_through_the_interface_of_file_systems():
+    files = {path.relative_to(STORAGE).as_posix(): path.read_text() for path in STORAGE.rglob("*.py")}
+    found = {name: accesses_to_files(text) for name, text in files.items()}
+
+    assert {} == {name: used for name, used in found.items() if used and not name.startswith(USES_FILES)}
+    assert [] == [name for name in USES_FILES[:2] if not found[name]]
+
+
 READERS_OF_PRIVATE_NAMES = {"torch_private", "deepspeed", "megatron"}
 """Modules that read private names: of torch, and of the framework that an adapter is for."""
 OF_PYTHON = {"_current_frames", "_fields", "_getframe", "_replace"}

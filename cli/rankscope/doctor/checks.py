@@ -180,7 +180,8 @@ def _reported(environment: Environment, where: Endpoints) -> Iterator[Finding]:
 def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
     """Check that the store can be opened and written, and that its disk has free space."""
     from rankscope_storage.api.store import Store
-    from rankscope_storage.base.errors import StoreError, is_url
+    from rankscope_storage.base.errors import StoreError
+    from rankscope_storage.base.location import is_url
 
     folder = Path(where.store)
     if is_url(where.store):

@@ -65,7 +65,7 @@ def store_folder(text: str) -> Path:
 
     Raises CommandError for a URL, because a store is a local folder.
     """
-    from rankscope_storage.base.errors import is_url
+    from rankscope_storage.base.location import is_url
 
     if is_url(text):
         raise CommandError(f"--store {text}: a store is a local folder, not a URL; name a folder", code=USAGE)

@@ -19,7 +19,7 @@ from rankscope_contract.wire.tls import TlsServer, WebConfigError
 from rankscope_ingest.base.addresses import address_of
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
-from rankscope_storage.base.errors import is_url
+from rankscope_storage.base.location import is_url
 from rankscope_storage.base.rule_names import SLOW_FACTOR
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.maintenance.retention_policy import Retention

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import uuid
-from pathlib import Path
 from typing import Final
 
 from rankscope_storage.base.errors import (
@@ -14,11 +9,12 @@ from rankscope_storage.base.errors import (
     NotAStoreError,
     ShardLockError,
     UnwritableError,
-    local_folder,
 )
-from rankscope_storage.base.fsync import Sync, make_folders, sync_to_disk
+from rankscope_storage.base.fsync import Sync, sync_to_disk
+from rankscope_storage.base.location import Location, located
 from rankscope_storage.base.shards import Shard
-from rankscope_storage.files.encoding import STAGING, check_bits
+from rankscope_storage.files.encoding import check_bits
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import has_entries
 from rankscope_storage.log.services import ADDRESS, SERVICES, ServiceOwner, check_count, service_count, service_owners
@@ -30,13 +26,12 @@ from rankscope_storage.writer.writer import Batch, Commit, Writer
 __all__ = ["Batch", "Commit", "Store", "Writer", "is_store"]
 
 _CLAIM_TRIES: Final = 20
-_NO_HARD_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 class Store:
-    """A store for writing, in the local folder `root`. For reading, use `rankscope_storage.connection.connect`."""
+    """A store for writing, at the location `root`. For reading, use `rankscope_storage.connection.connect`."""
 
-    def __init__(self, root: Path, sync: Sync, mantissa_bits: int | None = None, *, is_new: bool = False) -> None:
+    def __init__(self, root: Location, sync: Sync, mantissa_bits: int | None = None, *, is_new: bool = False) -> None:
         self.root = root
         self._sync = sync
         self._mantissa_bits = mantissa_bits
@@ -44,9 +39,9 @@ class Store:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, create: bool = False, sync: Sync = sync_to_disk, mantissa_bits: int | None = None
+        cls, path: str | Location, *, create: bool = False, sync: Sync = sync_to_disk, mantissa_bits: int | None = None
     ) -> Store:
-        """Open the store in the folder `path`; with `create`, create folder and store if they do not exist.
+        """Open the store at `path`, a folder or s3://bucket/prefix; with `create`, create it if it does not exist.
 
         With `mantissa_bits`, tensor statistics and features that are written from now on are rounded to this number of
         mantissa bits: see `rankscope_storage.files.encoding`. Raises StoreError, whose message names the remedy, in
@@ -55,26 +50,22 @@ class Store:
         """
         if mantissa_bits is not None:
             check_bits(mantissa_bits)
-        root = local_folder(path)
+        root = located(path)
+        files = filesystem(root)
+        files.check_root(root)
         try:
-            is_file = root.exists() and not root.is_dir()
-        except PermissionError as error:
-            raise UnwritableError(
-                f"cannot access {root}: {error.strerror}. Choose another folder, or change the permissions above it"
-            ) from error
-        if is_file:
-            raise NotAStoreError(f"{root} is a file, but a store is a folder: name a folder")
-        is_new = not has_entries(root)
+            is_new = not has_entries(root)
+        except OSError as error:
+            raise UnwritableError(f"cannot access {root}: {error.strerror or error}") from error
         if is_new:
             if not create:
                 raise NotAStoreError(f"{root} is not a Rankscope store: `rankscope serve` creates one")
-            _prepare_folder(root)
+            files.prepare(root)
             Log.create(root, sync)
             write_sql_script(root)
         else:
             Log.open(root, sync, may_be_older=True)
-            _prepare_folder(root)
-        make_folders(root / STAGING, root, sync)
+            files.prepare(root)
         return cls(root, sync, mantissa_bits, is_new=is_new)
 
     def owners(self) -> dict[Shard, ServiceOwner | None]:
@@ -147,32 +138,6 @@ class Store:
         ) from conflict
 
 
-def is_store(path: Path) -> bool:
+def is_store(path: Location) -> bool:
     """Return whether the folder `path` contains a store."""
-    return path.is_dir() and has_entries(path)
-
-
-def _prepare_folder(root: Path) -> None:
-    """Create the folder of a store, and verify that it is writable and that its file system supports hard links."""
-    probe = root / STAGING / f"probe-{uuid.uuid4().hex}"
-    linked = probe.with_suffix(".link")
-    try:
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        try:
-            os.link(probe, linked)
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            raise UnwritableError(
-                f"{probe.parent} is on a file system without hard links (FAT, some network and FUSE mounts), which "
-                "atomic commits need: put the store on a local disk (ext4, xfs, btrfs) or on NFS"
-            ) from error
-    except OSError as error:
-        raise UnwritableError(
-            f"cannot write to {root}: {error.strerror}. Choose another folder, or change its permissions"
-        ) from error
-    finally:
-        for path in (linked, probe):
-            with contextlib.suppress(OSError):  # the first error is the important one
-                path.unlink(missing_ok=True)
+    return has_entries(path)

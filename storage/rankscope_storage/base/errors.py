@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Final
-
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""Pattern of the start of a URL. One slash is enough, because `Path` reduces the two slashes of a URL to one."""
 
 
 class StoreError(Exception):
@@ -89,17 +84,3 @@ def damage(error: BaseException) -> str | None:
     """Return the message about the data file that `error` reports as damaged; None for another error."""
     path = damaged_file(error)
     return path and f"{path} is damaged: `rankscope store check` names the run and the steps of its rows"
-
-
-def is_url(path: str | Path) -> bool:
-    """Return whether `path` starts as a URL does, such as s3://bucket/store."""
-    return _URL.match(str(path)) is not None
-
-
-def local_folder(path: str | Path) -> Path:
-    """Return `path` as an absolute path. Raises NotAStoreError if it is a URL, because a store is a local folder."""
-    if is_url(path):
-        raise NotAStoreError(
-            f"{path} is a URL: a store is a local folder; name one, such as /data/history (a mounted bucket works)"
-        )
-    return Path(path).absolute()

@@ -9,15 +9,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-Sync = Callable[[Path], None]
+from rankscope_storage.base.location import Location
+
+Sync = Callable[[Location], None]
 """Function that flushes one file, or the entries of one folder, to the disk.
 
 Tests pass a function that records the calls."""
 
 
-def sync_to_disk(path: Path) -> None:
+def sync_to_disk(path: Location) -> None:
     """Flush the content of the file, or the entries of the folder, at `path` to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

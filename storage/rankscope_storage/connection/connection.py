@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import duckdb
 import pyarrow as pa
 
-from rankscope_storage.base.errors import FilesGoneError, QueryError, damage, damaged_file, local_folder
+from rankscope_storage.base.errors import FilesGoneError, QueryError, damage, damaged_file
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import Location, located
 from rankscope_storage.connection.pool import (
     DuckDBInstance,
     acquire,
@@ -29,6 +29,7 @@ from rankscope_storage.connection.pool import (
     replacement,
 )
 from rankscope_storage.connection.view_binding import BoundViews
+from rankscope_storage.files.filesystem import source
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query.column_scan import RowGroups, row_groups
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 def connect(
-    path: str | Path, *, locked: bool = False, version: int | None = None, single_threaded: bool = False
+    path: str | Location, *, locked: bool = False, version: int | None = None, single_threaded: bool = False
 ) -> Connection:
     """Open the store at `path` for queries.
 
@@ -52,7 +53,7 @@ def connect(
     latest version of each row; `runs_history`, `attempts_history` and `tensors_history` show all versions.
     `tensor_global` combines the shards of each tensor.
     """
-    root = local_folder(path)
+    root = located(path)
     instance = acquire(root, locked=locked, single_threaded=single_threaded)
     try:
         if version is not None:
@@ -85,8 +86,8 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         self._is_closed = False
 
     @property
-    def path(self) -> Path:
-        """Return the folder of the store."""
+    def path(self) -> Location:
+        """Return the location of the store."""
         return self._snapshot.root
 
     @property
@@ -198,7 +199,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         """
         self._refresh()
         paths = self._snapshot.within(dataset, [RowRanges(runs=frozenset(runs))])
-        return row_groups(paths, dataset, equal, others)
+        return row_groups(list(map(source, paths)), dataset, equal, others)
 
     def snapshot(self) -> Connection:
         """Return another connection that is pinned to the newest version, so that all its queries read the same rows.
@@ -291,7 +292,7 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
             return run()
 
 
-def _closed_copy(path: Path, version: int) -> Connection:
+def _closed_copy(path: Location, version: int) -> Connection:
     """Return a closed connection: a DuckDB connection and a log handle belong to one process and thread."""
     copied = Connection.__new__(Connection)
     copied.__dict__.update(_snapshot=Snapshot(path, version, pa.table({})), _is_closed=True)

@@ -22,7 +22,9 @@ import pyarrow as pa
 
 from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.escaping import sql_string
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import sql_type
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import entry
 from rankscope_storage.log.snapshot import Snapshot
@@ -55,7 +57,7 @@ deleted files, the memory of a service with a status page grew by 140 MB per hou
 class DuckDBInstance:
     """One instance of DuckDB, the state of its views, and the facts about files on which the views rely."""
 
-    root: Path
+    root: Location
     locked: bool
     single_threaded: bool
     database: duckdb.DuckDBPyConnection
@@ -74,10 +76,10 @@ class DuckDBInstance:
     """True if DuckDB assumes that a file never changes after it was opened, which is correct for files of a store."""
     log: Log | None = None
     snapshot: Snapshot | None = None
-    stamp: tuple[int, ...] | None = None
+    stamp: tuple[object, ...] | None = None
 
 
-def acquire(root: Path, *, locked: bool, single_threaded: bool = False) -> DuckDBInstance:
+def acquire(root: Location, *, locked: bool, single_threaded: bool = False) -> DuckDBInstance:
     """Return an unused DuckDB instance for the store at `root` with the given settings, or a new instance."""
     for instance in reversed(tuple(_idle)):
         if (instance.root, instance.locked, instance.single_threaded) == (root, locked, single_threaded):
@@ -153,7 +155,7 @@ _GROUPS_IN_AN_ARRAY_BITS: Final = 17
 17 bits are enough for nullable 16-bit numbers, such as the buckets of `scalar_curve`. DuckDB's default is 12."""
 
 
-def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.DuckDBPyConnection:
+def _database(root: Location, *, locked: bool, single_threaded: bool) -> duckdb.DuckDBPyConnection:
     database = duckdb.connect(config={"threads": 1, "async_threads": 0} if single_threaded else {})
     database.execute(
         "SET GLOBAL TimeZone = 'UTC'; SET GLOBAL parquet_metadata_cache = true; "
@@ -161,6 +163,7 @@ def _database(root: Path, *, locked: bool, single_threaded: bool) -> duckdb.Duck
         f"CREATE TABLE {file_facts.NEWEST_TABLE} ({_columns(file_facts.NEWEST_SCHEMA, prefix='of_')}); "
         f"CREATE TABLE {file_facts.EXTENTS_TABLE} ({_columns(file_facts.EXTENTS_SCHEMA)})"
     )
+    filesystem(root).attach(database)
     if not _has_working_directory():
         database.execute("SET temp_directory = ''")  # the default is a folder in the working directory
     if locked:
@@ -183,16 +186,16 @@ def _columns(schema: pa.Schema, *, prefix: str = "") -> str:
     return ", ".join(f"{prefix}{field.name} {sql_type(field.type)}" for field in schema)
 
 
-def _stamp(log: Log) -> tuple[int, ...] | None:
+def _stamp(log: Log) -> tuple[object, ...] | None:
     """Return values that distinguish the table of `log` from a later table at the same path.
 
     The values are the version and the file attributes of the newest log entry. Returns None if the table was deleted.
     """
     try:
-        status = entry(log.root, log.version).stat()
+        status = filesystem(log.root).head(entry(log.root, log.version))
     except OSError:
         return None
-    return log.version, status.st_ino, status.st_mtime_ns, status.st_size
+    return None if status is None else (log.version, *status.identity)
 
 
 _idle: list[DuckDBInstance] = []  # no lock, which a forked child could inherit locked: all operations on it are atomic

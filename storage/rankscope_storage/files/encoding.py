@@ -8,8 +8,7 @@ last bits, which no encoding compresses. The relative error of a rounded value i
 zeros, subnormal numbers, and numbers that rounding would make infinite keep all bits. Rounding preserves order (min <=
 mean <= max) and is idempotent. Baselines, counts, events, scalars, hashes and samples are never rounded.
 
-The Delta log stores statistics of each file. A file is written below `_staging/`, fsynced, and then renamed. A file
-outside of `_staging/` is therefore always complete.
+The Delta log stores statistics of each file.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import datetime as dt
 import functools
 import itertools
 import json
-import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +30,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rankscope_contract.model.kinds import VALUE_OPS
-from rankscope_storage.base.fsync import Sync, make_folders
+from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import DATASET_KEY, dataset_schema, written
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.files.sorting import (
     LAID_TOGETHER,
     SORT_KEYS,
@@ -396,7 +396,6 @@ def round_bits(values: Bits, bits: int) -> Bits:
     return result
 
 
-STAGING: Final = "_staging"
 STATISTICS_COLUMNS: Final = ("run", "attempt", "rank", "step", "ts")
 """Columns for which the Delta log stores minimum and maximum. No float column is listed, because NaN is in no range."""
 
@@ -432,7 +431,7 @@ class DataFile:
 
 
 def write_file(
-    root: Path, dataset: str, part: str, table: pa.Table, sync: Sync, *, mantissa_bits: int | None = None
+    root: Location, dataset: str, part: str, table: pa.Table, sync: Sync, *, mantissa_bits: int | None = None
 ) -> DataFile:
     """Sort `table`, which conforms to `dataset`, and write it as one file below `root`; durable on return.
 
@@ -441,52 +440,42 @@ def write_file(
     """
     content = written(table, dataset)
     path = data_file(dataset, part, mantissa_bits, whole=content.num_columns == table.num_columns)
-    staged, final = root / STAGING / f"{uuid.uuid4().hex}.parquet", root / path
-    try:
-        make_folders(staged.parent, root, sync)  # a user may have deleted the folder
-        write_sorted(content, dataset, staged, mantissa_bits)
-        sync(staged)
-        make_folders(final.parent, root, sync)
-        staged.rename(final)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first error is the important one
-            staged.unlink(missing_ok=True)  # free the space of a full disk
-        raise
-    sync(final.parent)
-    status = final.stat()
+    status = filesystem(root).put(
+        root, root / path, lambda target: write_sorted(content, dataset, target, mantissa_bits), sync
+    )
     return DataFile(
         path=path,
         dataset=dataset,
         part=part,
         rows=table.num_rows,
-        size_bytes=status.st_size,
-        modified_at_ms=status.st_mtime_ns // 1_000_000,
+        size_bytes=status.size,
+        modified_at_ms=int(status.modified * 1000),
         statistics=statistics(table),
     )
 
 
-def read_file(path: Path, dataset: str, *, plain: Collection[str] = ()) -> pa.Table:
+def read_file(path: Location, dataset: str, *, plain: Collection[str] = ()) -> pa.Table:
     """Return the columns of `dataset` that the Parquet file at `path` has.
 
     Text columns, except those in `plain`, are read as dictionaries. A file with an older schema lacks newer columns;
     `conform` adds them. A file that another tool rewrote has the columns of all datasets; they are left out.
     """
-    metadata = pq.read_metadata(path)
+    source = filesystem(path).open(path)
+    metadata = pq.read_metadata(source)
     present = set(metadata.schema.to_arrow_schema().names)
     fields = [field for field in dataset_schema(dataset) if field.name in present]
     texts = [field.name for field in fields if field.type == pa.string() and field.name not in plain]
-    content = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts)
+    content = pq.ParquetFile(source, metadata=metadata, read_dictionary=texts)
     return content.read(columns=[field.name for field in fields])
 
 
-def discard(root: Path, files: Iterable[DataFile]) -> None:
+def discard(root: Location, files: Iterable[DataFile]) -> None:
     """Delete `files`. The caller guarantees that no commit refers to them.
 
     A file that cannot be deleted, for example on a read-only disk, is left for vacuum.
     """
-    for file in files:
-        with contextlib.suppress(OSError):
-            (root / file.path).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        filesystem(root).delete([root / file.path for file in files])
 
 
 def statistics(table: pa.Table) -> str:

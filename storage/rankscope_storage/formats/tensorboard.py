@@ -28,6 +28,7 @@ from rankscope_contract.model.kinds import BASELINE_OPS, COUNT_OPS, VALUE_OPS
 from rankscope_msprobe.files.csv_layout import OPS as MSPROBE_OPS
 from rankscope_storage.base.errors import ExportError
 from rankscope_storage.base.escaping import sql_identifier
+from rankscope_storage.base.location import Location
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.formats.export import (
     ExportOptions,
@@ -267,7 +268,7 @@ def _write_all(selection: Selection, streams: list[Stream], kept: Thinning, fold
 
 
 def _write_in_process(
-    store: tuple[Path, int], run: str, options: ExportOptions, stream: Stream, *, kept: Thinning, folder: Path
+    store: tuple[Location, int], run: str, options: ExportOptions, stream: Stream, *, kept: Thinning, folder: Path
 ) -> Written:
     omitted: Counter[str] = Counter()
     rows: Counter[str] = Counter()

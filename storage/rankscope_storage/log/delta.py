@@ -14,14 +14,15 @@ kinds of errors only by their text, and formats the causes of an error as a tree
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import itertools
 import logging
 import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -32,8 +33,11 @@ from deltalake.transaction import AddAction, CommitProperties, PostCommitHookPro
 
 from rankscope_storage.base.errors import ConflictError, NotAStoreError, SchemaVersionError, StoreError, TornLogError
 from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
+from rankscope_storage.base.s3_errors import known_reason
 from rankscope_storage.base.schema import PARTITION_COLUMNS, STORE_VERSION, table_schema
 from rankscope_storage.files.encoding import DataFile, discard
+from rankscope_storage.files.filesystem import filesystem, is_local
 from rankscope_storage.log.entries import (
     ACTIONS,
     COMMIT_ID,
@@ -54,16 +58,16 @@ _TORN_CHECKPOINT: Final = ("Invalid Checkpoint", "Corrupt footer", "less than fo
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def check_path(root: Path) -> None:
+def check_path(root: Location) -> None:
     """Raise StoreError if delta-rs or DuckDB would misread the path, for example as a pattern of file names."""
-    if found := _MISREAD.search(str(root)):
+    if is_local(root) and (found := _MISREAD.search(str(root))):
         raise StoreError(
             f"{str(root)!r} contains {found[0]!r}, which delta-rs or DuckDB would misread: "
             "choose a path without * ? [ \\ %41 and control characters"
         )
 
 
-def torn(root: Path, text: str) -> TornLogError:
+def torn(root: Location, text: str) -> TornLogError:
     """Return the error for an incomplete entry of the Delta log; its message names the remedy."""
     return TornLogError(
         f"the log of {root} has an incomplete entry ({text}), as after a power failure. If it is the newest file "
@@ -72,7 +76,7 @@ def torn(root: Path, text: str) -> TornLogError:
     )
 
 
-def translated(error: Exception, root: Path) -> StoreError:
+def translated(error: Exception, root: Location) -> StoreError:
     """Return the StoreError for an error of delta-rs, with a remedy if the kind of the error is known."""
     text = first_line(error)
     if "Json error" in str(error) or "Invalid JSON in log record" in str(error):
@@ -82,6 +86,8 @@ def translated(error: Exception, root: Path) -> StoreError:
             f"a checkpoint in {root / LOG_FOLDER} is incomplete ({text}), as after a power failure: "
             "`rankscope store repair` moves it away; the entries that it replaces still exist"
         )
+    if not is_local(root) and (sentence := known_reason(str(error))):
+        text = sentence
     return StoreError(f"the log of {root} cannot be read or written: {text}")
 
 
@@ -160,6 +166,12 @@ _ENTRIES_HOURS: Final = 1
 delta-rs lists the whole folder three times per commit. The 95th percentile of the time of 1,500 commits was 49 ms with
 two hours of entries and 47 ms with one hour."""
 
+_TOGETHER: Final = 8
+"""Number of entries that are read at the same time from an object store."""
+
+_NEW_SECONDS: Final = 3600.0
+"""Age in seconds up to which vacuum has certainly not deleted a file that is not committed yet."""
+
 _COMMIT_TRIES: Final = 20
 """Number of versions on which one commit is tried. Each try takes about 20 ms, so that even a fast appender is met."""
 
@@ -186,7 +198,7 @@ _HOOKS: Final = PostCommitHookProperties(create_checkpoint=False, cleanup_expire
 class Log:
     """One handle on the Delta log of the store at `root`. Not thread-safe."""
 
-    def __init__(self, root: Path, table: DeltaTable, sync: Sync, base: int) -> None:
+    def __init__(self, root: Location, table: DeltaTable, sync: Sync, base: int) -> None:
         self.root = root
         self._table = table
         self._sync = sync
@@ -194,7 +206,7 @@ class Log:
         self._synced = NO_CHECKPOINT  # this handle has fsynced the log up to this version
 
     @classmethod
-    def create(cls, root: Path, sync: Sync) -> Log:
+    def create(cls, root: Location, sync: Sync) -> Log:
         """Create an empty Delta table at `root` and return its log.
 
         If another process creates the table concurrently, the table of that process is opened.
@@ -207,13 +219,15 @@ class Log:
                 raise StoreError(f"cannot create a store in {root}: {first_line(error)}") from error
         log = cls.open(root, sync)
         log.make_durable()
-        sync(root)
+        if is_local(root):
+            sync(root)
         return log
 
     @staticmethod
-    def _try_create(root: Path) -> None:
+    def _try_create(root: Location) -> None:
         DeltaTable.create(
             str(root),
+            storage_options=filesystem(root).delta_options(),
             schema=Schema.from_arrow(table_schema()),
             partition_by=list(PARTITION_COLUMNS),
             mode="ignore",
@@ -223,7 +237,7 @@ class Log:
         )
 
     @classmethod
-    def open(cls, root: Path, sync: Sync, version: int | None = None, *, may_be_older: bool = False) -> Log:
+    def open(cls, root: Location, sync: Sync, version: int | None = None, *, may_be_older: bool = False) -> Log:
         """Open the store at `root`, at `version` or at the newest version.
 
         Raises NotAStoreError if there is no store. Raises SchemaVersionError if a newer Rankscope wrote the store, or
@@ -234,7 +248,7 @@ class Log:
         base = newest_checkpoint(root)
         with _delta_errors(root):
             try:
-                table = DeltaTable(str(root), version=version)
+                table = _delta_table(root, version)
             except TableNotFoundError as error:
                 raise NotAStoreError(
                     f"{root} is not a Rankscope store: it has no log in {LOG_FOLDER}. `rankscope serve` creates one"
@@ -306,7 +320,7 @@ class Log:
         with _delta_errors(self.root):
             newest = newest_checkpoint(self.root) if self.version - self._base >= CHECKPOINT_COMMITS else self._base
             if newest > self._base:  # open it again there: a handle keeps all entries since its own checkpoint
-                self._table, self._base = DeltaTable(str(self.root)), newest
+                self._table, self._base = _delta_table(self.root), newest
             else:
                 self._table.update_incremental()
         _check_features(self._table, self.root)
@@ -334,9 +348,9 @@ class Log:
         removes, or other commits were faster each time. After any other StoreError, the commit may have been stored, or
         may still be stored as the version after that of the handle, if its request is still under way.
         """
-        if missing := [file.path for file in change.added if not (self.root / file.path).exists()]:
+        if missing := next(filter(self._is_deleted, change.added), None):
             raise ConflictError(
-                f"{missing[0]} was deleted before its commit, because the commit took hours: write the file again"
+                f"{missing.path} was deleted before its commit, because the commit took hours: write the file again"
             )
         for tries_left in reversed(range(_COMMIT_TRIES)):
             base = self.version
@@ -353,6 +367,12 @@ class Log:
                 if not tries_left:
                     raise ConflictError(f"commit to {self.root} refused: other commits were faster") from error
         return self.make_durable()
+
+    def _is_deleted(self, file: DataFile) -> bool:
+        """Return whether vacuum has deleted `file`. This takes a request to a server, unless the file is new."""
+        if not is_local(self.root) and time.time() - file.modified_at_ms / 1000 < _NEW_SECONDS:
+            return False
+        return filesystem(self.root).head(self.root / file.path) is None
 
     def _try_commit(self, change: Change) -> None:
         actions = actions_of(change)
@@ -459,12 +479,19 @@ class Log:
         return None if None in found else False
 
     def _entries_after(self, since: int) -> Iterator[Entry | None]:
-        return (read_entry(entry(self.root, version)) for version in range(since + 1, self.version + 1))
+        return self._read_entries(range(since + 1, self.version + 1))
+
+    def _read_entries(self, versions: range) -> Iterator[Entry | None]:
+        if is_local(self.root) or len(versions) < _TOGETHER:
+            return (read_entry(entry(self.root, version)) for version in versions)
+        with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:  # a request takes tens of milliseconds
+            return iter(list(pool.map(lambda version: read_entry(entry(self.root, version)), versions)))
 
     def history(self, limit: int) -> list[dict[str, Any]]:
         """Return the commit information of the newest `limit` commits that are still in the Delta log, newest first."""
-        with _delta_errors(self.root):
-            return self._table.history(limit)
+        with _delta_errors(self.root):  # delta-rs would block all threads of Python meanwhile
+            found = self._read_entries(range(self.version, max(-1, self.version - limit), -1))
+            return [one.info for one in itertools.takewhile(lambda one: one is not None, found) if one is not None]
 
     def add_missing_columns(self) -> list[str]:
         """Add the columns of the current schema that the store's Delta table does not have yet; return their names."""
@@ -483,8 +510,12 @@ class Log:
         """Fsync the entries and the folder of the Delta log of the store at `root`; return the newest version.
 
         Entries of other processes are fsynced too. A writer that was killed before its fsync leaves an entry that
-        readers see but that a power failure can erase. The loss of this entry would invalidate all later commits.
+        readers see but that a power failure can erase. The loss of this entry would invalidate all later commits. On an
+        object store, every entry is durable.
         """
+        if not is_local(self.root):
+            self._synced = self.version
+            return self.version
         try:
             # Reading the folder is 5 ms cheaper than refreshing the handle, and finds new entries of other processes.
             version, checkpoint = self._synced, newest_checkpoint(self.root)
@@ -492,9 +523,10 @@ class Log:
                 for path in checkpoint_files(self.root, checkpoint):
                     self._sync(path)
                 version = checkpoint
-            while (path := entry(self.root, version + 1)).exists() or version < self.version:
+            files = filesystem(self.root)
+            while (found := files.head(path := entry(self.root, version + 1))) or version < self.version:
                 version += 1
-                if path.exists():  # without its hint file, a log may start at any entry
+                if found:  # without its hint file, a log may start at any entry
                     self._sync(path)
             self._sync(self.root / LOG_FOLDER)
         except OSError as error:
@@ -507,9 +539,11 @@ class Log:
         self.refresh()
         with _delta_errors(self.root):
             self._table.create_checkpoint()
+            if not is_local(self.root):
+                return
             made, hint = checkpoint_files(self.root, self.version)
             # A process killed between the two files leaves a checkpoint without hint, which delta-rs does not repair.
-            for path in (made, *([hint] if hint.exists() else []), self.root / LOG_FOLDER):
+            for path in (made, *([hint] if filesystem(hint).head(hint) else []), self.root / LOG_FOLDER):
                 self._sync(path)
 
     def checkpoint_if_due(self) -> None:
@@ -531,7 +565,7 @@ class Log:
             self._table.cleanup_metadata()
         self.make_durable()
 
-    def unused_files(self, older_than_hours: int) -> list[Path]:
+    def unused_files(self, older_than_hours: int) -> list[Location]:
         """Return the data files that no version needs and that are at least `older_than_hours` old.
 
         These files were removed by a commit, or were never committed.
@@ -546,7 +580,7 @@ class Log:
 
 
 @contextlib.contextmanager
-def _delta_errors(root: Path) -> Iterator[None]:
+def _delta_errors(root: Location) -> Iterator[None]:
     """Convert errors of delta-rs and of the disk inside the context to errors of this package.
 
     A refused commit raises ConflictError.
@@ -559,7 +593,11 @@ def _delta_errors(root: Path) -> Iterator[None]:
         raise translated(error, root) from error
 
 
-def _check_features(table: DeltaTable, root: Path) -> None:
+def _delta_table(root: Location, version: int | None = None) -> DeltaTable:
+    return DeltaTable(str(root), version=version, storage_options=filesystem(root).delta_options())
+
+
+def _check_features(table: DeltaTable, root: Location) -> None:
     """Raise StoreError if files of the table cannot be read without features that only Delta readers know.
 
     Queries read the Parquet files with DuckDB. With deletion vectors, for example, they would return deleted rows.
@@ -573,7 +611,7 @@ def _check_features(table: DeltaTable, root: Path) -> None:
         )
 
 
-def _check_schema_version(table: DeltaTable, root: Path) -> None:
+def _check_schema_version(table: DeltaTable, root: Location) -> None:
     configuration = table.metadata().configuration
     if _VERSION_PROPERTY not in configuration:
         raise NotAStoreError(f"{root} is a Delta table, but not a Rankscope store: choose another folder")

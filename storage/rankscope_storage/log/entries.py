@@ -9,11 +9,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from rankscope_storage.base.location import Location
+from rankscope_storage.files.filesystem import filesystem
+from rankscope_storage.files.local import Status
 
 LOG_FOLDER: Final = "_delta_log"
 NO_CHECKPOINT: Final = -1
@@ -29,7 +32,7 @@ _HINT: Final = "_last_checkpoint"
 _WATERMARK: Final = "w:"
 
 
-def entry(root: Path, version: int) -> Path:
+def entry(root: Location, version: int) -> Location:
     """Return the path of the Delta log entry of `version`; the file need not exist."""
     return root / LOG_FOLDER / f"{version:020d}.json"
 
@@ -48,10 +51,10 @@ class Entry:
         return dict(json.loads(first)["commitInfo"]) if first.startswith(b'{"commitInfo"') else {}
 
 
-def read_entry(path: Path) -> Entry | None:
+def read_entry(path: Location) -> Entry | None:
     """Return the Delta log entry at `path`; None if the file does not exist, for example after clean-up."""
     try:
-        text = path.read_bytes()
+        text = filesystem(path).get(path)
     except FileNotFoundError:
         return None
     moved = (json.loads(line)["txn"] for line in text.splitlines() if line.startswith(b'{"txn"'))
@@ -78,27 +81,28 @@ def is_cut(text: bytes) -> bool:
     return declared is not None and len(others) < int(declared)
 
 
-def has_entries(root: Path) -> bool:
+def has_entries(root: Location) -> bool:
     """Return whether a Delta table exists at `root`: its log has an entry or a checkpoint.
 
     A log folder without an entry is no table: it remains if a full disk interrupted the creation of the table.
     """
-    return any((root / LOG_FOLDER).glob("*.json")) or any((root / LOG_FOLDER).glob("*.parquet"))
+    files = filesystem(root)
+    return any(files.list(root / LOG_FOLDER, pattern) for pattern in ("*.json", "*.parquet"))
 
 
-def checkpoint_files(root: Path, version: int) -> tuple[Path, Path]:
+def checkpoint_files(root: Location, version: int) -> tuple[Location, Location]:
     """Return the path of the checkpoint of `version`, and the path of the file that names the newest checkpoint."""
     return root / LOG_FOLDER / f"{version:020d}.checkpoint.parquet", root / LOG_FOLDER / _HINT
 
 
-def newest_checkpoint(root: Path) -> int:
+def newest_checkpoint(root: Location) -> int:
     """Return the version of the newest checkpoint, or NO_CHECKPOINT if there is none.
 
     The version is read from the small file that names the newest checkpoint. Listing the folder would take too long
     between two commits.
     """
     try:
-        return int(json.loads((root / LOG_FOLDER / _HINT).read_bytes())["version"])
+        return int(json.loads(filesystem(root).get(root / LOG_FOLDER / _HINT))["version"])
     except (OSError, ValueError, KeyError, TypeError):  # never written, or torn by a power failure
         return NO_CHECKPOINT
 
@@ -106,61 +110,65 @@ def newest_checkpoint(root: Path) -> int:
 _STAGED: Final = re.compile(r".+#\d+")
 
 
-def entries(root: Path) -> list[Path]:
+def entries(root: Location) -> list[Location]:
     """Return the paths of all entries of the Delta log of the store at `root`, oldest first."""
-    return sorted(path for path in (root / LOG_FOLDER).glob("*.json") if path.stem.isdecimal())
+    return [path for path in _paths(root, "*.json") if path.stem.isdecimal()]
 
 
-def is_torn(entry: Path) -> bool:
+def _paths(root: Location, pattern: str) -> list[Location]:
+    return [status.path for status in filesystem(root).list(root / LOG_FOLDER, pattern)]
+
+
+def is_torn(entry: Location) -> bool:
     """Return whether the file `entry` was not written completely, for example because of a power failure.
 
     Such an entry has fewer lines than it declares, or a line that is not a JSON object. An empty entry is complete: it
     is a commit without actions.
     """
     try:
-        text = entry.read_bytes()
+        text = filesystem(entry).get(entry)
         return not all(isinstance(json.loads(line), dict) for line in text.splitlines()) or is_cut(text)
     except ValueError:
         return True
 
 
-def torn_entries(root: Path) -> list[Path]:
+def torn_entries(root: Location) -> list[Location]:
     """Return the incompletely written entries after the newest checkpoint; every reader needs these entries."""
     return [entry for entry in _entries_after_checkpoint(root) if is_torn(entry)]
 
 
-def empty_entries(root: Path) -> list[Path]:
+def empty_entries(root: Location) -> list[Location]:
     """Return the empty entry files after the newest checkpoint.
 
     Power may have failed before the content of such a file was written. For delta-rs, it is a commit without actions.
     """
-    return [entry for entry in _entries_after_checkpoint(root) if not entry.stat().st_size]
+    return [entry for entry in _entries_after_checkpoint(root) if not filesystem(entry).get(entry)]
 
 
-def _entries_after_checkpoint(root: Path) -> list[Path]:
-    checkpoints = [int(path.name[:20]) for path in (root / LOG_FOLDER).glob("*.checkpoint*.parquet")]
+def _entries_after_checkpoint(root: Location) -> list[Location]:
+    checkpoints = [int(path.name[:20]) for path in _paths(root, "*.checkpoint*.parquet")]
     newest = max(checkpoints, default=NO_CHECKPOINT)
     return [entry for entry in entries(root) if int(entry.stem) > newest]
 
 
-def torn_checkpoint_files(root: Path) -> list[Path]:
+def torn_checkpoint_files(root: Location) -> list[Location]:
     """Return the files of the newest checkpoint if it was not written completely, the damaged file first.
 
     The damaged file is the checkpoint itself, or the file that names a checkpoint which does not exist. Returns an
     empty list if the checkpoint is complete.
     """
-    newest = sorted((root / LOG_FOLDER).glob("*.checkpoint.parquet"))[-1:]
+    newest, files = _paths(root, "*.checkpoint.parquet")[-1:], filesystem(root)
     named, hint = checkpoint_files(root, newest_checkpoint(root))
-    if hint.exists() and newest_checkpoint(root) != NO_CHECKPOINT and not named.exists():
+    if files.head(hint) and newest_checkpoint(root) != NO_CHECKPOINT and not files.head(named):
         return [hint]
     try:
         for path in newest:
-            pq.ParquetFile(path).read()
+            pq.ParquetFile(files.open(path)).read()
     except (OSError, pa.ArrowException):
         return [*newest, hint]
     return []
 
 
-def staged_entries(root: Path) -> list[Path]:
+def staged_entries(root: Location) -> list[Status]:
     """Return the temporary files in the log folder that a process left when it was killed before it renamed them."""
-    return [path for path in (root / LOG_FOLDER).iterdir() if _STAGED.fullmatch(path.name)]
+    return [one for one in filesystem(root).list(root / LOG_FOLDER) if _STAGED.fullmatch(one.path.name)]

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 from rankscope_storage.base.errors import ShardLockError, UnwritableError
 from rankscope_storage.base.escaping import from_path_segment, path_segment
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.log.delta import Log
 
@@ -21,6 +23,8 @@ OWNER: Final = "rankscopeOwner"
 SHARD: Final = "rankscopeShard"
 HISTORY: Final = 200
 """Number of newest commits in which to search for the owner of a shard; each commit of a shard names its owner."""
+SILENT_SECONDS: Final = 30.0
+"""Time without a commit of a shard after which no process counts as its owner in a bucket, as for services."""
 _SERVICE: Final = "service"
 """Second line of a lock file of a service. Other writers, such as imports, use shards only as names."""
 _NAME_BYTES: Final = 1000
@@ -48,21 +52,38 @@ def current_owner(log: Log, shard: str) -> str:
 
 def shard_numbers(log: Log) -> dict[str, int]:
     """Return the transaction number of each shard that the store ever had, by the name of the transaction."""
-    shards = (from_path_segment(path.stem) for path in (log.root / LOCKS).glob("*.lock"))
+    shards = (from_path_segment(path.stem) for path in _lock_files(log.root))
     numbers = ((name, log.transaction(name)) for name in map(shard_transaction, shards))
     return {name: number for name, number in numbers if number is not None}
 
 
 @contextlib.contextmanager
-def all_shards(root: Path, owner: str) -> Iterator[None]:
+def all_shards(root: Location, owner: str) -> Iterator[None]:
     """Hold the locks of all shards that the store at `root` ever had, so that no service on this machine can write.
 
-    Raises ShardLockError if a running process holds one of these locks; the message names the process.
+    Raises ShardLockError if a running process holds one of these locks; the message names the process. On an object
+    store, there are no locks: raises ShardLockError if the newest commit of a shard is younger than SILENT_SECONDS.
     """
+    if not isinstance(root, Path):
+        _check_silence(root)
     with contextlib.ExitStack() as held:
-        for path in sorted((root / LOCKS).glob("*.lock")):
+        for path in _lock_files(root):
             held.callback(ShardLock.take(root, from_path_segment(path.stem), owner).release)
         yield
+
+
+def _lock_files(root: Location) -> list[Path]:
+    return sorted((root / LOCKS).glob("*.lock")) if isinstance(root, Path) else []
+
+
+def _check_silence(root: Location) -> None:
+    for commit in Log.open(root, sync_to_disk, may_be_older=True).history(HISTORY):
+        age = time.time() - commit["timestamp"] / 1000
+        if SHARD in commit and age < SILENT_SECONDS:
+            raise ShardLockError(
+                f"shard {commit[SHARD]} of {root} was written {age:.0f} s ago by {commit.get(OWNER)}: stop it, and try "
+                f"again after {SILENT_SECONDS:.0f} s"
+            )
 
 
 def _holder(descriptor: int) -> str:
@@ -81,9 +102,9 @@ def _lines(descriptor: int) -> list[str]:
     return [""]
 
 
-def lock_of_service(root: Path, shard: Shard) -> str | None:
+def lock_of_service(root: Location, shard: Shard) -> str | None:
     """Return the shard and the owner of a running service with another number of services than `shard`, or None."""
-    for path in sorted((root / LOCKS).glob("*.lock")):
+    for path in _lock_files(root):
         name = from_path_segment(path.stem)
         if Shard.parse(name).count == shard.count:
             continue  # its service may be taking the lock at this moment
@@ -109,8 +130,10 @@ class ShardLock:
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, root: Path, shard: str, owner: str, *, is_service: bool = False) -> ShardLock:
+    def take(cls, root: Location, shard: str, owner: str, *, is_service: bool = False) -> ShardLock:
         """Take the lock of `shard`. Raises ShardLockError with the name of the holder if a running process holds it."""
+        if not isinstance(root, Path):
+            return cls(None)
         path = root / LOCKS / f"{path_segment(shard)}.lock"
         try:
             path.parent.mkdir(exist_ok=True)

@@ -10,11 +10,12 @@ import math
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from rankscope_storage.base.location import Location
 
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ class Snapshot:
     `files` has a row per data file: its path relative to `root`, and its ranges of run, attempt, step and ts.
     """
 
-    root: Path
+    root: Location
     version: int
     files: pa.Table
     _by_dataset: dict[str, tuple[pa.Table, list[str], list[dict[str, Any]]]] = field(

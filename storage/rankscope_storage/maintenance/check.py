@@ -12,7 +12,6 @@ import enum
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -23,9 +22,11 @@ from rankscope_contract import SCHEMA_VERSION
 from rankscope_storage.base.datasets import BUCKET_STEPS, DATASETS, DIMENSIONS, ROLLUPS, TENSOR_ROW_KEY
 from rankscope_storage.base.errors import StoreError, TornLogError
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import DATASET_KEY, schema_version
 from rankscope_storage.connection import Connection, connect
-from rankscope_storage.files.encoding import STAGING, has_older_integers
+from rankscope_storage.files.encoding import has_older_integers
+from rankscope_storage.files.filesystem import DATA_FILES, STAGING, filesystem
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import LOG_FOLDER, empty_entries, entries, torn_entries
 from rankscope_storage.log.snapshot import Snapshot
@@ -94,7 +95,7 @@ _RANGES: Final = ("run", "attempt", "step")
 """Columns whose range in the Delta log selects files: with a wrong range, queries would not find the rows."""
 
 
-def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
+def check_file(root: Location, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
     """Return the defect of `file`, a row of `Snapshot.files`, or its older encoding, or None.
 
     With `deep`, every value of the file is decoded.
@@ -103,12 +104,14 @@ def check_file(root: Path, file: Mapping[str, Any], *, deep: bool) -> Finding | 
     return defect and Finding(kind=defect[0], path=file["path"], text=f"{defect[1]}; {describe_rows(file)}")
 
 
-def _defect(path: Path, file: Mapping[str, Any], *, deep: bool) -> tuple[FindingKind, str] | None:
+def _defect(path: Location, file: Mapping[str, Any], *, deep: bool) -> tuple[FindingKind, str] | None:
     try:
-        size = path.stat().st_size
-        if size != file["size_bytes"]:
-            return FindingKind.OTHER_SIZE, f"has {size} bytes, {file['size_bytes']} in the log"
-        content = pq.ParquetFile(path)
+        status = filesystem(path).head(path)
+        if status is None:
+            return FindingKind.MISSING, "does not exist"
+        if status.size != file["size_bytes"]:
+            return FindingKind.OTHER_SIZE, f"has {status.size} bytes, {file['size_bytes']} in the log"
+        content = pq.ParquetFile(filesystem(path).open(path))
         for text in _differences(content.metadata, file):
             return FindingKind.OTHER_CONTENT, text
         if deep:
@@ -169,14 +172,6 @@ def describe_rows(file: Mapping[str, Any]) -> str:
     return f"{file['rows']} rows of {file['dataset']}, run {run}{steps}"
 
 
-def size_of(path: Path) -> int:
-    """Return the size of the file at `path` in bytes, or 0 if a running service has just deleted the file."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 Progress = Callable[[int, int], None]
 """Function that receives the number of checked files and the number of all files."""
 
@@ -213,7 +208,7 @@ FROM ({records}) GROUP BY run, incarnation HAVING missing > 0 ORDER BY missing D
 """
 
 
-def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
+def check(root: Location, *, deep: bool = False, progress: Progress | None = None) -> CheckReport:
     """Compare the store at `root` with its Delta log, and return the findings.
 
     With `deep`, the check also decodes every value and searches for rows that were stored twice.
@@ -246,7 +241,7 @@ def check(root: Path, *, deep: bool = False, progress: Progress | None = None) -
     )
 
 
-def _torn(root: Path) -> Iterator[Finding]:
+def _torn(root: Location) -> Iterator[Finding]:
     newest = entries(root)[-1:]
     for entry in torn_entries(root):
         text = "none of its rows was acknowledged: `rankscope store repair` moves it away"
@@ -277,18 +272,18 @@ def _files(snapshot: Snapshot, *, deep: bool, progress: Progress | None) -> Iter
 
 def _unused(log: Log, snapshot: Snapshot) -> Iterator[Finding]:
     used = {f"{snapshot.root}/{path}" for path in snapshot.files["path"].to_pylist()}
-    unused = [path for path in snapshot.root.glob("dataset=*/part=*/*.parquet") if str(path) not in used]
-    staged = list((snapshot.root / STAGING).glob("*"))
+    unused = [one for one in filesystem(snapshot.root).list(snapshot.root, DATA_FILES) if str(one.path) not in used]
+    staged = filesystem(snapshot.root).list(snapshot.root / STAGING)
     due = ""
     with contextlib.suppress(StoreError):  # a file that cannot be read now, which is a finding too
         due = f"; {len(log.unused_files(REMOVED_FILES_HOURS))} are due"
-    for kind, paths, when in (
+    for kind, found, when in (
         (FindingKind.UNUSED, unused, f"{REMOVED_FILES_HOURS} hours{due}"),
         (FindingKind.STAGED, staged, "an hour"),
     ):
-        if paths:
-            text = f"{len(paths)}, {sum(map(size_of, paths))} bytes: vacuum deletes them after {when}"
-            yield Finding(kind=kind, path=paths[0].parent.name, text=text)
+        if found:
+            text = f"{len(found)}, {sum(one.size for one in found)} bytes: vacuum deletes them after {when}"
+            yield Finding(kind=kind, path=found[0].path.parent.name, text=text)
 
 
 def _duplicates(connection: Connection) -> Iterator[Finding]:

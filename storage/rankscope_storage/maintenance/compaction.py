@@ -22,7 +22,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +32,7 @@ import pyarrow.parquet as pq
 from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import (
     DataFile,
@@ -42,6 +42,7 @@ from rankscope_storage.files.encoding import (
     read_file,
     write_file,
 )
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.files.sorting import OWN_PART_ROWS, SHARED_PREFIX, Indices, own_part, shared_part, sort_order
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.snapshot import Snapshot, divided
@@ -141,10 +142,10 @@ def plan_rewrites(snapshot: Snapshot, merges: Iterable[Merge]) -> list[Merge]:
     return rewrites
 
 
-def _older_rows(path: Path) -> int:
+def _older_rows(path: Location) -> int:
     """Return the number of rows of the file at `path` if it has integers in an older encoding, otherwise 0."""
     try:
-        metadata = pq.read_metadata(path)
+        metadata = pq.read_metadata(filesystem(path).open(path))
     except (OSError, pa.ArrowException):
         return 0
     return metadata.num_rows if has_older_integers(metadata) else 0
@@ -254,7 +255,7 @@ class CompactionReport:
 
 
 def compact(
-    root: Path,
+    root: Location,
     sync: Sync,
     progress: Progress | None = None,
     *,
@@ -324,7 +325,7 @@ def _apply_merge(log: Log, merge: Merge, sync: Sync, now: dt.datetime) -> list[D
     return files
 
 
-def _rewrite(root: Path, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
+def _rewrite(root: Location, merge: Merge, sync: Sync, now: dt.datetime) -> list[DataFile]:
     files: list[DataFile] = []
     write = functools.partial(write_file, mantissa_bits=coarsest(file.path for file in merge.files))
     try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from rankscope_storage.base.errors import StoreError
-from rankscope_storage.base.fsync import Sync, make_folders
+from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.files.encoding import DataFile
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import LOG_FOLDER, entries, torn_checkpoint_files, torn_entries
 from rankscope_storage.log.shard_lock import all_shards
@@ -50,7 +51,9 @@ class RepairReport:
         return bool(self.torn_entry or self.torn_checkpoint or self.lost or self.swept)
 
 
-def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False, force: bool = False) -> RepairReport:
+def repair(
+    root: Location, sync: Sync, *, dry_run: bool = False, deep: bool = False, force: bool = False
+) -> RepairReport:
     """Move an incomplete newest entry or checkpoint of the Delta log away, and remove unreadable files from the log.
 
     Without `force`, files on a disk or mount that may be only temporarily unavailable remain in the log. Raises
@@ -77,7 +80,7 @@ def repair(root: Path, sync: Sync, *, dry_run: bool = False, deep: bool = False,
         return _delete_orphans(root, sync, dry_run=dry_run)
 
 
-def _delete_orphans(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
+def _delete_orphans(root: Location, sync: Sync, *, dry_run: bool) -> RepairReport:
     orphans = find_orphan_files(Log.open(root, sync))
     if not dry_run:
         try:
@@ -88,7 +91,7 @@ def _delete_orphans(root: Path, sync: Sync, *, dry_run: bool) -> RepairReport:
     return RepairReport(torn_entry=None, lost=(), swept=count, swept_bytes=orphans.size_bytes)
 
 
-def _remove_torn_checkpoint(root: Path, sync: Sync, *, dry_run: bool) -> str | None:
+def _remove_torn_checkpoint(root: Location, sync: Sync, *, dry_run: bool) -> str | None:
     """Move an incomplete newest checkpoint away, and return its name.
 
     This loses no data: entries of the Delta log are deleted only after the checkpoint that replaces them is durable.
@@ -101,7 +104,7 @@ def _remove_torn_checkpoint(root: Path, sync: Sync, *, dry_run: bool) -> str | N
     return torn[0].name if torn else None
 
 
-def _torn_entry(root: Path) -> Path | None:
+def _torn_entry(root: Location) -> Location | None:
     torn = torn_entries(root)
     if not torn:
         return None
@@ -114,7 +117,7 @@ def _torn_entry(root: Path) -> Path | None:
     return torn[0]
 
 
-def _remove_lost_files(root: Path, sync: Sync, *, dry_run: bool, deep: bool, force: bool) -> tuple[str, ...]:
+def _remove_lost_files(root: Location, sync: Sync, *, dry_run: bool, deep: bool, force: bool) -> tuple[str, ...]:
     log = Log.open(root, sync)
     lost: list[tuple[Mapping[str, Any], Finding]] = []
 
@@ -138,12 +141,12 @@ def _remove_lost_files(root: Path, sync: Sync, *, dry_run: bool, deep: bool, for
     return tuple(f"{file['path']}: {describe_rows(file)}" for file, _ in lost)
 
 
-def _refuse_if_unavailable(root: Path, file: Mapping[str, Any], finding: Finding) -> None:
+def _refuse_if_unavailable(root: Location, file: Mapping[str, Any], finding: Finding) -> None:
     folder = root / f"dataset={file['dataset']}"
     if finding.kind == FindingKind.OUT_OF_REACH:
         reason = f"{file['path']} {finding.text}"
-    elif finding.kind == FindingKind.MISSING and not any(
-        folder.glob("part=*/*.parquet")
+    elif finding.kind == FindingKind.MISSING and not filesystem(root).list(
+        folder, "part=*/*.parquet"
     ):  # an unmounted folder is empty
         reason = f"no file of {file['dataset']} is left in {folder}"
     else:
@@ -154,9 +157,5 @@ def _refuse_if_unavailable(root: Path, file: Mapping[str, Any], finding: Finding
     )
 
 
-def _move_to_damaged(root: Path, path: Path, sync: Sync) -> None:
-    folder = root / DAMAGED
-    make_folders(folder, root, sync)
-    path.rename(folder / path.name)
-    sync(path.parent)
-    sync(folder)
+def _move_to_damaged(root: Location, path: Location, sync: Sync) -> None:
+    filesystem(root).move(root, path, root / DAMAGED / path.name, sync)

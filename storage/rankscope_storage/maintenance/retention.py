@@ -20,11 +20,8 @@ import contextlib
 import datetime as dt
 import enum
 import itertools
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import duckdb
@@ -35,8 +32,10 @@ from rankscope_storage.base.datasets import BUCKET_STEPS, ROLLUPS
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import conform
-from rankscope_storage.files.encoding import STAGING, DataFile, coarsest, discard, read_file, write_file
+from rankscope_storage.files.encoding import DataFile, coarsest, discard, read_file, write_file
+from rankscope_storage.files.filesystem import filesystem, source
 from rankscope_storage.files.sorting import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.snapshot import LOG_TIME_STEP, Snapshot, divided
@@ -145,7 +144,7 @@ def _step_order(file: File) -> tuple[bool, int, str]:
 
 
 MEMORY_LIMIT: Final = "1GiB"
-"""Memory limit of DuckDB for the aggregation of one commit. Data beyond it is written to `_staging/`."""
+"""Memory limit of DuckDB for the aggregation of one commit. Data beyond it is written to a temporary folder."""
 
 PIECE_ROWS: Final = 250_000
 """Number of rollup rows of one file.
@@ -170,7 +169,7 @@ JOIN kept_buckets ON row.run = kept_buckets.run AND row.attempt IS NOT DISTINCT 
   AND {time_bucket("row.")} IS NOT DISTINCT FROM kept_buckets.time_bucket"""
 
 
-def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
+def roll_up(root: Location, files: Sequence[File], sync: Sync) -> list[DataFile]:
     """Write the rollups of all rows of `files`, which belong to one dataset and part; return the new files."""
     paths = [str(root / file["path"]) for file in files]
     source = f"({files_select(files[0]['dataset'], paths)})"
@@ -181,7 +180,7 @@ def roll_up(root: Path, files: Sequence[File], sync: Sync) -> list[DataFile]:
     return written
 
 
-def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFile]:
+def cut(root: Location, file: File, before: dt.datetime, sync: Sync) -> list[DataFile]:
     """Write the rollups of the buckets of `file` that ended before `before`, and a file with the remaining rows.
 
     For a dataset without rollups, only the remaining rows are written. Returns the new files; none if no bucket has
@@ -202,7 +201,7 @@ def cut(root: Path, file: File, before: dt.datetime, sync: Sync) -> list[DataFil
                 written.extend(_rollups(database, [rollup_query(dataset, too_old)], root, [file], sync))
             if len(places):
                 bits = file_mantissa_bits(file["path"])
-                remaining_rows = conform(read_file(Path(path), dataset).take(pa.array(places)), dataset)
+                remaining_rows = conform(read_file(root / file["path"], dataset).take(pa.array(places)), dataset)
                 written.append(write_file(root, dataset, file["part"], remaining_rows, sync, mantissa_bits=bits))
     return written
 
@@ -221,7 +220,9 @@ def slices(paths: Sequence[str], dataset: str) -> list[str]:
     All files are sorted by series. According to their footers, a slice needs only a few row groups of each file.
     """
     series = SORT_KEYS[dataset][1]
-    groups = sorted(itertools.chain.from_iterable(_first_names(pq.read_metadata(path), series) for path in paths))
+    groups = sorted(
+        itertools.chain.from_iterable(_first_names(pq.read_metadata(source(path)), series) for path in paths)
+    )
     cuts: list[str] = []
     rows = 0
     for first, count in groups:
@@ -250,7 +251,7 @@ def _first_names(metadata: pq.FileMetaData, column: str) -> Iterator[tuple[str, 
 
 
 def _rollups(
-    database: duckdb.DuckDBPyConnection, queries: Iterable[str], root: Path, files: Sequence[File], sync: Sync
+    database: duckdb.DuckDBPyConnection, queries: Iterable[str], root: Location, files: Sequence[File], sync: Sync
 ) -> Iterator[DataFile]:
     """Execute the rollup `queries` over rows of `files`, write the result, and yield the new files."""
     name, part = ROLLUPS[files[0]["dataset"]], rollup_part(files[0]["part"])
@@ -281,23 +282,20 @@ def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 @contextlib.contextmanager
-def _database(root: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+def _database(root: Location) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a separate DuckDB instance, whose temporary files are in a folder that is deleted at the end."""
-    spill_folder = root / STAGING / f"rolling-{uuid.uuid4().hex}"
-    database = duckdb.connect(config={"threads": 1})
-    try:
+    files = filesystem(root)
+    with files.scratch(root) as folder, duckdb.connect(config={"threads": 1}) as database:
+        files.attach(database)
         database.execute(
             f"SET TimeZone = 'UTC'; SET memory_limit = '{MEMORY_LIMIT}'; SET preserve_insertion_order = false"
         )
-        database.execute(f"SET temp_directory = {sql_string(str(spill_folder))}")
+        database.execute(f"SET temp_directory = {sql_string(str(folder))}")
         yield database
-    finally:
-        database.close()
-        shutil.rmtree(spill_folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _discard_on_error(root: Path) -> Iterator[list[DataFile]]:
+def _discard_on_error(root: Location) -> Iterator[list[DataFile]]:
     """Yield a list to which the caller adds written files. If an error occurs, delete these files.
 
     Raises ConflictError if a file to roll up no longer exists, and StoreError for other errors of the disk or DuckDB.
@@ -339,7 +337,7 @@ class RetentionReport:
 
 
 def retain(
-    root: Path,
+    root: Location,
     retention: Retention,
     sync: Sync,
     *,

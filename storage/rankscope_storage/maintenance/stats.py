@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from rankscope_contract.model.kinds import COUNT_OPS, DEFAULT_OPS, VALUE_OPS
 from rankscope_storage.base.datasets import ROLLUPS
 from rankscope_storage.files.encoding import coarsest
+from rankscope_storage.files.filesystem import DATA_FILES, filesystem
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER, entries
-from rankscope_storage.maintenance.check import size_of
 from rankscope_storage.maintenance.retention_policy import RAW
 
 _COUNTS: Final = len(COUNT_OPS) - 1
@@ -69,7 +69,7 @@ def store_stats(log: Log, *, by: str) -> StoreStats:
     """
     snapshot = log.snapshot()
     files = [{**file, "rows": file["rows"] or 0} for file in snapshot.files.to_pylist()]
-    on_disk = sum(size_of(path) for path in log.root.glob("dataset=*/part=*/*.parquet"))
+    on_disk = sum(one.size for one in filesystem(log.root).list(log.root, DATA_FILES))
     size = sum(file["size_bytes"] for file in files)
     return StoreStats(
         version=snapshot.version,
@@ -77,7 +77,7 @@ def store_stats(log: Log, *, by: str) -> StoreStats:
         rows=sum(file["rows"] for file in files),
         size_bytes=size,
         log_entries=len(entries(log.root)),
-        log_bytes=sum(map(size_of, (log.root / LOG_FOLDER).iterdir())),
+        log_bytes=sum(one.size for one in filesystem(log.root).list(log.root / LOG_FOLDER)),
         unused_bytes=max(0, on_disk - size),
         oldest=pc.min(snapshot.files["ts_min"]).as_py(),
         newest=pc.max(snapshot.files["ts_max"]).as_py(),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import duckdb
@@ -18,9 +17,11 @@ import pyarrow as pa
 
 from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
 from rankscope_storage.base.errors import StoreError
-from rankscope_storage.base.fsync import Sync, make_folders
+from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import STORE_VERSION, conform
-from rankscope_storage.files.encoding import STAGING, DataFile, discard, read_file, write_file
+from rankscope_storage.files.encoding import DataFile, discard, read_file, write_file
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.files.sorting import file_mantissa_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.shard_lock import all_shards, shard_numbers
@@ -158,7 +159,7 @@ class UpgradeReport:
     rows: int = 0
 
 
-def upgrade(root: Path, sync: Sync) -> UpgradeReport:
+def upgrade(root: Location, sync: Sync) -> UpgradeReport:
     """Convert the store at `root` to the current schema version, unless it has this version already.
 
     Services that write the store must stop first. Raises ShardLockError, which names such a service on this machine. A
@@ -168,7 +169,6 @@ def upgrade(root: Path, sync: Sync) -> UpgradeReport:
     if log.is_current:
         return UpgradeReport(is_converted=False)
     with all_shards(root, "rankscope store upgrade"):
-        make_folders(root / STAGING, root, sync)
         log.begin_upgrade()
         change = None
         if log.transaction(TRANSACTION) != STORE_VERSION:
@@ -204,6 +204,7 @@ def _conversion(log: Log, sync: Sync) -> Change:
 def _database(snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
     """Return a database with the view of the jumps of clocks, and the table of the positions of imported records."""
     database = duckdb.connect(config={"threads": 1})
+    filesystem(snapshot.root).attach(database)
     database.execute("SET TimeZone = 'UTC'")
     for dataset, columns in (("events", "*"), ("scalars", "* EXCLUDE (position)")):
         files = snapshot.paths(dataset, RowRanges())

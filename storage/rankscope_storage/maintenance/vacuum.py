@@ -7,19 +7,16 @@ replaced file may still be read. Only files above a certain age are therefore de
 from __future__ import annotations
 
 import logging
-import shutil
-import stat
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync
-from rankscope_storage.files.encoding import STAGING
+from rankscope_storage.base.location import Location
+from rankscope_storage.files.filesystem import DATA_FILES, STAGING, filesystem
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import staged_entries
-from rankscope_storage.maintenance.check import size_of
 from rankscope_storage.query.sql_script import write_sql_script
 
 _log = logging.getLogger(__name__)
@@ -32,46 +29,31 @@ STAGED_SECONDS: Final = 3600.0
 class OrphanFiles:
     """Files that no process needs: data files that no version contains, and files that were not written completely."""
 
-    data_files: tuple[Path, ...]
-    staged_files: tuple[Path, ...]
+    data_files: tuple[Location, ...]
+    staged_files: tuple[Location, ...]
     size_bytes: int
 
 
 def find_orphan_files(log: Log) -> OrphanFiles:
     """Return the files of the store that no process needs and that are old enough to be deleted."""
-    unused = tuple(log.unused_files(REMOVED_FILES_HOURS))
-    unfinished = {path: _age_and_size(path) for path in (*(log.root / STAGING).glob("*"), *staged_entries(log.root))}
-    staged = {path: size for path, (age, size) in unfinished.items() if age > STAGED_SECONDS}
-    size_bytes = sum(map(size_of, unused)) + sum(staged.values())
-    return OrphanFiles(data_files=unused, staged_files=tuple(staged), size_bytes=size_bytes)
+    files, unused, before = filesystem(log.root), log.unused_files(REMOVED_FILES_HOURS), time.time() - STAGED_SECONDS
+    unfinished = (*files.list(log.root / STAGING), *staged_entries(log.root))
+    staged = [one for one in unfinished if one.modified < before]
+    on_disk = {one.path: one.size for one in files.list(log.root, DATA_FILES)} if unused else {}
+    return OrphanFiles(
+        data_files=tuple(unused),
+        staged_files=tuple(one.path for one in staged),
+        size_bytes=sum(on_disk.get(path, 0) for path in unused) + sum(one.size for one in staged),
+    )
 
 
 def delete_orphan_files(orphans: OrphanFiles) -> None:
     """Delete the files of `orphans`. Raises OSError if a file cannot be deleted."""
-    for path in (*orphans.data_files, *orphans.staged_files):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    paths = (*orphans.data_files, *orphans.staged_files)
+    if paths:
+        filesystem(paths[0]).delete(paths)
+    for path in paths:
         _log.info("deleted unused file", extra={"path": str(path)})
-
-
-def _age_and_size(path: Path) -> tuple[float, int]:
-    """Return the age and the size of `path`: seconds since the last modification, and bytes.
-
-    For a folder, the newest file defines the age, and the size is the sum of all files.
-    """
-    now = time.time()
-    newest, size = 0.0, 0
-    for entry in (path, *path.rglob("*")):
-        try:
-            status = entry.stat()
-        except FileNotFoundError:  # another process has just renamed it
-            newest = now
-        else:
-            newest = max(newest, status.st_mtime)
-            size += 0 if stat.S_ISDIR(status.st_mode) else status.st_size
-    return now - newest, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +66,7 @@ class MaintenanceReport:
     seconds: float
 
 
-def maintain(root: Path, sync: Sync) -> MaintenanceReport:
+def maintain(root: Location, sync: Sync) -> MaintenanceReport:
     """Delete unused files of the store at `root`, then write a checkpoint and delete old entries of the Delta log.
 
     Files that were replaced, or that a killed process never committed, are deleted after REMOVED_FILES_HOURS hours.

@@ -128,7 +128,10 @@ class RowGroups:
 
 
 def row_groups(
-    paths: Sequence[str | pa.Buffer], dataset: str, equal: Mapping[str, Sequence[Any]], others: Collection[str] = ()
+    paths: Sequence[str | pa.Buffer | pa.PythonFile],
+    dataset: str,
+    equal: Mapping[str, Sequence[Any]],
+    others: Collection[str] = (),
 ) -> RowGroups:
     """Return the row groups of the files `paths` of `dataset` whose columns can have one of the values in `equal`.
 

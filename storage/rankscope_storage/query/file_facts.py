@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -23,6 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope_storage.base.escaping import sql_identifier, sql_string
+from rankscope_storage.base.location import located
+from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.log.snapshot import RowRanges, divided
 from rankscope_storage.sql.scalar_history import LOSSES
 from rankscope_storage.sql.views import OPTIONAL_KEYS, empty_select
@@ -94,11 +95,12 @@ def _weight(path: str) -> int:
 
     One statement reads files up to a total size. With the minimum, these are at most _BATCH_FILES files.
     """
+    location = located(path)
     try:
-        size = Path(path).stat().st_size
+        status = filesystem(location).head(location)
     except OSError:
-        size = 0  # the query reports the error
-    return max(size, _BATCH_BYTES // _BATCH_FILES)
+        status = None  # the query reports the error
+    return max(status.size if status else 0, _BATCH_BYTES // _BATCH_FILES)
 
 
 _NULL_KEYS: Final = FileFact(

@@ -10,15 +10,14 @@ list.
 
 from __future__ import annotations
 
-import contextlib
-import uuid
 from pathlib import Path
 from typing import Final
 
 from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import UnwritableError
 from rankscope_storage.base.escaping import sql_string
-from rankscope_storage.files.encoding import STAGING
+from rankscope_storage.base.location import Location, located
+from rankscope_storage.files.filesystem import filesystem, text_content
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.sql.views import empty_select, raw_select, view_statements
 
@@ -97,13 +96,13 @@ QUALIFY row_number() OVER (PARTITION BY path ORDER BY version DESC) = 1 AND adde
 """
 
 
-def emit_views(path: str | Path, *, is_in_store: bool = False) -> str:
+def emit_views(path: str | Location, *, is_in_store: bool = False) -> str:
     """Return the text of a DuckDB script that creates the views of the store at `path`.
 
     When the script runs, it lists the files in the Delta log of the store. With `is_in_store`, the script is a file of
     the store, and reads the copy of the store whose script the program executes.
     """
-    root = f"{Path(path).absolute()}/"
+    root = f"{located(path)}/"
     lines = [
         f"-- Views over the Rankscope store {root!r}. Generated; run it again to include new files.",
         _VERSION_CHECK,
@@ -119,21 +118,25 @@ def emit_views(path: str | Path, *, is_in_store: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_sql_script(root: Path) -> None:
+def write_sql_script(root: Location) -> None:
     """Write `rankscope.sql` into the store at `root`.
 
-    A reader sees either the old or the new script, never a part of it.
+    A reader sees either the old or the new script, never a part of it. A store in a bucket has none, because the
+    program would need an extension for S3.
     """
-    staged = root / STAGING / f"{uuid.uuid4().hex}.sql"
+    if not isinstance(root, Path):
+        return
+    text = emit_views(root, is_in_store=True)
     try:
-        staged.write_text(emit_views(root, is_in_store=True), encoding="utf-8")
-        staged.rename(root / FILE_NAME)
+        filesystem(root).put(root, root / FILE_NAME, text_content(text), _unsynced)
     except OSError as error:
-        with contextlib.suppress(OSError):  # remove the incomplete script
-            staged.unlink(missing_ok=True)
         raise UnwritableError(
             f"cannot write {root / FILE_NAME}: {error.strerror}. Check the free space of the disk"
         ) from error
+
+
+def _unsynced(path: Location) -> None:
+    """Leave the script to the disk: the next maintenance writes it again."""
 
 
 def _dataset_statements(dataset: str) -> list[str]:

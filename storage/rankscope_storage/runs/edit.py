@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -22,6 +21,7 @@ from rankscope_contract.wire.channel import NOTHING
 from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import ConflictError, ShardLockError, StoreError
 from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import conform
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import DataFile, discard, read_file, write_file
@@ -70,7 +70,7 @@ class RewriteReport:
     bytes_freed: int = 0
 
 
-def apply_rewrite(root: Path, rewrite: Rewrite, sync: Sync) -> RewriteReport:
+def apply_rewrite(root: Location, rewrite: Rewrite, sync: Sync) -> RewriteReport:
     """Commit `rewrite`, a change of the rows of a run, and retry if a compaction commits first.
 
     Raises ConflictError after several refusals. Meanwhile, a service may append rows of the run, from records that the
@@ -135,7 +135,7 @@ def _processes(rows: pa.Table | None) -> set[str]:
     return set() if rows is None else set(rows.column("incarnation").unique().drop_null().to_pylist())
 
 
-def _divided(root: Path, file: Mapping[str, Any], run: str) -> tuple[pa.Table, pa.Table]:
+def _divided(root: Location, file: Mapping[str, Any], run: str) -> tuple[pa.Table, pa.Table]:
     """Return the rows of `run` in `file`, and the rows of all other runs in it."""
     table = conform(read_file(root / file["path"], file["dataset"], plain=("run",)), file["dataset"])
     is_own = pc.equal(table.column("run"), run)
@@ -143,7 +143,7 @@ def _divided(root: Path, file: Mapping[str, Any], run: str) -> tuple[pa.Table, p
 
 
 def _rewritten(
-    root: Path, file: Mapping[str, Any], rewrite: Rewrite, sync: Sync, *, changed: pa.Table | None, others: pa.Table
+    root: Location, file: Mapping[str, Any], rewrite: Rewrite, sync: Sync, *, changed: pa.Table | None, others: pa.Table
 ) -> list[DataFile]:
     """Write the new rows of `file`, and return the new file in a list; the list is empty if no rows remain."""
     remaining = [rows for rows in (changed, others) if rows is not None and rows.num_rows]
@@ -165,7 +165,7 @@ _LIVE: Final = (RunState.PENDING, RunState.RUNNING, RunState.STALLED)
 _IMPORTED: Final = "SELECT source_kind FROM runs WHERE run = $run AND source_kind <> 'live'"
 
 
-def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
+def remove(root: Location, run: str, sync: Sync) -> RewriteReport:
     """Remove all rows of `run`.
 
     An imported run can be imported again. Records of a live run that a rank still has are not necessarily stored again.
@@ -177,7 +177,7 @@ def remove(root: Path, run: str, sync: Sync) -> RewriteReport:
 
 
 def remove_source(
-    root: Path, run: str, sync: Sync, incarnations: frozenset[str], *, kind: str, attempts: frozenset[int]
+    root: Location, run: str, sync: Sync, incarnations: frozenset[str], *, kind: str, attempts: frozenset[int]
 ) -> RewriteReport:
     """Remove the rows of one imported log from `run`, so that the log can be imported again.
 
@@ -199,7 +199,7 @@ def remove_source(
         return apply_rewrite(root, Rewrite(run=run, rows=lambda _: remaining, forgets=True), sync)
 
 
-def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
+def rename(root: Location, run: str, name: str, sync: Sync) -> RewriteReport:
     """Rename `run` to `name`. Raises StoreError if another run has this name."""
     name = redacted_name(name, LONGEST_NAME + 1)
     if not name.strip():
@@ -216,7 +216,7 @@ def rename(root: Path, run: str, name: str, sync: Sync) -> RewriteReport:
         return apply_rewrite(root, Rewrite(run=run, rows=rows_of_renamed, part=own_part(name)), sync)
 
 
-def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
+def merge(root: Location, run: str, into: str, sync: Sync) -> RewriteReport:
     """Join `run` to the run `into`: all rows of `run` get the name `into`, and its attempts follow those of `into`."""
     if run == into:
         raise StoreError(f"run {run!r} cannot be joined to itself: name two different runs")
@@ -232,7 +232,7 @@ def merge(root: Path, run: str, into: str, sync: Sync) -> RewriteReport:
 
 
 @contextlib.contextmanager
-def _without_services(root: Path, *runs: str) -> Iterator[None]:
+def _without_services(root: Location, *runs: str) -> Iterator[None]:
     """Hold the locks of all shards in the context if any of `runs` is still live according to the store.
 
     Raises ShardLockError if a service is running, because rows that the service appends would keep the old name.
@@ -251,7 +251,7 @@ def _without_services(root: Path, *runs: str) -> Iterator[None]:
         yield
 
 
-def _highest(root: Path, version: int, run: str) -> dict[str, int] | None:
+def _highest(root: Location, version: int, run: str) -> dict[str, int] | None:
     """Return the highest `attempt`, `ordinal` (order of arrival), and position of a record without a step, of `run`.
 
     The value is -1 for a column without values.

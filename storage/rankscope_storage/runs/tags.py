@@ -15,7 +15,6 @@ import getpass
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -24,6 +23,7 @@ from rankscope_contract.model.events import CLOSED, EventType
 from rankscope_contract.model.redaction import redacted, redacted_text
 from rankscope_storage.base.errors import ConflictError, StoreError
 from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import conform, dataset_schema
 from rankscope_storage.connection import connect
 from rankscope_storage.files.encoding import write_file
@@ -112,7 +112,7 @@ def parse_tags(text: str | None) -> dict[str, str]:
     return {key: value for key, value in found.items() if isinstance(value, str)} if is_object else {}
 
 
-def edit_tags(root: Path, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote:
+def edit_tags(root: Location, run: str, change: TagsEdit, sync: Sync) -> TagsAndNote:
     """Apply the edit `change` to the tags and the note of `run`, mask secrets, commit the result and return it.
 
     A service may write the run at the same time.
@@ -149,7 +149,7 @@ def _new_version(known: Mapping[str, Any], edited: TagsAndNote) -> pa.Table:
     return pa.Table.from_pylist([columns], schema=dataset_schema("runs"))
 
 
-def _known(root: Path, run: str) -> dict[str, Any]:
+def _known(root: Location, run: str) -> dict[str, Any]:
     with connect(root) as connection:
         rows: list[dict[str, Any]] = connection.query(_KNOWN, {"run": run}).to_pylist()
     if not rows:
@@ -164,7 +164,7 @@ def _check_tag(key: str, value: str) -> None:
         raise StoreError(f"the value of tag {key} must consist of at most {LONGEST_VALUE} printable characters")
 
 
-def close_incidents(root: Path, found: Sequence[Mapping[str, Any]], note: str, sync: Sync) -> None:
+def close_incidents(root: Location, found: Sequence[Mapping[str, Any]], note: str, sync: Sync) -> None:
     """Commit one event for each incident in `found`, which states that a user has closed it.
 
     An element of `found` contains columns of the first event of the incident, and its `details` as a mapping. Raises

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +24,7 @@ import pyarrow.compute as pc
 from rankscope_contract.wire.channel import NOTHING
 from rankscope_storage.base.errors import BatchError, ConflictError, RepeatedError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import conform
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.files.encoding import DataFile, discard, rounded, write_file
@@ -171,7 +171,7 @@ class Checkpointer:
     interval. Appends do not wait for a checkpoint. If a checkpoint is missing, the store is still correct, but slower.
     """
 
-    def __init__(self, root: Path, sync: Sync, write: Callable[[Path, Sync], None] | None = None) -> None:
+    def __init__(self, root: Location, sync: Sync, write: Callable[[Location, Sync], None] | None = None) -> None:
         self._root = root
         self._sync = sync
         self._write = write or write_checkpoint
@@ -209,7 +209,7 @@ class Checkpointer:
             )
 
 
-def write_checkpoint(root: Path, sync: Sync) -> None:
+def write_checkpoint(root: Location, sync: Sync) -> None:
     """Write a checkpoint of the newest version of the store at `root`. The checkpoint is durable on return."""
     Log.open(root, sync).checkpoint()
 

@@ -284,11 +284,21 @@ def test_lock_without_a_name_on_a_full_disk_is_valid(folder, monkeypatch):
         store.claim(owner="second")
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/history", Path("s3://bucket/history"), "file:///data/history"])
-def test_url_is_not_a_folder(path, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("gs://bucket/history", "unknown scheme gs: a store is a local folder, or s3://bucket/prefix"),
+        (Path("file:///data/history"), "unknown scheme file"),
+        ("s3://", "not a valid location: write s3://bucket/prefix"),
+        ("s3://Bucket/history", "not a valid location"),
+        ("s3://bucket/a/../b", "not a valid location"),
+        ("s3://bucket/a b", "not a valid location"),
+    ],
+)
+def test_url_of_another_kind_is_refused_and_creates_nothing(path, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for opening in (lambda: Store.open(path, create=True), lambda: connect(path)):
-        with pytest.raises(NotAStoreError, match="a store is a local folder"):
+        with pytest.raises(NotAStoreError, match=words):
             opening()
 
     assert [] == list(tmp_path.iterdir())

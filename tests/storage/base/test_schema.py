@@ -13,7 +13,8 @@ from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import BatchError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema, fingerprint, schema_version, table_schema
-from rankscope_storage.files.encoding import STAGING, has_older_integers, write_file
+from rankscope_storage.files.encoding import has_older_integers, write_file
+from rankscope_storage.files.filesystem import STAGING
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "parquet_schema.txt"
 

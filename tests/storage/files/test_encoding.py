@@ -21,7 +21,8 @@ from tests.properties import examples
 
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import conform, dataset_schema
-from rankscope_storage.files.encoding import ROW_GROUP_ROWS, STAGING, discard, statistics, write_file, write_sorted
+from rankscope_storage.files.encoding import ROW_GROUP_ROWS, discard, statistics, write_file, write_sorted
+from rankscope_storage.files.filesystem import STAGING
 
 
 def page_rows(path: Path, group: int, column: str) -> list[int]:
