@@ -38,7 +38,7 @@ _LAST_MODIFIED: Final = (
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """Faults at `count` requests whose name contains `request`, from the `nth` such request on.
+    """Faults at `count` requests whose name matches the pattern `request`, from the `nth` such request on.
 
     `kind` is a name in ERRORS, one of PHASES, or one of these:
 
@@ -60,7 +60,7 @@ class Fault:
 
     def meets(self, name: str) -> bool:
         """Return whether the fault happens at the request; every call is one more request."""
-        if self.request not in name:
+        if not re.search(self.request, name):
             return False
         self.seen += 1
         return self.nth <= self.seen < self.nth + self.count
@@ -98,7 +98,7 @@ class Proxy:
     url: str = ""
     _faults: list[Fault] = field(default_factory=list)
     _active: int = 0
-    _ended: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _quiet: asyncio.Event = field(default_factory=asyncio.Event)
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _thread: threading.Thread = field(init=False)
 
@@ -113,14 +113,14 @@ class Proxy:
 
     async def _idle(self) -> None:
         await asyncio.sleep(0.01)  # a process that was killed just now may have sent a request that is not read yet
-        async with self._ended:
-            await self._ended.wait_for(lambda: not self._active)
+        await self._quiet.wait()
 
     @property
     def counts(self) -> Counter[str]:
         return Counter(self.requests)
 
     def __enter__(self) -> Self:
+        self._quiet.set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
         listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(timeout=10)
@@ -128,6 +128,7 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.wait_until_idle()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
 
@@ -136,14 +137,15 @@ class Proxy:
 
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._active += 1
+        self._quiet.clear()
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 await self._exchange(reader, writer)
         finally:
             writer.transport.abort()  # without an answer, the client sees a reset connection
-            async with self._ended:
-                self._active -= 1
-                self._ended.notify_all()
+            self._active -= 1
+            if not self._active:
+                self._quiet.set()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -196,7 +198,10 @@ class Proxy:
             await writer.drain()
             if is_cut:
                 return b""
-            answer = await reader.read()
+            answer = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)\r\nContent-Length: *(\d+)", answer)
+            if not head.startswith(b"HEAD"):
+                answer += await (reader.readexactly(int(length[1])) if length else reader.read())
         finally:
             writer.close()
         if name.partition(" ")[0] in CHANGES and answer[9:10] == b"2":

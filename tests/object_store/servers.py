@@ -41,19 +41,28 @@ class S3Server:
             "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
         }
 
-    def objects(self, bucket: str, prefix: str = "") -> dict[str, int]:
+    def objects(self, bucket: str) -> dict[str, int]:
         """Return the keys of `bucket` and their sizes in bytes."""
-        pages = _client(self).get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", [])}
+        return {key: found["Size"] for key, found in self._listed(bucket).items()}
+
+    def _listed(self, bucket: str) -> dict[str, Any]:
+        pages = _client(self).get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        return {found["Key"]: found for page in pages for found in page.get("Contents", [])}
 
     def create_bucket(self, name: str) -> None:
         _client(self).create_bucket(Bucket=name)
 
     def copy(self, source: str, target: str) -> None:
-        """Create the bucket `target` with the objects of `source`, oldest first: the log is in order at any moment."""
-        self.create_bucket(target)
-        for key in sorted(self.objects(source)):
-            _client(self).copy_object(Bucket=target, Key=key, CopySource={"Bucket": source, "Key": key})
+        """Give the bucket `target` the objects of the bucket `source`, and no others. It is created if necessary."""
+        client = _client(self)
+        if target not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
+            self.create_bucket(target)
+        wanted, found = ({key: one["ETag"] for key, one in self._listed(name).items()} for name in (source, target))
+        if extra := [{"Key": key} for key in found.keys() - wanted.keys()]:
+            client.delete_objects(Bucket=target, Delete={"Objects": extra})
+        for key in wanted:
+            if found.get(key) != wanted[key]:
+                client.copy_object(Bucket=target, Key=key, CopySource={"Bucket": source, "Key": key})
 
     def put(self, bucket: str, key: str, body: bytes) -> None:
         _client(self).put_object(Bucket=bucket, Key=key, Body=body)

@@ -30,11 +30,13 @@ class Part:
 
     def command(self) -> list[str]:
         python = sys.executable if self.venv is None else str(ROOT / self.venv / "bin" / "python")
-        return [python, "-m", "pytest", "-s", "--timeout", "3000", *self.arguments]
+        return [python, "-m", "pytest", "--timeout", "3000", *self.arguments]
 
 
 PARTS: Final = {
-    "radosgw": Part(arguments=("tests/object_store",), environment=RADOSGW),
+    "radosgw": Part(arguments=("-s", "tests/object_store"), environment=RADOSGW),
+    "writers": Part(arguments=("-s", "tests/scale/test_writers.py"), environment=RADOSGW),
+    "crashes-s3": Part(arguments=("-n", "2", "-rP", "tests/object_store/test_requests.py"), environment={}),
 }
 
 

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rankscope_storage.base.location import located
 
 HERE = Path(__file__).parent
 MODULE = "tests.storage.crashes.killing"
@@ -18,50 +21,60 @@ MODULE = "tests.storage.crashes.killing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One forked process: its calls that changed the folder, its acknowledged records, and whether it was killed."""
+    """One forked process: its calls that changed the folder, its acknowledged records, and how it ended."""
 
     calls: list[str]
     acknowledged: list[int]
     killed: bool
+    error: str = ""
 
 
 class Killer:
-    """The process that is forked. Runs one life at a time."""
+    """The process that is forked. Runs one life at a time.
 
-    def __init__(self, folder: Path) -> None:
+    With `environment`, the stores are on a server that these variables name, and a proxy kills the forked process.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self._notes = folder / "notes"
-        env = {**os.environ, "LD_PRELOAD": str(compiled(folder)), "OMP_NUM_THREADS": "1"}
+        more = {"LD_PRELOAD": str(compiled(folder))} if environment is None else environment
+        env = {**os.environ, **more, "OMP_NUM_THREADS": "1"}
         command, pipe = [sys.executable, "-m", MODULE], subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
+
+    def victim(self) -> int:
+        """Return the process that runs the life of this moment."""
+        return int(Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text())
 
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
 
-    def live(self, operation: str, root: Path, at: int) -> Life:
+    def live(self, operation: str, root: Path | str, at: int, *, may_fail: bool = False) -> Life:
         """Run `operation`, killed before the `at`-th call that changes `root`; 0 does not kill."""
-        status = self._request("live", operation, root, at)
+        status = self._request("live", operation, root, at, may_fail=may_fail)
         lines = self._notes.read_text().splitlines()
         told = [int(line.split()[1]) for line in lines if line.startswith("acknowledged ")]
         calls = [line for line in lines if not line.startswith("acknowledged ")]
-        return Life(calls=calls, acknowledged=told, killed=status == -signal.SIGKILL)
+        error = "\n".join(calls) if status > 0 else ""
+        return Life(calls=calls, acknowledged=told, killed=status == -signal.SIGKILL, error=error)
 
-    def prepare(self, operation: str, root: Path) -> None:
+    def prepare(self, operation: str, root: Path | str) -> None:
         """Create the store with which `operation` begins, in a process that is not killed."""
         self._request("prepare", operation, root, 0)
 
-    def content(self, root: Path) -> dict[str, Any]:
+    def content(self, root: Path | str) -> dict[str, Any]:
         return self._found("content", "", root)
 
-    def after(self, operation: str, root: Path) -> dict[str, Any]:
+    def after(self, operation: str, root: Path | str) -> dict[str, Any]:
         return self._found("after", operation, root)
 
-    def _found(self, action: str, operation: str, root: Path) -> dict[str, Any]:
+    def _found(self, action: str, operation: str, root: Path | str) -> dict[str, Any]:
         self._request(action, operation, root, 0)
         found: dict[str, Any] = json.loads(self._notes.read_text())
         return found
 
-    def _request(self, action: str, operation: str, root: Path, at: int) -> int:
+    def _request(self, action: str, operation: str, root: Path | str, at: int, *, may_fail: bool = False) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"action": action, "operation": operation, "root": str(root), "at": at, "notes": str(self._notes)}
@@ -70,7 +83,7 @@ class Killer:
         line = self._process.stdout.readline()
         assert line, "the forking process has exited"
         status = int(line)
-        wanted = (0, -signal.SIGKILL) if at else (0,)
+        wanted = (0, -signal.SIGKILL, 1 if may_fail else 0) if at else (0,)
         assert status in wanted, f"{action} {operation} at {at} ended with {status}: {self._notes.read_text()}"
         return status
 
@@ -99,7 +112,7 @@ def main() -> None:
 def _live(job: dict[str, Any]) -> None:
     from tests.storage.crashes import operations
 
-    root, operation = Path(job["root"]), job["operation"]
+    root, operation = located(job["root"]), job["operation"]
     notes = os.open(job["notes"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     try:
         if job["action"] == "prepare":
@@ -108,7 +121,8 @@ def _live(job: dict[str, Any]) -> None:
             found = operations.after(operation, root) if operation else operations.content(root)
             os.write(notes, json.dumps(found, default=str).encode())
         else:
-            ctypes.CDLL(None).rankscope_arm(os.fsencode(root), job["at"], notes)
+            if isinstance(root, Path):
+                ctypes.CDLL(None).rankscope_arm(os.fsencode(root), job["at"], notes)
             operations.OPERATIONS[operation](root, lambda seq: os.write(notes, b"acknowledged %d\n" % seq) and None)
     except BaseException:
         os.write(notes, traceback.format_exc().encode())

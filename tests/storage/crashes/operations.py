@@ -1,6 +1,7 @@
 """The operations that are killed, the stores before them, and the checks afterwards. Runs in forked children."""
 
 import datetime as dt
+import io
 import os
 import shutil
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tests.storage.older_encoding import split_integers
@@ -15,6 +17,7 @@ from tests.storage.older_encoding import split_integers
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.datasets import BUCKET_STEPS
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import Location
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.entries import LOG_FOLDER, has_entries
 from rankscope_storage.maintenance import compaction, vacuum
@@ -55,7 +58,7 @@ def rows(first: int, count: int, *, run: str = "r", process: str = "i") -> Batch
     )
 
 
-def append(root: Path, acknowledge: Acknowledge, records: int = RECORDS, per_commit: int = 2) -> None:
+def append(root: Location, acknowledge: Acknowledge, records: int = RECORDS, per_commit: int = 2) -> None:
     """Run like a service: claim the shard, continue after the stored records, acknowledge each commit."""
     with Store.open(root, create=True).claim(owner=f"pid {os.getpid()}") as writer:
         seq = min(writer.watermark(f"i{rank}") for rank in range(RANKS)) + 1
@@ -66,32 +69,43 @@ def append(root: Path, acknowledge: Acknowledge, records: int = RECORDS, per_com
             acknowledge(seq)
 
 
+def objects(root: Location) -> Any:
+    """Return a client, independent of the package, for the files below `root`."""
+    return obstore.store.from_url(root.as_uri() if isinstance(root, Path) else str(root))
+
+
+def keys(root: Location) -> list[str]:
+    """Return the paths of all files below `root`, oldest first."""
+    found = sorted(objects(root).list().collect(), key=lambda one: one["last_modified"])
+    return [one["path"] for one in found]
+
+
 def silent(_: int) -> None:
     """Ignore the acknowledged records."""
 
 
-def merge(root: Path, *_: Any) -> None:
+def merge(root: Location, *_: Any) -> None:
     compaction.SMALL_FILES = 1
     compact(root, sync_to_disk)
 
 
-def clean(root: Path, *_: Any) -> None:
+def clean(root: Location, *_: Any) -> None:
     """Run maintenance on old files: replaced files, orphan files, log entries."""
     vacuum.REMOVED_FILES_HOURS = 0  # type: ignore[misc]
     maintain(root, sync_to_disk)
 
 
-def roll_up(root: Path, days: float = 1, now: dt.datetime = _LATER, **more: float) -> None:
+def roll_up(root: Location, days: float = 1, now: dt.datetime = _LATER, **more: float) -> None:
     """Run retention: rows of more than `days` become rollups."""
     retain(root, Retention(raw_days=days, scalars_days=days, **more), sync_to_disk, now=now)
 
 
-def rename_run(root: Path, _: Acknowledge) -> None:
+def rename_run(root: Location, _: Acknowledge) -> None:
     if any(row["run"] == "r" for row in content(root)["scalars"]):
         rename(root, "r", "s", sync_to_disk)
 
 
-def import_small_logs(root: Path, _: Acknowledge) -> None:
+def import_small_logs(root: Location, _: Acknowledge) -> None:
     """Import five small logs with three commits. Their folder is next to the store. The time is constant."""
     from rankscope.access.log_import import import_logs, plan_logs
     from rankscope_ingest import importers
@@ -107,7 +121,7 @@ def import_small_logs(root: Path, _: Acknowledge) -> None:
         import_logs(plan, root, "0/1", rules=(), shown=None, options=importers.Options(), out=None)
 
 
-OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], object]]] = {
+OPERATIONS: Final[dict[str, Callable[[Location, Acknowledge], object]]] = {
     "create": lambda root, acknowledge: append(root, acknowledge, per_commit=RECORDS),
     "append": append,
     "compact": merge,
@@ -126,7 +140,7 @@ OPERATIONS: Final[dict[str, Callable[[Path, Acknowledge], object]]] = {
 }
 
 
-def prepare(operation: str, root: Path) -> None:
+def prepare(operation: str, root: Location) -> None:
     if operation == "create":
         return
     if operation == "upgrade":
@@ -144,9 +158,11 @@ def prepare(operation: str, root: Path) -> None:
     append(root, silent, per_commit=5)
     if operation == "maintain":
         merge(root, silent)
-        part = next(root.glob("dataset=scalars/part=*"))
-        for orphan in (part / "orphan.parquet", root / "_staging" / "left", root / LOG_FOLDER / f"{99:020d}.json#1"):
-            orphan.write_bytes(b"x")
+        part = next(key for key in keys(root) if key.startswith("dataset=scalars/")).rpartition("/")[0]
+        objects(root).put(f"{part}/orphan.parquet", b"x")
+        if isinstance(root, Path):
+            for orphan in (root / "_staging" / "left", root / LOG_FOLDER / f"{99:020d}.json#1"):
+                orphan.write_bytes(b"x")
         age(root)
     if operation == "expire":
         roll_up(root)
@@ -158,30 +174,31 @@ def prepare(operation: str, root: Path) -> None:
     if operation == "remove":
         merge(root, silent)  # small ended runs share files
     if operation == "repair":
-        newest = max((root / LOG_FOLDER).glob("*.json"))
-        newest.with_name(f"{int(newest.stem) + 1:020d}.json").write_bytes(newest.read_bytes()[:40])
-        max(root.glob("dataset=scalars/part=*/*.parquet"), key=lambda path: path.stat().st_mtime_ns).unlink()
+        if isinstance(root, Path):  # objects are never incomplete
+            newest = max((root / LOG_FOLDER).glob("*.json"))
+            newest.with_name(f"{int(newest.stem) + 1:020d}.json").write_bytes(newest.read_bytes()[:40])
+        objects(root).delete([[key for key in keys(root) if key.startswith("dataset=scalars/")][-1]])
 
 
-def age(root: Path) -> None:
-    """Make every file old enough for vacuum."""
-    for path in root.rglob("*"):
+def age(root: Location) -> None:
+    """Make every local file old enough for vacuum. A proxy does this for objects."""
+    for path in root.rglob("*") if isinstance(root, Path) else ():
         if path.is_file():
             os.utime(path, (1_700_000_000, 1_700_000_000))
 
 
-def content(root: Path) -> dict[str, list[dict[str, Any]]]:
+def content(root: Location) -> dict[str, list[dict[str, Any]]]:
     """Return all rows of the newest version, by dataset and sorted, without the query code of the package."""
     # The details of import events are omitted, because they contain the path of the log.
     found: dict[str, list[dict[str, Any]]] = {}
     for file in Log.open(root, sync_to_disk, may_be_older=True).snapshot().files.to_pylist():
-        table = pq.ParquetFile(root / file["path"]).read()
+        table = pq.ParquetFile(io.BytesIO(objects(root).get(file["path"]).bytes())).read()
         kept = [name for name in table.column_names if (file["dataset"], name) != ("events", "details")]
         found.setdefault(file["dataset"], []).extend(table.select(kept).to_pylist())
     return {name: sorted(listed, key=repr) for name, listed in sorted(found.items())}
 
 
-def after(operation: str, root: Path) -> dict[str, Any]:
+def after(operation: str, root: Location) -> dict[str, Any]:
     """Return the state after a kill, and after the operation was repeated and the store vacuumed."""
     # No step may fail: the next process needs no repair after a kill.
     readable = has_entries(root) and operation != "repair"
@@ -205,9 +222,9 @@ def after(operation: str, root: Path) -> dict[str, Any]:
     }
 
 
-def left_over(root: Path) -> list[str]:
+def left_over(root: Location) -> list[str]:
     """Return the files that no version contains, among those that a killed process can leave."""
     live = {row["path"] for row in Log.open(root, sync_to_disk).snapshot().files.to_pylist()}
-    data = [path.relative_to(root).as_posix() for path in root.glob("dataset=*/part=*/*")]
-    other = [*(root / "_staging").iterdir(), *(root / LOG_FOLDER).glob("*#*")]
-    return sorted([*(path for path in data if path not in live), *(path.name for path in other)])
+    other = [*(root / "_staging").iterdir(), *(root / LOG_FOLDER).glob("*#*")] if isinstance(root, Path) else []
+    data = [key for key in keys(root) if key.startswith("dataset=")]
+    return sorted([*(key for key in data if key not in live), *(path.name for path in other)])

@@ -65,9 +65,16 @@ def die(killer, before, operation, at, root):
     after = killer.after(operation, root)
     where = f"{operation}, call {at}: {life.calls[-1] if life.calls else ''}"
 
+    check_outcome(operation, old, new, max([0, *life.acknowledged]), after, where)
+    shutil.rmtree(root)
+    return life.killed
+
+
+def check_outcome(operation, old, new, acknowledged, after, where):
+    """Check the store after a kill, and after the operation was repeated."""
     assert after["whole"], where
     if operation in ("create", "append"):
-        check_records(after["found"], max([0, *life.acknowledged]), where)
+        check_records(after["found"], acknowledged, where)
     elif operation == "import":
         check_logs(after["found"], old, new, where)
     else:
@@ -81,8 +88,6 @@ def die(killer, before, operation, at, root):
     assert {name: len(new.get(name, [])) + RANKS * count for name, count in ROWS.items()}.items() <= after[
         "rows"
     ].items()
-    shutil.rmtree(root)
-    return life.killed
 
 
 def check_records(found, acknowledged, where):
