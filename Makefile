@@ -53,7 +53,7 @@ test-crashes: $(VENV)/.installed-dev ## kill store and service at every call tha
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
 		tests/storage/maintenance/test_check_and_repair.py tests/ingest/service/test_killed_services.py $(PYTEST)
 
-test-scale: $(VENV)/.installed-dev ## the store on a real S3 server, killed and disturbed at every request; an hour at most, continues an earlier call (RANKSCOPE_SCALE=part,part)
+test-scale: $(VENV)/.installed-dev ## the store on a real S3 server, killed and disturbed at every request; four services on one store, killed for 20 minutes; an hour at most, continues an earlier call (RANKSCOPE_SCALE=part,part)
 	$(BIN)/python -m tests.scale.run
 
 soak: $(VENV)/.installed-dev ## slow and full disks, a service that is away: for a minute each (RANKSCOPE_SOAK_SECONDS=600 for ten)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from rankscope.doctor.checks import run_checks
 from rankscope.doctor.report import CheckResult, Endpoints, Environment, State, find_endpoints, is_healthy, report_lines
 from rankscope.up.machine import StateDir, listeners
 from rankscope_ingest.base.config_file import load_config
+from rankscope_storage.api.store import Store
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 NOW = 1_772_366_400.5  # 2026-03-01 12:00:00.5 UTC
@@ -217,6 +219,22 @@ def test_missing_wrong_and_correct_tokens(sample_store):
     assert "FAIL  rejects the token" in report(environment, sample_store, token="wrong")
     assert "OK    accepts the token" in report(environment, sample_store, token="right")
     assert "wrong" not in report(environment, sample_store, token="wrong")
+
+
+def test_each_shard_has_its_service_or_a_command_that_starts_it(tmp_path):
+    store = Store.open(tmp_path, create=True)
+    for number in range(2):
+        with store.claim(f"{number}/3", owner=f"process {number}", is_service=True) as writer:
+            writer.join(f"http://h:{number}")
+            writer.renew()
+    text = re.sub(r"commit \d+ s", "commit 3 s", report(healthy_environment(), tmp_path))
+    newest = max((tmp_path / "_delta_log").glob("*.json"))
+    newest.write_text(re.sub(r'"timestamp":\d+', '"timestamp":1', newest.read_text()))
+
+    assert "the shard 0/3 has the service http://h:0, process 0, last commit 3 s ago, maintains the store\n" in text
+    assert "the shard 1/3 has the service http://h:1, process 1, last commit 3 s ago\n" in text
+    assert "WARN  the shard 2/3 has no service\n        -> start it: rankscope serve --shard 2/3" in text
+    assert "WARN  the service of the shard 1/3 is dead: http://h:1" in report(healthy_environment(), tmp_path)
 
 
 def test_a_store_that_is_a_url_is_an_error():

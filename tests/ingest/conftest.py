@@ -108,9 +108,12 @@ class FakeRank:
         self.plans[plan.hash] = plan.to_json()
         return plan.hash
 
+    def registration_body(self) -> str:
+        return dataclasses.replace(self.registration, head=self.head, state=self.state).to_json()
+
     async def register(self, service: str, *, token: str | None = None) -> tuple[int, str]:
         """Register or send a heartbeat, and return status and text of the response."""
-        body = dataclasses.replace(self.registration, head=self.head, state=self.state).to_json()
+        body = self.registration_body()
         headers = {"Content-Type": "application/json"}
         headers |= {} if token is None else {"Authorization": f"Bearer {token}"}
         async with (

@@ -258,7 +258,7 @@ class Api:
 
     def degraded(self) -> str | None:
         """Return the reason why the service is degraded, or None if it works normally."""
-        return self.pipeline.degraded or self.faults.recent()
+        return self.pipeline.degraded or self.shared.trouble or self.faults.recent()
 
     def alarms(self) -> list[str]:
         """Return the problems of the service that the list of runs shows at its top."""

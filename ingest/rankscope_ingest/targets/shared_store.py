@@ -46,6 +46,8 @@ class SharedStore:
         self._budget = ReadBudget(_RANKS_SECONDS, clock=time.monotonic)
         self._ranks: Sequence[Mapping[str, Any]] = ()
         self.membership = Membership(addresses={}, is_maintaining=self.shard.count == 1, version=0)
+        self.trouble: str | None = None
+        """The error of the last renewal, or None if it succeeded."""
 
     async def run(self, url: str) -> None:
         """Publish the address `url` of this service, and renew it until this coroutine is cancelled.
@@ -55,12 +57,13 @@ class SharedStore:
         self._writer.join(url)
         while self.shard.count > 1:
             try:
-                self.membership = await asyncio.to_thread(self._writer.renew)
+                self.membership, self.trouble = await asyncio.to_thread(self._writer.renew), None
             except ShardLostError:
                 raise
             except StoreError as error:
                 self.membership = Membership(addresses={}, is_maintaining=False, version=self.membership.version)
-                log.warning("the address of this service cannot be renewed in the store, retrying: %s", error)
+                self.trouble = f"the address of this service cannot be renewed in the store: {error}"
+                log.warning("%s; retrying", self.trouble)
             self._is_asked.clear()
             await asyncio.sleep(_PAUSE_SECONDS)
             with contextlib.suppress(TimeoutError):

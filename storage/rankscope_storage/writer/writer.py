@@ -315,9 +315,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         return maintain(self._log.root, self._sync)
 
     def join(self, url: str) -> None:
-        """Name the address of this service in all further commits."""
+        """Name the address of this service in all further commits. An import, which is no service, has none."""
         with self._turn:
-            self._info[ADDRESS] = url
+            self._info |= {ADDRESS: url} if self._service is not None else {}
 
     def renew(self) -> Membership:
         """Return the services that share the store, after a commit with the address of this one if it is due.

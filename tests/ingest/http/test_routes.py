@@ -93,6 +93,14 @@ async def test_page_is_loaded_again_after_an_event_but_not_after_each_step():
     assert [6, 6, 5] == [updates.newest(run) for run in ("", "log", "r")]
 
 
+async def test_page_of_a_run_of_another_service_is_loaded_again_after_each_commit():
+    updates = LiveUpdates(read_version=None, tails=LiveTails(), watch_seconds=1.0, most=1, owns=lambda run: run == "r")
+    updates.committed(3, ["scalars"])
+    updates.committed(4, ["scalars"])
+
+    assert [3, 4] == [updates.newest(run) for run in ("r", "of another service")]
+
+
 @pytest.fixture
 def slow_site(tmp_path):
     """Return a site with reports that wait until the event `may_end` is set."""

@@ -56,6 +56,14 @@ def test_each_service_sees_the_addresses_and_one_of_them_maintains(store, batch)
     ]
 
 
+def test_import_that_uses_a_shard_as_its_name_is_no_service(store, batch):
+    with store.claim("1/2", owner="an import") as writer:
+        writer.join("http://import")
+        writer.append(batch(range(3)))
+
+    assert {Shard(0, 1): None} == store.owners()
+
+
 @pytest.mark.parametrize("are_locked", [True, False])
 def test_service_with_another_number_of_services_is_refused(store, batch, monkeypatch, are_locked):
     """Without file locks, a service runs if its last commit is recent; later, the new number ends it."""
