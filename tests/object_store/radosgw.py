@@ -65,7 +65,7 @@ def installed(cache: Path) -> Path:
     """Return the folder below which usr/bin/radosgw is; fetch and unpack the packages to `cache` if necessary."""
     if shutil.which("radosgw") and shutil.which("ceph-osd") and shutil.which("ceph-mon"):
         return Path("/")
-    root = cache / "root"
+    root = cache.resolve() / "root"
     if not root.exists():
         archives, unpacked = cache / "archives", cache / "unpacked"
         for folder in (archives, unpacked):
@@ -75,6 +75,7 @@ def installed(cache: Path) -> Path:
         _run(["apt-get", "download", *(line.split()[1] for line in plan if line.startswith("Inst "))], {}, archives)
         for archive in archives.iterdir():
             _run(["dpkg-deb", "-x", str(archive), str(unpacked)], {})
+        shutil.rmtree(archives)
         unpacked.rename(root)
     return root
 
