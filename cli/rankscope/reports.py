@@ -11,6 +11,7 @@ from rankscope_exporter.process.report_child import make_report as make_in_child
 
 if TYPE_CHECKING:
     from rankscope_exporter import Monitor
+    from rankscope_storage.base.location import Location
     from rankscope_view.data.series import History
     from rankscope_view.data.summary import Summary
 
@@ -45,7 +46,7 @@ def report(
 class OpenedRun:
     """One run of a store, for notebooks, which show it as text, curve and table. Each call reads the newest data."""
 
-    def __init__(self, store: Path, run: str) -> None:
+    def __init__(self, store: Location, run: str) -> None:
         self.store = store
         self.run = run
 
@@ -89,13 +90,14 @@ class OpenedRun:
         return repr(self) if content is None else fragment(content)
 
 
-def open_run(store: str | Path = "history", run: str | None = None) -> OpenedRun:
+def open_run(store: str | Location = "history", run: str | None = None) -> OpenedRun:
     """Return the run `run` of a store or of a folder with records of ranks; by default, the newest one.
 
     Raises CommandError if there is no such store or run. Its message names the nearest name.
     """
     from rankscope.access.stores import open_store, resolve_run
+    from rankscope_storage.base.location import located
 
-    folder = Path(store)
+    folder = located(store)
     with open_store(folder) as connection:
         return OpenedRun(folder, resolve_run(connection, run))

@@ -88,7 +88,7 @@ def test_emitted_views_return_the_same_rows_in_duckdb(rankscope):
     assert [(240, 2)] == plain.execute("select (select count(*) from scalars), (select count(*) from runs)").fetchall()
 
 
-ON_A_URL = [f"{name} --store s3://a/b" for name in ("runs", "import log.jsonl", "serve", "up")]
+ON_A_URL = [f"{name} --store gs://a/b" for name in ("runs", "import log.jsonl", "serve", "up")]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,10 @@ ON_A_URL = [f"{name} --store s3://a/b" for name in ("runs", "import log.jsonl", 
             "as in Dec03_21-34-40",
         ),
         (["msprobe", "anomaly", "-d", "/nowhere"], 2, "/nowhere contains no folder of a rank"),
-        *((command.split(), 2, "s3://a/b: a store is a local folder, not a URL") for command in ON_A_URL),
+        *(
+            (command.split(), 2, "gs://a/b has the unknown scheme gs: a store is a local folder, or s3://bucket/prefix")
+            for command in ON_A_URL
+        ),
     ],
 )
 def test_errors_are_one_line_without_a_traceback(rankscope, tmp_path, arguments, code, message):

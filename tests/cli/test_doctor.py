@@ -237,8 +237,10 @@ def test_each_shard_has_its_service_or_a_command_that_starts_it(tmp_path):
     assert "WARN  the service of the shard 1/3 is dead: http://h:1" in report(healthy_environment(), tmp_path)
 
 
-def test_a_store_that_is_a_url_is_an_error():
-    assert "FAIL  STORE is a URL; a store is a local folder" in report(healthy_environment(), "s3://bucket/history")
+def test_store_at_a_url_of_another_kind_is_an_error():
+    found = report(healthy_environment(), "gs://bucket/history")
+
+    assert "FAIL  STORE cannot be opened: STORE has the unknown scheme gs" in found
 
 
 def test_only_failed_checks_are_unhealthy():

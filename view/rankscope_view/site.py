@@ -17,13 +17,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
 from rankscope_contract.model.kinds import OPS
 from rankscope_contract.wire.escaping import file_name
 from rankscope_storage.base.errors import damage
+from rankscope_storage.base.location import Location
 from rankscope_storage.connection import Connection, connect
 from rankscope_view.assets import ASSETS, Asset, assets_of_file, digest
 from rankscope_view.data.comparison import DIFFERENCE, LETTERS, SCALARS, Side, compare, difference
@@ -352,11 +352,11 @@ class Site:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         *,
         base: str = "",
         has_service: bool = False,
-        store: Path | None = None,
+        store: Location | None = None,
         clock: Callable[[], float] = time.time,
         most_step_times: int = MOST_STEP_TIMES,
     ) -> None:

@@ -19,6 +19,7 @@ from rankscope.shell.streams import progress_bar
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
     from rankscope_ingest.importers import Choices, Importer, ImportReport, LogGroup, Options
+    from rankscope_storage.base.location import Location
 
 LISTED_LOGS: Final = 20
 """Largest number of logs of which each result is printed, and largest number of printed messages about more logs."""
@@ -213,7 +214,7 @@ def plan_logs(
 
 def import_logs(
     plan: Sequence[Log],
-    store: Path,
+    store: Location,
     shard: str,
     *,
     rules: Sequence[AnomalyRule],

@@ -21,6 +21,7 @@ from rankscope_contract.wire.tls import WebConfigError, client_context, explain_
 
 if TYPE_CHECKING:
     from rankscope_ingest.base.config import ServiceConfig
+    from rankscope_storage.base.location import Location
 
 TIMEOUT_SECONDS: Final = 3.0
 MAX_BYTES: Final = 32 << 20
@@ -139,7 +140,7 @@ def service_errors() -> Iterator[None]:
 
 
 def load_settings(
-    config: Path | None, store: Path | None, listen: str | None, notify: list[str] | None, shard: str | None = None
+    config: Path | None, store: Location | None, listen: str | None, notify: list[str] | None, shard: str | None = None
 ) -> ServiceConfig:
     """Return the configuration of the service; options replace settings of the file.
 

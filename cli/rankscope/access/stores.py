@@ -29,6 +29,7 @@ from rankscope_contract.model.redaction import MAX_LABEL, redacted_name
 
 if TYPE_CHECKING:
     from rankscope_ingest.service.main import OfflineSpool
+    from rankscope_storage.base.location import Location
     from rankscope_storage.connection import Connection
 
 SHOWN_RUNS: Final = 10
@@ -40,7 +41,7 @@ _FULL: Final = (
 
 
 @contextlib.contextmanager
-def open_store(store: Path, *, locked: bool = True) -> Iterator[Connection]:
+def open_store(store: Location, *, locked: bool = True) -> Iterator[Connection]:
     """Yield a connection to `store`, which is a store or a folder with spools of ranks.
 
     See `store_errors` for its errors.
@@ -218,7 +219,7 @@ def open_run(selection: RunSelection) -> Iterator[OpenRun]:
 
 
 @contextlib.contextmanager
-def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
+def open_runs(sources: Sequence[str], store: Location) -> Iterator[list[OpenRun]]:
     """Yield the runs or logs that `sources` name. All logs are imported into one temporary store.
 
     A log that cannot be read is reported on standard error and left out.
@@ -233,7 +234,7 @@ def open_runs(sources: Sequence[str], store: Path) -> Iterator[list[OpenRun]]:
             rows = "SELECT DISTINCT run FROM scalars UNION SELECT DISTINCT run FROM tensor_stats"
             known = connection.query(rows)["run"].to_pylist()
             found |= {source: OpenRun(connection, label) for source, label in labels.items() if label in known}
-        opened: dict[Path, Connection] = {}
+        opened: dict[Location, Connection] = {}
         for source, path in paths.items():
             if source in logs:
                 continue
@@ -285,7 +286,7 @@ def _with_state(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def _is_run(name: str, store: Path) -> bool:
+def _is_run(name: str, store: Location) -> bool:
     from rankscope_storage.api.store import is_store
 
     if not is_store(store):
@@ -294,11 +295,11 @@ def _is_run(name: str, store: Path) -> bool:
         return bool(connection.query("SELECT 1 AS found FROM runs WHERE run = $run", {"run": name}).num_rows)
 
 
-def _has_store(path: Path) -> bool:
+def _has_store(path: Location) -> bool:
     from rankscope_contract.wire.spool import spool_folders
     from rankscope_storage.api.store import is_store
 
-    return is_store(path) or bool(spool_folders(path))
+    return is_store(path) or (isinstance(path, Path) and bool(spool_folders(path)))
 
 
 @contextlib.contextmanager
@@ -328,14 +329,14 @@ def _imported(logs: Sequence[tuple[Path, str | None]]) -> Iterator[Connection]:
 
 
 @contextlib.contextmanager
-def readable_store(folder: Path) -> Iterator[Path]:
+def readable_store(folder: Location) -> Iterator[Location]:
     """Yield `folder`, or if it contains spools, a temporary store with their records.
 
     Raises CommandError if the records cannot be read.
     """
     from rankscope_contract.wire.spool import spool_folders
 
-    if not spool_folders(folder):
+    if not isinstance(folder, Path) or not spool_folders(folder):
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="rankscope-") as temporary:
@@ -350,7 +351,7 @@ def processes(count: int) -> str:
 
 
 def store_spools(
-    folder: Path, store: Path, *, shard: str = "0/1", with_running: bool
+    folder: Path, store: Location, *, shard: str = "0/1", with_running: bool
 ) -> tuple[tuple[OfflineSpool, ...], int]:
     """Store the records of the spools in `folder`; return the stored spools, and the number of new rows.
 

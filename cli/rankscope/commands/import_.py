@@ -19,6 +19,7 @@ from rankscope.shell.options import WrittenStore
 if TYPE_CHECKING:
     from rankscope_contract.rules import AnomalyRule
     from rankscope_ingest.importers import Options
+    from rankscope_storage.base.location import Location
 
 AUTOMATIC = "auto"
 
@@ -142,24 +143,25 @@ def _explain_all(files: Sequence[Path], spools: Sequence[Path], plan: Sequence[L
             _explain(path, "unknown format")
 
 
-def _import_spools(folder: Path, store: Path, shard: str) -> None:
+def _import_spools(folder: Path, store: Location, shard: str) -> None:
     spools, rows = store_spools(folder, store, shard=shard, with_running=False)
     records = sum(spool.records for spool in spools)
     runs = ", ".join(sorted({spool.run for spool in spools})) or "no run"
     print(f"{folder}: {processes(len(spools))}, {records:,} records; {rows:,} new rows in {runs}")
 
 
-def _forget(plan: Sequence[Log], store: Path, options: Options) -> list[Log]:
+def _forget(plan: Sequence[Log], store: Location, options: Options) -> list[Log]:
     """Remove the rows of earlier imports of the logs in `plan`, and return the logs to import again.
 
     Raises IngestError, before any row is removed, if one of the logs cannot be imported again.
     """
     from rankscope_ingest.importers import is_live, known_imports, replaceable, stored_scalars
+    from rankscope_storage.api.store import is_store
     from rankscope_storage.base.fsync import sync_to_disk
     from rankscope_storage.connection import connect
     from rankscope_storage.runs.edit import remove_source
 
-    if not store.is_dir():
+    if not is_store(store):
         raise CommandError(f"{store} is no store: there is nothing to import again, omit --reimport")
     with connect(store) as connection:
         found = [

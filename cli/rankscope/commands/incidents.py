@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
 import typer
@@ -19,6 +19,9 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.runs.tags import close_incidents
 from rankscope_view.data.incidents import Incident, closing_columns, sentence_of, utc
 from rankscope_view.data.incidents import incidents as read
+
+if TYPE_CHECKING:
+    from rankscope_storage.base.location import Location
 
 CLOSE = "close"
 _SHOWN = ("n", "state", "severity", "attempt", "step", "opened", "incident", "closed")
@@ -69,7 +72,7 @@ def _found(selection: RunSelection) -> tuple[str, Sequence[Incident]]:
         return chosen.run, read(chosen.connection, [chosen.run]).get(chosen.run, [])
 
 
-def _list(store: Path, source: str | None, form: Format, output: Path) -> None:
+def _list(store: Location, source: str | None, form: Format, output: Path) -> None:
     selection = RunSelection(source=source, store=store)
     name, found = _found(selection)
     is_table = form == "table"
@@ -96,8 +99,8 @@ def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
     return pa.Table.from_pylist([{name: row[name] for name in columns} for row in rows])
 
 
-def _close(store: Path, run: str, number: int | None, note: str) -> None:
-    if spool_folders(store):
+def _close(store: Location, run: str, number: int | None, note: str) -> None:
+    if isinstance(store, Path) and spool_folders(store):
         raise CommandError(f"{store} has records of ranks: store them with `rankscope import {store}`, then close")
     name, found = _found(RunSelection(run=run, store=store))
     chosen = [one for one in found if (one.is_open if number is None else one.number == number)]

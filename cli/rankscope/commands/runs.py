@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import pyarrow as pa
 import typer
@@ -20,6 +20,9 @@ from rankscope_storage.runs import edit, tags
 from rankscope_storage.runs.tags import TagsEdit, parse_tags
 from rankscope_view.data.incidents import incidents
 from rankscope_view.data.runs import end_sentence, open_sentence
+
+if TYPE_CHECKING:
+    from rankscope_storage.base.location import Location
 
 Action = Literal["list", "show", "tag", "untag", "note", "rm", "rename", "merge"]
 _NAMES: Final[Mapping[Action, str]] = {
@@ -105,7 +108,7 @@ def _fits(action: Action, count: int) -> bool:
     return count >= wanted if _NAMES[action].endswith("…") else count == wanted
 
 
-def _list(store: Path, tags: Sequence[str], form: Format, output: Path) -> None:
+def _list(store: Location, tags: Sequence[str], form: Format, output: Path) -> None:
     with open_store(store) as connection:
         rows, damaged = connection.undamaged(lambda: summaries.runs(connection))
         listed, more = connection.undamaged(lambda: incidents(connection, rows["run"].to_pylist()))
@@ -138,7 +141,7 @@ def _having(rows: pa.Table, wanted: Sequence[str]) -> pa.Table:
     return rows.filter([fits(parse_tags(text)) for text in rows["tags"].to_pylist()])
 
 
-def _show(store: Path, run: str, form: Format, output: Path) -> None:
+def _show(store: Location, run: str, form: Format, output: Path) -> None:
     if form not in ("table", "json"):
         raise CommandError("runs show prints text, or JSON with --format json", code=USAGE)
     with open_store(store) as connection:
@@ -158,14 +161,14 @@ def _wanted(action: Action, given: Sequence[str]) -> TagsEdit:
     return tags.set_tags({key: value for key, _, value in pairs})
 
 
-def _relabel(root: Path, run: str, change: TagsEdit) -> None:
+def _relabel(root: Location, run: str, change: TagsEdit) -> None:
     with store_errors():
         labels = tags.edit_tags(root, run, change, sync_to_disk)
     print(f"tags  {'  '.join(f'{key}={value}' for key, value in labels.tags.items()) or 'none'}")
     print(f"note  {labels.note or 'none'}")
 
 
-def _rewrite(action: Action, root: Path, run: str, other: str) -> None:
+def _rewrite(action: Action, root: Location, run: str, other: str) -> None:
     with store_errors():
         if action == "rm":
             report = edit.remove(root, run, sync_to_disk)

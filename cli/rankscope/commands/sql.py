@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from rankscope.access.stores import open_store
 from rankscope.output.rows import TABLE_ROWS, Output, OutputFormat, write_rows, write_text
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
+
+if TYPE_CHECKING:
+    from rankscope_storage.base.location import Location
 
 
 def sql(
@@ -63,9 +66,11 @@ def _statement(query: str | None, file: Path | None) -> str:
     return sys.stdin.read()
 
 
-def _emit_views(store: Path, output: Path) -> None:
+def _emit_views(store: Location, output: Path) -> None:
     from rankscope_storage.query.sql_script import emit_views
 
+    if not isinstance(store, Path):
+        raise CommandError(f"--emit-views needs a local store: DuckDB reads {store} only through rankscope", code=USAGE)
     with open_store(store):  # raises CommandError if the folder is not a valid store
         script = emit_views(store)
     write_text(script, output)

@@ -15,6 +15,7 @@ from rankscope.shell.options import STANDARD_OUTPUT
 from rankscope.shell.options import WrittenStore as Folder
 from rankscope.shell.streams import progress_bar
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import Location
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import CompactionReport, compact
@@ -98,7 +99,7 @@ def store(
             _repair(root, deep=deep, dry_run=dry_run, force=force)
 
 
-def _check(root: Path, *, deep: bool) -> None:
+def _check(root: Location, *, deep: bool) -> None:
     with progress_bar("files") as progress:
         report = check(root, deep=deep, progress=progress)
     for finding in report.findings:
@@ -116,7 +117,7 @@ def _check(root: Path, *, deep: bool) -> None:
         raise typer.Exit(1)
 
 
-def _stats(root: Path, by: By, form: Format, output: Path) -> None:
+def _stats(root: Location, by: By, form: Format, output: Path) -> None:
     found = store_stats(Log.open(root, sync_to_disk), by=by)
     if form == "table" and output == STANDARD_OUTPUT:
         span = f", {found.oldest:%Y-%m-%d %H:%M} to {found.newest:%Y-%m-%d %H:%M} UTC" if found.oldest else ""
@@ -128,7 +129,7 @@ def _stats(root: Path, by: By, form: Format, output: Path) -> None:
     write_rows(found.groups, form, output)
 
 
-def _compact(root: Path, *, rewrite: bool) -> None:
+def _compact(root: Location, *, rewrite: bool) -> None:
     with progress_bar("compactions") as progress:
         report = compact(root, sync_to_disk, progress, rewrite=rewrite)
     print(
@@ -165,7 +166,7 @@ def _policy(days: float | None, scalars: float | None, samples: float | None, ro
         return Retention(raw_days=days, scalars_days=scalars, samples_days=samples, rollup_days=rollups)
 
 
-def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_run: bool) -> None:
+def _retain(root: Location, policy: Retention, form: Format, output: Path, *, dry_run: bool) -> None:
     now = dt.datetime.now(dt.UTC)
     try:
         policy.limits(now)
@@ -186,13 +187,13 @@ def _retain(root: Path, policy: Retention, form: Format, output: Path, *, dry_ru
         raise CommandError("another process replaced some of the files: run the command again")
 
 
-def _upgrade(root: Path) -> None:
+def _upgrade(root: Location) -> None:
     report = upgrade(root, sync_to_disk)
     done = f"{report.files} files with {report.rows:,} rows were converted"
     print(done if report.is_converted else "the store has the current schema version")
 
 
-def _repair(root: Path, *, deep: bool, dry_run: bool, force: bool) -> None:
+def _repair(root: Location, *, deep: bool, dry_run: bool, force: bool) -> None:
     report = repair(root, sync_to_disk, deep=deep, dry_run=dry_run, force=force)
     would = "would be " if dry_run else ""
     if report.torn_entry:

@@ -254,6 +254,7 @@ async def _follow(
     from rankscope_ingest.notify.notifiers import make_notifiers
     from rankscope_ingest.watch.watcher import Hooks, check_logs, watching
     from rankscope_storage.api.store import Store as StoreFolder
+    from rankscope_storage.base.location import located
 
     section, ask = settings.notify, view.ask if sys.stdin.isatty() else None
     urls = [url.get_secret_value() for url in section.urls] if section.mode == "embedded" else []
@@ -263,7 +264,7 @@ async def _follow(
     logs = check_logs(sections)  # a wrong address must not create a store
     hooks = Hooks(on_change=view.change, ask=ask)
     owner = f"watch, process {os.getpid()} on {socket.gethostname()}"
-    path = Path(settings.store.path)
+    path = located(settings.store.path)
     store = StoreFolder.open(path, create=True, mantissa_bits=settings.store.mantissa_bits)
     stop = asyncio.Event()
     with store.claim(settings.store.shard, owner=owner) as writer, stop_on_signals(stop):

@@ -10,7 +10,7 @@ import sys
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 
@@ -20,6 +20,9 @@ from rankscope.demo.receiver import Alert
 from rankscope.output.report_file import make_report
 from rankscope.output.rows import print_table
 from rankscope.output.run_texts import line_table, summary_text
+
+if TYPE_CHECKING:
+    from rankscope_storage.base.location import Location
 
 
 def has_desktop(environment: Mapping[str, str], platform: str) -> bool:
@@ -32,7 +35,7 @@ def has_desktop(environment: Mapping[str, str], platform: str) -> bool:
 def show_page(
     console: Console,
     page: Path,
-    store: Path,
+    store: Location,
     *,
     environment: Mapping[str, str] = os.environ,
     platform: str = sys.platform,

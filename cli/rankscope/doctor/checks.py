@@ -183,10 +183,15 @@ def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
     from rankscope_storage.base.errors import StoreError
     from rankscope_storage.base.location import is_url
 
-    folder = Path(where.store)
     if is_url(where.store):
-        yield fail(f"{where.store} is a URL; a store is a local folder", "name a folder with --store or [store] path")
+        try:
+            store = Store.open(where.store)
+            yield ok(f"{where.store} can be opened and written")
+            yield from _owners(store)
+        except StoreError as error:
+            yield fail(f"{where.store} cannot be opened: {error}", "name another store with --store")
         return
+    folder = Path(where.store)
     if not folder.exists():
         yield warn(f"{folder} does not exist yet", "rankscope serve creates it; name another store with --store")
     else:

@@ -9,11 +9,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from rankscope.shell.errors import USAGE, CommandError
+
+if TYPE_CHECKING:
+    from rankscope_storage.base.location import Location
+else:  # typer evaluates annotations of options and supports no union
+    Location = Path
 
 STANDARD_OUTPUT: Final = Path("-")
 """Value of an option for an output file: standard output."""
@@ -60,19 +65,21 @@ def _copy_to_standard_output(file: Path) -> None:
         sys.stdout.buffer.flush()
 
 
-def store_folder(text: str) -> Path:
-    """Return the folder that the option --store names.
+def store_folder(text: str) -> Location:
+    """Return the folder or the location in a bucket that the option --store names.
 
-    Raises CommandError for a URL, because a store is a local folder.
+    Raises CommandError for a URL that is no location of a store.
     """
-    from rankscope_storage.base.location import is_url
+    from rankscope_storage.base.errors import NotAStoreError
+    from rankscope_storage.base.location import is_url, located
 
-    if is_url(text):
-        raise CommandError(f"--store {text}: a store is a local folder, not a URL; name a folder", code=USAGE)
-    return named_folder(text)
+    try:
+        return located(text) if is_url(text) else named_folder(text)
+    except NotAStoreError as error:
+        raise CommandError(str(error), code=USAGE) from error
 
 
-def _found_store(context: typer.Context, store: Path) -> Path:
+def _found_store(context: typer.Context, store: Location) -> Location:
     """Return `store`; if no one named it and it is no store, the folder in which a training here wrote its records.
 
     An argument that is a file or folder names what to read, too.
@@ -96,17 +103,19 @@ _STORE: Final = {"parser": store_folder, "metavar": "FOLDER"}
 _NAMES: Final = ("--store", "-s")
 
 Store = Annotated[
-    Path,
+    Location,
     typer.Option(
         *_NAMES,
         envvar="RANKSCOPE_STORE",
-        help="Folder of the store, or of records of ranks. Without a store, rankscope-records is used.",
+        help="Folder of the store, s3://bucket/prefix, or folder of records of ranks. "
+        "Without a store, rankscope-records is used.",
         callback=_found_store,
         **_STORE,
     ),
 ]
-WrittenStore = Annotated[Path, typer.Option(*_NAMES, envvar="RANKSCOPE_STORE", help="Folder of the store.", **_STORE)]
-OptionalStore = Annotated[Path | None, typer.Option(*_NAMES, help="Folder of the store.", **_STORE)]
+_HELP: Final = "Folder of the store, or s3://bucket/prefix."
+WrittenStore = Annotated[Location, typer.Option(*_NAMES, envvar="RANKSCOPE_STORE", help=_HELP, **_STORE)]
+OptionalStore = Annotated[Location | None, typer.Option(*_NAMES, help=_HELP, **_STORE)]
 Notify = Annotated[
     list[str] | None,
     typer.Option(

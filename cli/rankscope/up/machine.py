@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psutil
 
 from rankscope.shell.errors import CommandError
 from rankscope_contract.wire.spool import write_whole
+
+if TYPE_CHECKING:
+    from rankscope_storage.base.location import Location
 
 DEFAULT_FOLDER: Final = "rankscope-live"
 _NOTES: Final = "live.json"
@@ -41,9 +44,11 @@ class StateDir:
         object.__setattr__(self, "path", self.path.absolute())
 
     @classmethod
-    def next_to(cls, store: str | Path) -> StateDir:
+    def next_to(cls, store: str | Location) -> StateDir:
         """Return the default state folder, which is next to the store."""
-        return cls(Path(store).parent / DEFAULT_FOLDER)
+        from rankscope_storage.base.location import local_folder
+
+        return cls(local_folder(store).parent / DEFAULT_FOLDER)
 
     def log(self, name: str) -> Path:
         """Return the path of the log file of a program."""

@@ -30,6 +30,7 @@ from rankscope_dashboards.deploy.prometheus import RANKS_JOB, RULE_FILE, Tls, as
 
 if TYPE_CHECKING:
     from rankscope_ingest.base.config import ServiceConfig
+    from rankscope_storage.base.location import Location
 
 
 LOOPBACK: Final = "127.0.0.1"
@@ -300,7 +301,7 @@ class StartPlan:
 def make_plan(
     *,
     config: Path | None = None,
-    store: Path | None = None,
+    store: Location | None = None,
     listen: str | None = None,
     notify: Sequence[str] = (),
     ports: PortChoice = "fixed",

@@ -19,7 +19,8 @@ from rankscope_contract.wire.tls import TlsServer, WebConfigError
 from rankscope_ingest.base.addresses import address_of
 from rankscope_ingest.base.proxies import ENVIRONMENT, NO_PROXY, is_proxy
 from rankscope_ingest.base.tls import read_service_web_config
-from rankscope_storage.base.location import is_url
+from rankscope_storage.base.errors import NotAStoreError
+from rankscope_storage.base.location import located
 from rankscope_storage.base.rule_names import SLOW_FACTOR
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.maintenance.retention_policy import Retention
@@ -198,9 +199,11 @@ class ServiceSection(_Section):
         return self
 
 
-def _local(path: str) -> str:
-    if is_url(path):
-        raise ValueError("a store is a local folder, not a URL: set path to a folder")
+def _location(path: str) -> str:
+    try:
+        located(path)
+    except NotAStoreError as error:
+        raise ValueError(str(error)) from error
     return path
 
 
@@ -209,9 +212,9 @@ def _shard(text: str) -> str:
 
 
 class StoreSection(_Section):
-    """Configuration section [store]: the folder of the store, and the shard whose runs this service owns."""
+    """Configuration section [store]: the location of the store, and the shard whose runs this service owns."""
 
-    path: Annotated[str, AfterValidator(_local)]
+    path: Annotated[str, AfterValidator(_location)]
     shard: Annotated[str, AfterValidator(_shard)] = "0/1"
     mantissa_bits: Annotated[int, Field(ge=4, le=22)] | None = None
 

@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
@@ -34,6 +33,7 @@ from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.network.auth import own_names, refuse_web_pages, token_guard
 from rankscope_ingest.network.connections import most_connections, raise_file_limit, serving
 from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.location import Location
 from rankscope_view.data.comparison import LETTERS
 from rankscope_view.pages.rendering import Place
 from rankscope_view.site import BYTES, Response, Site, is_slow
@@ -283,12 +283,12 @@ def _response(found: Response) -> web.Response:
 
 
 async def serve_pages(
-    store: Path,
+    store: Location,
     listen: str,
     *,
     environment: Mapping[str, str],
     on_ready: Callable[[str], None],
-    named: Path | None = None,
+    named: Location | None = None,
 ) -> None:
     """Serve the pages of `store` at `listen` until a signal arrives. `on_ready` receives the address.
 

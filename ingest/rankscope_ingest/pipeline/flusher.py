@@ -17,6 +17,7 @@ reads. An event in the store, a counter and a log message report the quarantine.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import logging
@@ -28,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -42,7 +43,9 @@ from rankscope_ingest.scrape.sample_table import Grid, Scrape
 from rankscope_storage.api.store import Batch, Commit, Writer
 from rankscope_storage.base.errors import BatchError, RepeatedError, ShardLostError, StoreError
 from rankscope_storage.base.escaping import path_segment
-from rankscope_storage.base.fsync import make_folders, sync_to_disk
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import Location
+from rankscope_storage.files.filesystem import Content, bytes_content, filesystem
 
 SAMPLES_A_ROW: Final = 3
 """Number of samples of exporters that together count as one row in the decision whether a batch is full.
@@ -305,34 +308,34 @@ class Quarantine:
     `report`.
     """
 
-    def __init__(self, store: Path, *, stamp: Callable[[], Stamp], count: Callable[[int], None]) -> None:
+    def __init__(self, store: Location, *, stamp: Callable[[], Stamp], count: Callable[[int], None]) -> None:
         self._store = store
         self._stamp = stamp
         self._count = count
 
-    def keep(self, batch: PendingBatch, why: str) -> Path:
+    def keep(self, batch: PendingBatch, why: str) -> Location:
         """Write the rejected rows to disk and return their folder.
 
         If the same rows are written again, the name of the folder is the same.
         """
         folder = self._store / FOLDER / _name(batch)
-        make_folders(folder, self._store, sync_to_disk)
+
+        def put(name: str, write: Content) -> None:
+            filesystem(self._store).put(self._store, folder / name, write, sync_to_disk)
+
         try:
             tables = batch.tables()
         except Exception:  # the reason for quarantine: keep the batch as received
             log.exception("unexpected error in decoding a batch; its undecoded content is written to quarantine")
-            (folder / "as_it_came.pickle").write_bytes(pickle.dumps(batch.as_it_came()))
+            put("as_it_came.pickle", bytes_content(pickle.dumps(batch.as_it_came())))
         else:
             for dataset, table in tables.items():
-                with pa.ipc.new_file(folder / f"{dataset}.arrow", table.schema) as file:
-                    file.write_table(table.unify_dictionaries())
+                put(f"{dataset}.arrow", functools.partial(_write_arrow, table.unify_dictionaries()))
         report = {"error": why, "rows": batch.rows, "watermarks": dict(batch.watermarks), "info": dict(batch.info)}
-        (folder / "why.json").write_text(json.dumps(report, indent=2) + "\n")
-        for path in (*folder.iterdir(), folder):
-            sync_to_disk(path)
+        put("why.json", bytes_content(f"{json.dumps(report, indent=2)}\n".encode()))
         return folder
 
-    def report(self, batch: PendingBatch, why: str, folder: Path) -> dict[str, pa.Table]:
+    def report(self, batch: PendingBatch, why: str, folder: Location) -> dict[str, pa.Table]:
         """Count and log rows that were moved to quarantine.
 
         Return a row of `events` for the store, if the rows belong to a run.
@@ -354,6 +357,11 @@ class Quarantine:
         )
         row = event_row(self._stamp(), EventType.FAULT, Severity.CRITICAL, message, details, **columns)
         return {"events": rows_table("events", [row])}
+
+
+def _write_arrow(table: pa.Table, target: Path | IO[bytes]) -> None:
+    with pa.ipc.new_file(target, table.schema) as file:
+        file.write_table(table)
 
 
 def _name(batch: PendingBatch) -> str:

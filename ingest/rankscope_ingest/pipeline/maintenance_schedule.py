@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Final
 
 from rankscope_ingest.base.config import ServiceConfig
@@ -28,6 +27,7 @@ from rankscope_ingest.base.memory import MUCH_BYTES, resident_bytes, trim
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import located
 from rankscope_storage.maintenance.compaction import CompactionReport
 from rankscope_storage.maintenance.retention import RetentionReport, retain
 
@@ -151,7 +151,7 @@ def retention_job(config: ServiceConfig) -> Retain | None:
     policy = config.retention.policy
     if not policy.is_on:
         return None
-    root = Path(config.store.path)
+    root = located(config.store.path)
     return lambda: retain(root, policy, sync_to_disk, now=dt.datetime.now(dt.UTC), works=1)
 
 

@@ -10,7 +10,6 @@ import bisect
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from rankscope_contract.model.events import subject_name
@@ -20,6 +19,7 @@ from rankscope_ingest.runs.collective_calls import grouped, ranks_text, sentence
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import CLOCKS_DIFFER_MICROSECONDS, Attempt, Cause, EndKind, Rank
 from rankscope_storage.base.escaping import path_segment
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.rule_names import (
     LOG_UNREADABLE,
     RULES_OF_RUNS,
@@ -241,7 +241,7 @@ class Place:
     url: str = ""
 
     @classmethod
-    def of(cls, store: Path, url: str = "") -> Place:
+    def of(cls, store: Location, url: str = "") -> Place:
         """Return the place of the store in the folder `store`."""
         return cls(store=str(store.absolute()), url=url)
 

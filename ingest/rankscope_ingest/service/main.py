@@ -53,6 +53,7 @@ from rankscope_ingest.service.service import Service
 from rankscope_ingest.targets.registry import check_registration
 from rankscope_ingest.watch.watcher import check_logs
 from rankscope_storage.api.store import Store
+from rankscope_storage.base.location import Location
 from rankscope_storage.connection import connect
 from rankscope_storage.writer.writer import Writer
 
@@ -175,7 +176,7 @@ def inspect(path: Path) -> OfflineFolder:
 
 def import_spools(
     spools: tuple[OfflineSpool, ...],
-    store: Path,
+    store: Location,
     *,
     shard: str = "0/1",
     progress: Callable[[int], None] | None = None,
@@ -229,12 +230,14 @@ def _count(folder: Path) -> int:
     return len(list(folder.iterdir()))
 
 
-def _parent_of(store: Path) -> Path:
+def _parent_of(store: Location) -> Path:
     """Return the folder that contains the store, and create it if it is missing.
 
     Copies of spools are made in this folder. Files can be linked instead of copied if the spools are on the same disk
     as the store.
     """
+    if not isinstance(store, Path):
+        return Path(tempfile.gettempdir())
     parent = store.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     return parent

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
@@ -42,6 +41,7 @@ from rankscope_ingest.scrape.scraper import Followed, Scraper
 from rankscope_ingest.spools.orphan_spools import Spools
 from rankscope_ingest.targets.shared_store import SharedStore
 from rankscope_storage.api.store import Commit, Writer
+from rankscope_storage.base.location import located
 from rankscope_storage.base.service_catalogue import ROWS_SET_ASIDE
 
 log = logging.getLogger(__name__)
@@ -331,7 +331,9 @@ class Pipeline:
         self.commits = 0
         self.commits_of_time = 0
         self.rows_stored = 0
-        aside = Quarantine(Path(config.store.path), stamp=stamp, count=lambda rows: metrics.count(ROWS_SET_ASIDE, rows))
+        aside = Quarantine(
+            located(config.store.path), stamp=stamp, count=lambda rows: metrics.count(ROWS_SET_ASIDE, rows)
+        )
         self.flusher = Flusher(writer, batcher, on_commit=self._on_batch, clock=time.monotonic, aside=aside)
         self.remote_write = RemoteWrite(
             config.remote_write, writer, metrics, on_commit=self._on_remote_write, clock=time.monotonic, aside=aside

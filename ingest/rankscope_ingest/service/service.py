@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from aiohttp import web
@@ -70,6 +69,7 @@ from rankscope_ingest.targets.shared_store import SharedStore
 from rankscope_ingest.watch.watcher import Hooks, LogStatus, check_logs, watching
 from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base import service_catalogue
+from rankscope_storage.base.location import located
 from rankscope_storage.base.rule_names import RULES_OF_RUNS
 from rankscope_view.site import HEADERS, Site
 
@@ -323,7 +323,7 @@ async def following(
         async with watching(
             [section for section, _ in owned],
             writer,
-            Path(config.store.path),
+            located(config.store.path),
             notifiers,
             hooks=replace(hooks, on_change=changed),
             is_alone=False,
@@ -386,7 +386,7 @@ class Service:
             record=self._monitor.record_incident,
             commit=self._pipeline.flusher.commit_now,
             deliveries=deliveries,
-            place=lambda: Place.of(Path(config.store.path), f"{self._api.url}{config.service.base_path}"),
+            place=lambda: Place.of(located(config.store.path), f"{self._api.url}{config.service.base_path}"),
         )
         hooks = Hooks(deliveries=deliveries, on_commit=self._on_commit_of_log)
         self._following = partial(following, config, writer, notifiers, hooks)
@@ -405,7 +405,7 @@ class Service:
         )
 
         section = config.service
-        site = Site(Path(config.store.path), base=section.base_path, has_service=True)
+        site = Site(located(config.store.path), base=section.base_path, has_service=True)
         self._pages = Pages(
             site, section.base_path, alarms=self._api.alarms, tails=self._monitor.tails, owns=config.store.owned.owns
         )

@@ -26,6 +26,7 @@ from rankscope_ingest.importers import KnownImport
 from rankscope_ingest.importers.common import log_identity
 from rankscope_ingest.importers.common.lines import ZIP, readable
 from rankscope_storage.base.escaping import path_segment
+from rankscope_storage.base.location import Location, local_folder
 from rankscope_storage.files.sorting import own_part
 
 SCHEME: Final = "ssh://"
@@ -104,10 +105,10 @@ class LogAddress:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{f'{self.user}@' if self.user else ''}{host}{f':{self.port}' if self.port else ''}"
 
-    def copy_in(self, store: Path) -> Path:
+    def copy_in(self, store: Location) -> Path:
         """Return the path of the copy of a log of another machine. The name of the file does not change."""
         folder = own_part(str(PurePosixPath(self.path).parent))
-        return store.absolute() / FOLDER / path_segment(self.machine) / folder / self.name
+        return local_folder(store) / FOLDER / path_segment(self.machine) / folder / self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

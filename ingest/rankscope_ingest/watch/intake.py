@@ -41,6 +41,7 @@ from rankscope_ingest.pipeline.rows import Stamp, incident_row
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.watch.judge import ENDS, KEPT_ROWS
 from rankscope_storage.api.store import Batch, Commit, Writer
+from rankscope_storage.base.location import Location
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.maintenance.compaction import TARGET_ROWS
 
@@ -64,7 +65,7 @@ class WatchStore:
     `known` has the imported logs of each run, which all logs of the run share. `commits` is the number of commits.
     """
 
-    def __init__(self, folder: Path, writer: Writer, on_commit: OnCommit = lambda *_: None) -> None:
+    def __init__(self, folder: Location, writer: Writer, on_commit: OnCommit = lambda *_: None) -> None:
         """`on_commit` is called in the thread of the store with each commit and its runs."""
         self.folder = folder
         self.watermark = writer.watermark

@@ -41,6 +41,7 @@ from rankscope_ingest.watch.reports import LogIncidents, Reporter
 from rankscope_ingest.watch.ssh import Ask, RemoteFile, SshHost, load_asyncssh
 from rankscope_storage.api.store import Writer
 from rankscope_storage.base.errors import ShardLostError, StoreError
+from rankscope_storage.base.location import Location
 
 log = logging.getLogger(__name__)
 
@@ -364,7 +365,7 @@ class WatchSession:
 async def watching(
     sections: Sequence[WatchSection],
     writer: Writer,
-    folder: Path,
+    folder: Location,
     notifiers: Sequence[Notifier] = (),
     *,
     hooks: Hooks | None = None,

@@ -28,6 +28,10 @@ class ObjectPath:
     def __str__(self) -> str:
         return f"s3://{self.bucket}/{self.key}".rstrip("/")
 
+    def absolute(self) -> ObjectPath:
+        """Return this location, as a path does that is absolute already."""
+        return self
+
     @property
     def name(self) -> str:
         """The key after its last slash."""
@@ -50,6 +54,14 @@ Location = Path | ObjectPath
 def is_url(path: str | Location) -> bool:
     """Return whether `path` starts as a URL does, such as s3://bucket/store."""
     return _URL.match(str(path)) is not None
+
+
+def local_folder(path: str | Location) -> Path:
+    """Return a folder of this machine for files next to a store: the store itself, or for a bucket, one in ~/.cache."""
+    location = located(path)
+    if isinstance(location, Path):
+        return location
+    return Path.home() / ".cache" / "rankscope" / location.bucket / location.key
 
 
 def located(path: str | Location) -> Location:

@@ -90,14 +90,14 @@ def _bucket(name: str) -> FileSystem:
     return Bucket(name)
 
 
-def text_content(text: str) -> Content:
-    """Return the function that writes `text` in UTF-8."""
+def bytes_content(content: bytes) -> Content:
+    """Return the function that writes `content`."""
 
     def write(target: Path | IO[bytes]) -> None:
         if isinstance(target, Path):
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(content)
         else:
-            target.write(text.encode())
+            target.write(content)
 
     return write
 

@@ -17,7 +17,7 @@ from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import UnwritableError
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.base.location import Location, located
-from rankscope_storage.files.filesystem import filesystem, text_content
+from rankscope_storage.files.filesystem import bytes_content, filesystem
 from rankscope_storage.log.entries import LOG_FOLDER
 from rankscope_storage.sql.views import empty_select, raw_select, view_statements
 
@@ -128,7 +128,7 @@ def write_sql_script(root: Location) -> None:
         return
     text = emit_views(root, is_in_store=True)
     try:
-        filesystem(root).put(root, root / FILE_NAME, text_content(text), _unsynced)
+        filesystem(root).put(root, root / FILE_NAME, bytes_content(text.encode()), _unsynced)
     except OSError as error:
         raise UnwritableError(
             f"cannot write {root / FILE_NAME}: {error.strerror}. Check the free space of the disk"

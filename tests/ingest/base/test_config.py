@@ -76,7 +76,7 @@ def test_invalid_token_of_the_environment_is_reported(environment, complaint):
             ["\n  ingest.poll_seconds", "number", "'soon'", "\n  ingest.flush_rows", "\n  ingest.timeout"],
         ),
         ("[store]\npath='x'\n[ingest]\nmax_pending_rows=5", ["max_pending_rows (5) is below flush_rows"]),
-        ("[store]\npath='s3://bucket/x'", ["store.path", "a local folder, not a URL"]),
+        ("[store]\npath='gs://bucket/x'", ["store.path", "unknown scheme gs: a store is a local folder, or s3://"]),
         ("[store]\npath='x'\nshard='1'", ["store.shard"]),
         ("[store]\npath='x'\n[notify]\nmode='mail'", ["notify.mode", "'embedded', 'alertmanager', 'grafana' or 'off'"]),
         ("[store]\npath='x'\n[service]\nlisten='here'", ["service.listen", "host:port"]),

@@ -1,0 +1,59 @@
+"""Commands and the service with a store in a bucket."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.end_to_end.conftest import Service
+
+
+@pytest.fixture
+def command(bucket: str, tmp_path: Path):
+    """Return a function that runs a command with the store in the bucket, and returns its output."""
+    environment = os.environ | {"RANKSCOPE_STORE": f"s3://{bucket}/history", "COLUMNS": "120"}
+
+    def run(*arguments: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "rankscope", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert code == done.returncode, done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_commands_read_and_write_a_store_in_a_bucket(command, bucket, s3_server, tmp_path):
+    (tmp_path / "log.jsonl").write_text("".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 4)))
+    command("import", "log.jsonl", "--run", "a")
+    command("runs", "rename", "a", "b")
+
+    assert "\nb " in command("runs")
+    assert "\n3\n" in command("sql", "SELECT count(*) AS rows FROM scalars", "--format", "csv")
+    assert "no damage" in command("store", "check", "--deep")
+    assert "does not exist: create it" in command("runs", "--store", "s3://missing-bucket/history", code=1)
+    assert "needs a local store" in command("sql", "--emit-views", code=2)
+    assert ["log.jsonl"] == [path.name for path in tmp_path.iterdir()]
+    assert {"history"} == {key.partition("/")[0] for key in s3_server.objects(bucket)}
+
+
+def test_service_shows_and_keeps_a_store_in_a_bucket(command, bucket, tmp_path, free_port):
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "loss": 2.5}\n')
+    command("import", "log.jsonl", "--run", "a")
+    program = tmp_path / "program.py"
+    program.write_text("from rankscope.__main__ import main\n\nmain()\n")
+    service = Service(tmp_path, free_port, program=program, place=f"s3://{bucket}/history")
+    service.start()
+    try:
+        assert "2.5" in service.get("/runs/a")
+        command("import", "log.jsonl", "--run", "b", "--shard", "1/2")
+        service.wait_for(lambda: "2.5" in service.get("/runs/b"))
+    finally:
+        assert 0 == service.stop()
