@@ -37,7 +37,7 @@ PARTS: Final = {
     "radosgw": Part(arguments=("-s", "tests/object_store"), environment=RADOSGW),
     "writers": Part(arguments=("-s", "tests/scale/test_writers.py"), environment=RADOSGW),
     "crashes-s3": Part(arguments=("-n", "2", "-rP", "tests/object_store/test_requests.py"), environment={}),
-    "services": Part(arguments=("tests/scale/test_services.py",), environment={}),
+    "services": Part(arguments=("-s", "tests/scale/test_services.py"), environment={}),
 }
 
 

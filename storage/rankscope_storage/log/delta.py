@@ -312,6 +312,12 @@ class Log:
         with _delta_errors(self.root):
             change()
 
+    @property
+    def is_newest(self) -> bool:
+        """True if no entry follows the version of the handle; takes one request, and a refresh about ten."""
+        with _delta_errors(self.root):
+            return filesystem(self.root).head(entry(self.root, self.version + 1)) is None
+
     def refresh(self) -> None:
         """Advance the handle to the newest version of the store.
 

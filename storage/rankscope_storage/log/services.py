@@ -56,7 +56,10 @@ def check_count(log: Log, shard: Shard, *, is_locked: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOwner:
-    """The service that made the newest commit of `shard`, and the age of this commit by the clock of its machine."""
+    """The service that made the newest commit of `shard`, and the age of this commit by the clock of its machine.
+
+    `url` is empty if the service has claimed the shard and does not listen yet.
+    """
 
     shard: Shard
     owner: str
@@ -71,8 +74,6 @@ def service_owners(log: Log) -> list[ServiceOwner]:
     for info in log.history(HISTORY):
         if ADDRESS in info:
             newest.setdefault(info[SHARD], info)
-            if not newest[info[SHARD]][ADDRESS]:  # the claim of a service that has not listened yet
-                newest[info[SHARD]] = {**info, "timestamp": newest[info[SHARD]]["timestamp"]}
     maintaining = (log.transaction(MAINTENANCE) or 0) & ((1 << _NUMBER_BITS) - 1)
     return [
         ServiceOwner(
@@ -109,8 +110,7 @@ class Services:
             if ADDRESS in info:
                 shard = Shard.parse(info[SHARD])
                 if shard.count == self.shard.count:
-                    known, _ = self._seen.get(shard.number, ("", 0.0))
-                    self._seen[shard.number] = (str(info[ADDRESS]) or known, self._clock())
+                    self._seen[shard.number] = (str(info[ADDRESS]), self._clock())
 
     def addresses(self) -> dict[int, str]:
         """Return the address of each service that is alive, by number of its shard."""

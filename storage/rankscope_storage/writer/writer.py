@@ -254,6 +254,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._services: Services | None = None  # of a store that several services share
         if self._service is not None and self._service.count > 1:
             self._services = Services(self._service)
+            self._maintainer = log.transaction(MAINTENANCE)  # a call takes several requests in a bucket
             self._see(reversed(log.history(HISTORY)))
 
     def append(self, batch: Batch) -> Commit:
@@ -326,20 +327,22 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         ShardLostError if another service owns the shard.
         """
         with self._turn:
-            self._refresh()
+            if self._unknown or self._log.version != self._seen_version or not self._log.is_newest:
+                self._refresh()
             if self._services is None:
                 return Membership(addresses={}, is_maintaining=True, version=self._log.version)
-            number = self._services.next_maintainer(self._log.transaction(MAINTENANCE))
+            number = self._services.next_maintainer(self._maintainer)
             if number is not None or self._services.must_renew(self._info[ADDRESS]):
                 changes = {} if number is None else {MAINTENANCE: number}
                 try:
                     self._append(Batch(tables={}, watermarks={}), {}, time.monotonic(), changes)
+                    self._services.see([self._info])
+                    self._maintainer = self._maintainer if number is None else number
                 except ConflictError as error:
                     _logger.info("renewal of the service was refused, retrying", extra={"reason": str(error)})
-                self._refresh()
             return Membership(
                 addresses=self._services.addresses(),
-                is_maintaining=self._services.maintains(self._log.transaction(MAINTENANCE)),
+                is_maintaining=self._services.maintains(self._maintainer),
                 version=self._log.version,
             )
 
@@ -376,6 +379,8 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
                 f"N = {self._service.count}: this service must stop"
             )
         if self._services is not None:
+            numbers = {MAINTENANCE: self._log.transaction(MAINTENANCE)} if moved is None else moved
+            self._maintainer = numbers.get(MAINTENANCE, self._maintainer)
             self._see(self._log.infos(self._seen_version))
         self._log.fsync_to_version()  # a killed writer of another shard may have stored rows that we acknowledge now
         if moved is None:

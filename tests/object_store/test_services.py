@@ -1,0 +1,34 @@
+"""Services that share a store in a bucket, where no lock exists: their addresses, their number N, and fencing."""
+
+import pytest
+
+from rankscope_storage.api.store import Store
+from rankscope_storage.base.errors import ServicesError, ShardLostError
+from rankscope_storage.base.shards import Shard
+
+
+def test_services_of_a_bucket_know_each_other_and_are_fenced(bucket, s3_proxy):
+    store = Store.open(f"s3://{bucket}/history", create=True)
+    with (
+        store.claim("0/2", owner="pid 0", is_service=True) as first,
+        store.claim("1/2", owner="pid 1", is_service=True) as second,
+    ):
+        for number, writer in enumerate((first, second)):
+            writer.join(f"http://{number}")
+            writer.renew()
+        found = [writer.renew() for writer in (first, second)]
+        first.renew()
+        s3_proxy.arm()
+        first.renew()
+        requests = list(s3_proxy.requests)
+        with pytest.raises(ServicesError, match="is shared by services with N = 2, and this one has the shard 0/1"):
+            store.claim("0/1", owner="pid 2", is_service=True)
+        successor = store.claim("1/2", owner="pid 3", is_service=True)
+        with pytest.raises(ShardLostError, match="taken over by pid 3"):
+            second.renew()
+        successor.close()
+
+    assert [{0: "http://0", 1: "http://1"}] * 2 == [one.addresses for one in found]
+    assert [True, False] == [one.is_maintaining for one in found]
+    assert {Shard(0, 2): "pid 0", Shard(1, 2): "pid 3"} == {one: owner.owner for one, owner in store.owners().items()}
+    assert ["HEAD entry"] == requests  # while no service commits
