@@ -38,10 +38,13 @@ def test_commands_read_and_write_a_store_in_a_bucket(command, bucket, s3_server,
     assert "\nb " in command("runs")
     assert "\n3\n" in command("sql", "SELECT count(*) AS rows FROM scalars", "--format", "csv")
     assert "no damage" in command("store", "check", "--deep")
+    assert "4 files, " in command("store", "copy", f"s3://{bucket}/history", f"s3://{bucket}/copy")
+    assert "\nb " in command("runs", "--store", f"s3://{bucket}/copy")
+    assert "only copy has places" in command("store", "copy", "history", code=2)
     assert "does not exist: create it" in command("runs", "--store", "s3://missing-bucket/history", code=1)
     assert "needs a local store" in command("sql", "--emit-views", code=2)
     assert ["log.jsonl"] == [path.name for path in tmp_path.iterdir()]
-    assert {"history"} == {key.partition("/")[0] for key in s3_server.objects(bucket)}
+    assert {"copy", "history"} == {key.partition("/")[0] for key in s3_server.objects(bucket)}
 
 
 def test_service_shows_and_keeps_a_store_in_a_bucket(command, bucket, tmp_path, free_port):

@@ -19,6 +19,7 @@ from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance import compaction, vacuum
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.copying import copy_store
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.maintenance.stats import store_stats
@@ -133,3 +134,30 @@ def test_missing_credentials_are_named(location, monkeypatch):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreError, match="there are no credentials"):
         Store.open(location, create=True)
+
+
+def test_copy_to_a_bucket_and_back_keeps_rows_and_watermarks(location, tmp_path, s3_proxy):
+    local, back = tmp_path / "store", tmp_path / "back"
+    with Store.open(local, create=True).claim(owner="a") as writer:
+        for seq in range(0, 24, 2):
+            writer.append(rows(seq, 2))
+        writer.append(make_batch(range(4), run=ODD, incarnation="odd"))
+    s3_proxy.arm(Fault(kind="AccessDenied", request="PUT data", nth=5, count=1000))
+    with pytest.raises(StoreError, match="Run the copy again"):
+        copy_store(local, location, sync_to_disk)
+    s3_proxy.arm()
+
+    assert not is_store(location)
+
+    there = copy_store(local, location, sync_to_disk)
+    copy_store(location, back, sync_to_disk)
+
+    assert (4, 25) == (there.resumed, there.files)
+    assert answers(local) == answers(location) == answers(back)
+    assert check(location, deep=True).is_intact
+    assert [] == list((back / "_staging").iterdir())
+    with pytest.raises(StoreError, match="is a store already"):
+        copy_store(local, location, sync_to_disk)
+    for root in (location, back):
+        with Store.open(root).claim(owner="b") as writer:
+            assert (23, {"scalars": 2, "tensor_stats": 4}) == (writer.watermark("i0"), writer.append(rows(20, 5)).rows)

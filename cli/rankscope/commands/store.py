@@ -11,14 +11,15 @@ import typer
 from rankscope.access.stores import store_errors
 from rankscope.output.rows import Format, Output, OutputFormat, write_rows
 from rankscope.shell.errors import USAGE, CommandError, command_errors
-from rankscope.shell.options import STANDARD_OUTPUT
+from rankscope.shell.options import STANDARD_OUTPUT, store_folder
 from rankscope.shell.options import WrittenStore as Folder
 from rankscope.shell.streams import progress_bar
 from rankscope_storage.base.fsync import sync_to_disk
-from rankscope_storage.base.location import Location
+from rankscope_storage.base.location import Location, located
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import CompactionReport, compact
+from rankscope_storage.maintenance.copying import copy_store
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.retention import retain
 from rankscope_storage.maintenance.retention_policy import Retention
@@ -29,7 +30,7 @@ _SHOWN_ERRORS: Final = 3
 """Largest number of errors of merges in one message. On a full disk, all merges fail."""
 
 
-Action = Literal["check", "stats", "compact", "retain", "repair", "upgrade"]
+Action = Literal["check", "stats", "compact", "retain", "repair", "upgrade", "copy"]
 By = Literal["dataset", "part", "run", "tier"]
 Days = Annotated[
     float | None, typer.Option(min=0, help="retain: days to keep raw tensor statistics.", show_default=False)
@@ -40,7 +41,13 @@ RollupDays = Annotated[float | None, typer.Option(min=0, help="retain: days to k
 
 
 def store(
-    action: Annotated[Action, typer.Argument(help="check, stats, compact, retain, repair or upgrade.")],
+    action: Annotated[Action, typer.Argument(help="check, stats, compact, retain, repair, upgrade or copy.")],
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="copy: the store to copy, and the place of the copy.", metavar="[FROM TO]", show_default=False
+        ),
+    ] = None,
     store: Folder = Path("history"),
     deep: Annotated[
         bool, typer.Option("--deep", help="check, repair: decode every value; check: search for duplicate rows.")
@@ -61,7 +68,7 @@ def store(
     form: OutputFormat = "table",
     output: Output = STANDARD_OUTPUT,
 ) -> None:
-    """Check a store, print its size, compact small files, delete old rows, repair damage, or convert an old store.
+    """Check, measure, compact, repair, copy or convert a store, or delete its old rows.
 
     check compares the log of the store with every file; exit code 1 means lost, duplicate or missing data. check and
     stats only read. compact merges small files, also while a service writes. With --rewrite, it also rewrites the files
@@ -72,6 +79,8 @@ def store(
     torn log entry and unreadable files to _damaged/, reports lost rows, and deletes files that killed processes left.
     repair fails while a service writes. Without --force it also fails if a disk or mount may be offline. upgrade
     converts a store of an earlier release, once; a service and an import do so too. It fails while a service writes.
+    copy copies the newest version to a place without a store, also from or to s3://bucket/prefix, and checks each file.
+    The same command continues an interrupted copy. Services continue from the watermarks of the copy.
 
     [bold]Examples[/bold]
 
@@ -82,8 +91,12 @@ def store(
     rankscope store retain --days 30 --rollup-days 730 --dry-run
 
     rankscope store repair --dry-run
+
+    rankscope store copy history s3://bucket/history
     """
     root = store.absolute()
+    if (action == "copy") != (len(places or ()) == 2):
+        raise CommandError("only copy has places, FROM and TO: rankscope store copy history s3://bucket/x", code=USAGE)
     with store_errors():
         if action == "check":
             _check(root, deep=deep)
@@ -95,6 +108,8 @@ def store(
             _retain(root, _policy(days, scalars_days, samples_days, rollup_days), form, output, dry_run=dry_run)
         elif action == "upgrade":
             _upgrade(root)
+        elif action == "copy":
+            _copy(*map(store_folder, places or ()))
         else:
             _repair(root, deep=deep, dry_run=dry_run, force=force)
 
@@ -185,6 +200,13 @@ def _retain(root: Location, policy: Retention, form: Format, output: Path, *, dr
         raise CommandError("; ".join(report.failed))
     if report.refused:
         raise CommandError("another process replaced some of the files: run the command again")
+
+
+def _copy(source: Location, target: Location) -> None:
+    with progress_bar("files") as progress:
+        report = copy_store(located(source), located(target), sync_to_disk, progress)
+    already = f", {report.resumed} of them before" if report.resumed else ""
+    print(f"copied version {report.version}: {report.files} files{already}, {report.size_bytes:,} bytes; all intact")
 
 
 def _upgrade(root: Location) -> None:
