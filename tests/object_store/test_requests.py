@@ -16,7 +16,7 @@ from tests.storage.crashes.test_kill_points import check_outcome
 CHANGE = "^(" + "|".join(CHANGES) + ")"
 
 OPERATIONS = {
-    "create": 20, "append": 60, "compact": 20, "roll up": 20, "maintain": 20, "rename": 20, "remove": 20, "join": 20,
+    "create": 50, "append": 120, "compact": 40, "roll up": 35, "maintain": 40, "rename": 60, "remove": 50, "join": 50,
 }  # fmt: skip
 """Operations, and the least number of their requests."""
 
@@ -135,7 +135,8 @@ FAULTS = {
     "lost answer": Fault(kind="lost answer", request=CHANGE),
     "late": Fault(kind="late", request=CHANGE),
     "throttling": Fault(kind="SlowDown", request=CHANGE, count=3),
-    "5xx burst": Fault(kind="InternalError", count=3),
+    "5xx burst": Fault(kind="InternalError", request=CHANGE, count=3),
+    "5xx of a read": Fault(kind="InternalError", request="^(GET|HEAD|LIST)"),
     "expired": Fault(kind="ExpiredToken", request=CHANGE, count=10**6),
 }
 
@@ -147,4 +148,4 @@ def test_fault_of_any_request_neither_loses_nor_doubles_rows(meet, checked, oper
     points = met_at_every_request(meet, operation, FAULTS[fault])
 
     print(f"{operation}, {fault}: {points} points, {states(checked, operation)}")
-    assert points > 4
+    assert points > 2

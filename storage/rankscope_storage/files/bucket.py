@@ -118,11 +118,12 @@ class Bucket:
     def prepare(self, root: ObjectPath) -> None:
         probe = root / "_staging" / f"probe-{uuid.uuid4().hex}"
         try:
-            created = self.put_if_absent(probe, b"1"), self.put_if_absent(probe, b"2")
+            self.put_if_absent(probe, b"1")  # reports an existing object if the answer to the first request was lost
+            is_created_again = self.put_if_absent(probe, b"2")
             self.delete([probe])
         except OSError as error:
             raise UnwritableError(f"cannot write to {root}: {error.strerror or error}") from error
-        if created != (True, False):
+        if is_created_again:
             raise UnwritableError(
                 f"the server of {root} has created one object twice: it ignores If-None-Match, which atomic commits "
                 "need. Use a server that supports conditional writes, such as Amazon S3, MinIO or Ceph"
