@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from rankscope_contract.model.events import RunState
 from rankscope_contract.wire.channel import STATE_DRAINING, STATE_RUNNING, Registration
-from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolReader, folders, read_identity
+from rankscope_contract.wire.spool import LOCK_NAME, Orphan, SpoolError, SpoolReader, folders
 from rankscope_ingest.base.addresses import Address
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.errors import DecodeError, FetchError, RegistrationError
@@ -218,16 +218,19 @@ class Spools:
         return list(islice(free, limit))
 
     def _claim(self, folder: Path) -> Orphan | None:
-        if folder.name in self._done | self._foreign or folder.absolute().as_uri() in self._claimed:
+        is_known = folder.name in self._done or folder.name in self._foreign
+        if is_known or folder.absolute().as_uri() in self._claimed:
             return None
         try:
-            if not self._owns(read_identity(folder).run):
-                self._foreign.add(folder.name)
-                return None
-            return Orphan.take(SpoolReader(folder, pa, _needed_plans))
+            orphan = Orphan.take(SpoolReader(folder, pa, _needed_plans))
         except (SpoolError, OSError) as error:
             self._warn_once(f"spool skipped: {error}")
             return None
+        if orphan is None or self._owns(orphan.registration.run):
+            return orphan
+        orphan.release()
+        self._foreign.add(folder.name)
+        return None
 
     def _remove(self, orphan: Orphan) -> None:
         try:

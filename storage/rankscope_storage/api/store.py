@@ -87,6 +87,7 @@ class Store:
         """
         try:
             claimed = Shard.parse(shard)
+            shard = str(claimed)  # 01/02 is 1/2
         except ValueError as error:
             raise ShardLockError(str(error)) from error
         upgrade(self.root, self._sync)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rankscope_storage.api.store import Batch
-from rankscope_storage.base.errors import RepeatedError, ServicesError, ShardLostError
+from rankscope_storage.base.errors import RepeatedError, ServicesError, ShardLockError, ShardLostError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.log.delta import Log
@@ -62,6 +62,20 @@ def test_import_that_uses_a_shard_as_its_name_is_no_service(store, batch):
         writer.append(batch(range(3)))
 
     assert {Shard(0, 1): None} == store.owners()
+
+
+def test_shard_has_one_owner_however_its_numbers_are_written(store, batch):
+    """An import of `01/02` took the shard 1/2 from a running service."""
+    (store.root / "_shards").mkdir(exist_ok=True)
+    (store.root / "_shards" / "12345%2F20000.lock").touch()  # of an earlier release, whose names could be longer
+    with store.claim("01/02", owner="pid 1", is_service=True) as writer:
+        writer.append(batch(range(2)))
+        for shard in ("1/2", "01/2"):
+            with pytest.raises(ShardLockError, match=r"shard 1/2 of .* is locked by pid 1, which is running"):
+                store.claim(shard, owner="an import")
+        with pytest.raises(ServicesError, match="N = 2, and this one has the shard 0/1"):
+            store.claim("0/1", owner="pid 2", is_service=True)
+        writer.append(batch(range(3)))
 
 
 @pytest.mark.parametrize("are_locked", [True, False])
