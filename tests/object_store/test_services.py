@@ -1,10 +1,15 @@
 """Services that share a store in a bucket, where no lock exists: their addresses, their number N, and fencing."""
 
 import pytest
+from tests.end_to_end.lives import until
+from tests.ingest.pipeline.test_exactly_once import TENSORS
+from tests.ingest.service.test_several_services import RUNS, end, ranks, start, train
 
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import ServicesError, ShardLostError
 from rankscope_storage.base.shards import Shard
+
+ranks, start = ranks, start  # noqa: PLW0127 - fixtures
 
 
 def test_services_of_a_bucket_know_each_other_and_are_fenced(bucket, s3_proxy):
@@ -32,3 +37,20 @@ def test_services_of_a_bucket_know_each_other_and_are_fenced(bucket, s3_proxy):
     assert [True, False] == [one.is_maintaining for one in found]
     assert {Shard(0, 2): "pid 0", Shard(1, 2): "pid 3"} == {one: owner.owner for one, owner in store.owners().items()}
     assert ["HEAD entry"] == requests  # while no service commits
+
+
+def test_killed_service_continues_in_a_bucket(bucket, start, ranks):
+    services = start(2, store=f"s3://{bucket}/history")
+    channels = ranks(services[0])
+    train(channels, range(20))
+    until(lambda: all(channel.ring.committed >= 19 for channel in channels.values()))
+    services[1].kill()
+    train(channels, range(20, 40))
+    services[1].start()
+    left = end(channels, services, 40)
+    found = services[0].rows(
+        "SELECT run, count(*) AS n, count(DISTINCT (seq, tensor)) AS keys FROM tensor_stats GROUP BY 1"
+    )
+
+    assert [0] * 8 == left
+    assert dict.fromkeys(RUNS, (41 * TENSORS,) * 2) == {row["run"]: (row["n"], row["keys"]) for row in found}

@@ -33,14 +33,21 @@ class ServiceProcess:
     """A process of `python -m rankscope_ingest` that tests kill and restart."""
 
     def __init__(
-        self, folder: Path, port: int, *, notify: str | None = None, shard: str = "0/1", flush_seconds: float = 0.3
+        self,
+        folder: Path,
+        port: int,
+        *,
+        notify: str | None = None,
+        shard: str = "0/1",
+        flush_seconds: float = 0.3,
+        store: str = "store",
     ) -> None:
-        self.store = folder / "store"
+        self.store = store if "://" in store else folder / store
         self.url = f"http://127.0.0.1:{port}"
         self._config = folder / f"service-{port}.toml"
         self._log = self._config.with_suffix(".log")
         self._config.write_text(
-            f"[service]\nlisten = '127.0.0.1:{port}'\n[store]\npath = 'store'\nshard = '{shard}'\n"
+            f"[service]\nlisten = '127.0.0.1:{port}'\n[store]\npath = '{store}'\nshard = '{shard}'\n"
             f"[ingest]\npoll_seconds = {min(2.0, flush_seconds / 3)}\nflush_after_seconds = {flush_seconds}\n"
             "[runs]\nheartbeat_seconds = 0.3\nrefused_after_seconds = 1.0\n"
             f"[notify]\nurls = {[notify] if notify else []}\ngroup_wait_seconds = 2.0\n"
