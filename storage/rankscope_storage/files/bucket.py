@@ -76,6 +76,10 @@ class Bucket:
         except FileNotFoundError:
             return None
 
+    def size(self, path: ObjectPath) -> int:
+        size: int = self.read_tail(path)[0]
+        return size
+
     def list(self, folder: ObjectPath, pattern: str = "*") -> list[Status]:
         whole = f"{folder.key}/{pattern}".lstrip("/")
         matches = re.compile("[^/]*".join(map(re.escape, whole.split("*")))).fullmatch

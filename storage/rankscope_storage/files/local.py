@@ -54,6 +54,9 @@ class LocalFiles:
             return None
         return Status(path, found.st_size, found.st_mtime, (found.st_ino, found.st_mtime_ns, found.st_size))
 
+    def size(self, path: Path) -> int:
+        return path.stat().st_size
+
     def list(self, folder: Path, pattern: str = "*") -> list[Status]:
         found = (self._total(path) for path in sorted(folder.glob(pattern)))
         return [status for status in found if status is not None]

@@ -97,10 +97,10 @@ def _weight(path: str) -> int:
     """
     location = located(path)
     try:
-        status = filesystem(location).head(location)
+        size = filesystem(location).size(location)
     except OSError:
-        status = None  # the query reports the error
-    return max(status.size if status else 0, _BATCH_BYTES // _BATCH_FILES)
+        size = 0  # the query reports the error
+    return max(size, _BATCH_BYTES // _BATCH_FILES)
 
 
 _NULL_KEYS: Final = FileFact(
