@@ -19,10 +19,11 @@ from rankscope_storage.base.datasets import BUCKET_STEPS
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.location import Location
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.entries import LOG_FOLDER, has_entries
+from rankscope_storage.log.entries import LOG_FOLDER, entries, has_entries
 from rankscope_storage.maintenance import compaction, vacuum
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
+from rankscope_storage.maintenance.copying import copy_store
 from rankscope_storage.maintenance.repair import repair
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.maintenance.upgrade import upgrade
@@ -137,11 +138,20 @@ OPERATIONS: Final[dict[str, Callable[[Location, Acknowledge], object]]] = {
     "repair": lambda root, _: repair(root, sync_to_disk),  # a torn newest entry and a missing file
     "import": import_small_logs,
     "upgrade": lambda root, _: upgrade(root, sync_to_disk),  # of a store of an earlier release
+    "copy": lambda root, _: None if entries(root) else copy_store(root / SOURCE, root, sync_to_disk),
 }
+
+SOURCE: Final = "_source"
+"""Name of the store that is copied, in the folder of the copy."""
+NEW_STORES: Final = ("create", "copy")
+"""Operations before which there is no store."""
 
 
 def prepare(operation: str, root: Location) -> None:
     if operation == "create":
+        return
+    if operation == "copy":
+        append(root / SOURCE, silent, per_commit=5)
         return
     if operation == "upgrade":
         shutil.copytree(STORE_1, root)
@@ -181,10 +191,9 @@ def prepare(operation: str, root: Location) -> None:
 
 
 def age(root: Location) -> None:
-    """Make every local file old enough for vacuum. A proxy does this for objects."""
+    """Make every local file and folder old enough for vacuum. A proxy does this for objects."""
     for path in root.rglob("*") if isinstance(root, Path) else ():
-        if path.is_file():
-            os.utime(path, (1_700_000_000, 1_700_000_000))
+        os.utime(path, (1_700_000_000, 1_700_000_000))
 
 
 def content(root: Location) -> dict[str, list[dict[str, Any]]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.storage.crashes.killing import Killer
-from tests.storage.crashes.operations import OPERATIONS, RANKS, RECORDS
+from tests.storage.crashes.operations import NEW_STORES, OPERATIONS, RANKS, RECORDS
 
 from rankscope_storage.connection import connect
 from rankscope_storage.maintenance.check import check
@@ -19,7 +19,7 @@ ROWS = {"scalars": 1, "tensor_stats": 2}  # Rows of a record in each dataset
 TIERS = (("scalars", "scalar_rollups"), ("tensor_stats", "tensor_rollups"))
 """Datasets that change together in one commit."""
 
-ONE_COMMIT = ("rename", "remove", "join", "upgrade")  # Operations that change all datasets in one commit
+ONE_COMMIT = ("rename", "remove", "join", "upgrade", "copy")  # Operations that change all datasets in one commit
 
 A_FEW = [("append", 24), ("compact", 10)]
 
@@ -45,7 +45,7 @@ def before(killer, tmp_path_factory):
             done = root.with_name("done")
             copy(root, done)
             killer.live(operation, done, 0)
-            readable = operation not in ("create", "repair")
+            readable = operation not in (*NEW_STORES, "repair")
             made[operation] = root, killer.content(root) if readable else {}, killer.content(done)
         return made[operation]
 
