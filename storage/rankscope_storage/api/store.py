@@ -17,7 +17,15 @@ from rankscope_storage.files.encoding import check_bits
 from rankscope_storage.files.filesystem import filesystem
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.entries import has_entries
-from rankscope_storage.log.services import ADDRESS, SERVICES, ServiceOwner, check_count, service_count, service_owners
+from rankscope_storage.log.services import (
+    ADDRESS,
+    SERVICES,
+    ServiceOwner,
+    check_count,
+    check_is_no_service,
+    service_count,
+    service_owners,
+)
 from rankscope_storage.log.shard_lock import ShardLock, current_owner, owner_info, shard_transaction
 from rankscope_storage.maintenance.upgrade import upgrade
 from rankscope_storage.query.sql_script import write_sql_script
@@ -83,7 +91,8 @@ class Store:
         machine holds the shard's lock file, which the kernel releases when the process exits, or another claim is
         committed concurrently. A store of an earlier release is upgraded first. `owner` (host and pid) names this
         process in the errors of other services. With `is_service`, the writer is one of the services of the store:
-        raises ServicesError if a service runs that was started with another number of services.
+        raises ServicesError if a service runs that was started with another number of services. Without it, and without
+        file locks, raises ShardLockError for the shard of a service.
         """
         try:
             claimed = Shard.parse(shard)
@@ -117,6 +126,8 @@ class Store:
         name = shard_transaction(str(shard))
         number = (log.transaction(name) or 0) + 1
         info = owner_info(str(shard), owner) | ({ADDRESS: ""} if is_service else {})
+        if not (is_service or is_locked):
+            check_is_no_service(log, shard)
         for _ in range(_CLAIM_TRIES):
             changes = {name: number}
             if is_service:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope_storage.base.errors import ServicesError
+from rankscope_storage.base.errors import ServicesError, ShardLockError
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.shard_lock import HISTORY, OWNER, SHARD, lock_of_service
@@ -51,6 +51,16 @@ def check_count(log: Log, shard: Shard, *, is_locked: bool) -> None:
         raise ServicesError(
             f"{log.root} is shared by services with N = {known}, and this one has the shard {shard}: a service of the "
             f"shard {holder}, is running. Start all services with the same N, or stop the others first"
+        )
+
+
+def check_is_no_service(log: Log, shard: Shard) -> None:
+    """Raise ShardLockError if `shard` has a service. It may run: without locks, one that stores nothing looks dead."""
+    owner = next((one for one in service_owners(log) if one.shard == shard), None)
+    if owner is not None:
+        raise ShardLockError(
+            f"shard {shard} of {log.root} belongs to a service ({owner.owner}), which this command would stop: write "
+            f"to another shard, such as --shard {shard.count}/{shard.count + 1}"
         )
 
 

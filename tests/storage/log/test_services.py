@@ -80,7 +80,10 @@ def test_shard_has_one_owner_however_its_numbers_are_written(store, batch):
 
 @pytest.mark.parametrize("are_locked", [True, False])
 def test_service_with_another_number_of_services_is_refused(store, batch, monkeypatch, are_locked):
-    """Without file locks, a service runs if its last commit is recent; later, the new number ends it."""
+    """Without file locks, a service runs if its last commit is recent; later, the new number ends it.
+
+    An import takes its shard in neither case.
+    """
     if not are_locked:
 
         def no_locks(*arguments):
@@ -91,6 +94,8 @@ def test_service_with_another_number_of_services_is_refused(store, batch, monkey
         store.claim("0/3", owner="an import").close()
         with pytest.raises(ServicesError, match="N = 2, and this one has the shard 0/1: a service of the shard 1/2, p"):
             store.claim("0/1", owner="pid 2", is_service=True)
+        with pytest.raises(ShardLockError, match="--shard 2/3"):
+            store.claim("1/2", owner="an import")
         old.append(batch(range(2)))
         for lock in (store.root / "_shards").iterdir():  # as from another machine, after one lease
             lock.unlink()
