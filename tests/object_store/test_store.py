@@ -1,6 +1,7 @@
 """A store in a bucket has the content of a local store after the same operations, and reports errors of S3."""
 
 import datetime as dt
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,14 @@ def test_older_owner_is_refused_and_a_silent_one_is_not_waited_for(location):
 
 
 def test_requests_of_a_flush_are_bounded(location, s3_proxy):
-    """A flush of k files has k + 9 requests; a checkpoint, every ten commits, has at most 80 more."""
+    """A flush of k files has k + 9 requests; a checkpoint, every ten commits, has at most 120 more."""
     with Store.open(location, create=True).claim(owner="a") as writer:
         writer.append(make_batch(range(1)))
         s3_proxy.arm()
         for seq in range(1, 21):
             writer.append(make_batch(range(seq, seq + 1)))
 
-    assert s3_proxy.counts.total() <= 20 * (1 + 9) + 2 * 80, s3_proxy.counts
+    assert s3_proxy.counts.total() <= 20 * (1 + 9) + 2 * 120, s3_proxy.counts
 
 
 @pytest.mark.parametrize(
@@ -161,3 +162,23 @@ def test_copy_to_a_bucket_and_back_keeps_rows_and_watermarks(location, tmp_path,
     for root in (location, back):
         with Store.open(root).claim(owner="b") as writer:
             assert (23, {"scalars": 2, "tensor_stats": 4}) == (writer.watermark("i0"), writer.append(rows(20, 5)).rows)
+
+
+def test_credentials_of_a_profile_are_renewed_before_they_expire(location, tmp_path, monkeypatch):
+    """A program prints credentials that expire within ten minutes, so that each use renews them."""
+    asked, until = tmp_path / "asked", dt.datetime.now(dt.UTC) + dt.timedelta(minutes=9)
+    keys = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "SessionToken": "t"}
+    (tmp_path / "keys.json").write_text(json.dumps({**keys, "Expiration": until.isoformat()}))
+    (tmp_path / "config").write_text(
+        f"[default]\ncredential_process = sh -c 'echo asked >> {asked}; cat {tmp_path}/keys.json'\n"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setattr("rankscope_storage.files.bucket._RENEWED_AFTER", dt.timedelta(0))
+    with Store.open(location, create=True).claim(owner="a") as writer:
+        before = asked.read_text().count("asked")
+        writer.append(make_batch(range(3)))
+
+    assert before < asked.read_text().count("asked")
+    assert 3 == len(answers(location)[0])

@@ -45,6 +45,8 @@ _OF_OBSTORE: Final = (
     *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
 )
 """Variables that name credentials which obstore uses and renews itself."""
+_RENEWED_AFTER: Final = dt.timedelta(minutes=5)
+"""Time for which credentials of boto3 are used. boto3 renews temporary ones that expire within 10 minutes."""
 _NEVER: Final = dt.datetime(2000, 1, 1, tzinfo=dt.UTC)
 
 
@@ -59,7 +61,8 @@ class Bucket:
     def __init__(self, name: str) -> None:
         self._name = name
         self._options = {"allow_http": "true"} if os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:") else {}
-        self._store = S3Store(name, client_options=self._options, credential_provider=_credentials())  # type: ignore[arg-type]
+        self._credentials = _credentials()
+        self._store = S3Store(name, client_options=self._options, credential_provider=self._credentials)  # type: ignore[arg-type]
         self.read_tail = functools.lru_cache(_TAILS)(self._read_tail)
 
     def get(self, path: ObjectPath) -> bytes:
@@ -94,7 +97,7 @@ class Bucket:
         content = io.BytesIO()
         write(content)
         with _os_errors(path):
-            obstore.put(self._store, path.key, content.getvalue(), use_multipart=False)
+            obstore.put(self._store, path.key, content.getbuffer(), use_multipart=False)
         return Status(path, content.tell(), time.time())
 
     def put_if_absent(self, path: ObjectPath, content: bytes) -> bool:
@@ -139,7 +142,12 @@ class Bucket:
             yield Path(folder)
 
     def delta_options(self) -> dict[str, str]:
-        return dict(self._options)
+        if self._credentials is None:
+            return dict(self._options)
+        found = self._credentials()  # delta-rs does not know all kinds of profiles
+        keys = {"aws_access_key_id": found["access_key_id"], "aws_secret_access_key": found["secret_access_key"]}
+        token = {"aws_session_token": found["token"]} if found.get("token") else {}
+        return self._options | keys | token
 
     def attach(self, database: duckdb.DuckDBPyConnection) -> None:
         with contextlib.suppress(duckdb.InvalidInputException):  # it is attached already
@@ -164,7 +172,7 @@ def _credentials() -> Any:
     with contextlib.suppress(ImportError, ValueError):
         from obstore.auth.boto3 import Boto3CredentialProvider
 
-        return Boto3CredentialProvider()
+        return Boto3CredentialProvider(ttl=_RENEWED_AFTER)
     if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
         raise StoreError(NO_CREDENTIALS)
     return None

@@ -202,6 +202,7 @@ class Log:
         self.root = root
         self._table = table
         self._sync = sync
+        self._options = filesystem(root).delta_options()
         self._base = base  # checkpoint with which the handle was opened, or an older one
         self._synced = NO_CHECKPOINT  # this handle has fsynced the log up to this version
 
@@ -325,8 +326,10 @@ class Log:
         """
         with _delta_errors(self.root):
             newest = newest_checkpoint(self.root) if self.version - self._base >= CHECKPOINT_COMMITS else self._base
-            if newest > self._base:  # open it again there: a handle keeps all entries since its own checkpoint
-                self._table, self._base = _delta_table(self.root), newest
+            options = filesystem(self.root).delta_options()  # with credentials that may have been renewed
+            if newest > self._base or options != self._options:
+                # Open it again there: a handle keeps all entries since its own checkpoint.
+                self._table, self._base, self._options = _delta_table(self.root), newest, options
             else:
                 self._table.update_incremental()
         _check_features(self._table, self.root)
