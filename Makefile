@@ -53,7 +53,7 @@ test-crashes: $(VENV)/.installed-dev ## kill store and service at every call tha
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
 		tests/storage/maintenance/test_check_and_repair.py tests/ingest/service/test_killed_services.py $(PYTEST)
 
-test-scale: $(VENV)/.installed-dev ## the store on a real S3 server, killed and disturbed at every request; four services on one store, killed for 20 minutes; an hour at most, continues an earlier call (RANKSCOPE_SCALE=part,part)
+test-scale: $(VENV)/.installed-dev .venv-spark/.installed ## the store on a real S3 server, killed and disturbed at every request; four services on one store, killed for 20 minutes; each SQL text on Spark; an hour at most, continues an earlier call (RANKSCOPE_SCALE=part,part)
 	$(BIN)/python -m tests.scale.run
 
 soak: $(VENV)/.installed-dev ## slow and full disks, a service that is away: for a minute each (RANKSCOPE_SOAK_SECONDS=600 for ten)
@@ -138,7 +138,7 @@ generate: $(VENV)/.installed-dev ## rewrite the generated files: boards, alert r
 	$(BIN)/python docs/generate.py
 
 clean: ## remove the environment, caches and the demo's data
-	rm -rf $(VENV) .venv-frameworks .venv-torch-* demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .test-scale
+	rm -rf $(VENV) .venv-frameworks .venv-spark .venv-torch-* demo-data build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .test-scale
 
 # One stamp file per set of extras: a second call installs nothing unless the requirements changed.
 # torch is installed first and alone, so that the build that fits the machine is used and never replaced.
@@ -158,6 +158,14 @@ $(VENV)/.installed-rank: $(VENV)/.torch pyproject.toml constraints.txt
 	sed '/^torch==/d' constraints.txt > $(VENV)/constraints.txt
 	$(UV) -c $(VENV)/constraints.txt -e . || $(PIP) -c $(VENV)/constraints.txt -e .
 	$(KERNEL)
+	@touch $@
+
+# Spark 4.2 knows pandas 2, and needs Java 17. The tests need the readers of the store, and neither torch nor the trainers.
+.venv-spark/.installed: pyproject.toml constraints.txt
+	test -x .venv-spark/bin/python || $(PYTHON) -m venv .venv-spark
+	sed '/^pandas==/d' constraints.txt > .venv-spark/constraints.txt
+	.venv-spark/bin/python -m pip install --no-compile -c .venv-spark/constraints.txt -e '.[spark,service,cli]' \
+		hatchling hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 # Test processes that start at the same time would each compile the same modules.

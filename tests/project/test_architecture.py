@@ -75,6 +75,7 @@ USES_FILES = (
     *("files/local.py", "files/bucket.py", "files/filesystem.py"),  # the file systems of a store
     *("base/fsync.py", "log/shard_lock.py"),  # what only local folders have
     *("formats/", "tensorboard/"),  # exports to files of users
+    "connection/spark.py",  # jars and Java
 )
 CLIENTS = {"shutil", "tempfile", "glob", "fcntl", "obstore", "boto3", "botocore", "s3fs", "fsspec", "mmap"}
 METHODS = {

@@ -18,6 +18,12 @@ ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / ".test-scale"
 RADOSGW: Final = {"RANKSCOPE_RADOSGW": str(FOLDER / "radosgw")}
 """Environment in which the S3 server of the tests is radosgw; its programs are kept there."""
+SPARK: Final = {
+    "TZ": "America/New_York",  # results do not depend on the time zone of the process
+    "PYSPARK_SUBMIT_ARGS": "--driver-memory 3g --conf spark.sql.shuffle.partitions=2 --conf spark.ui.enabled=false "
+    "--conf spark.driver.host=127.0.0.1 --conf spark.driver.bindAddress=127.0.0.1 pyspark-shell",
+}
+"""Environment of Spark: fewer tasks than for large tables, and only loopback addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,7 @@ PARTS: Final = {
     "writers": Part(arguments=("-s", "tests/scale/test_writers.py"), environment=RADOSGW),
     "crashes-s3": Part(arguments=("-n", "2", "-rP", "tests/object_store/test_requests.py"), environment={}),
     "services": Part(arguments=("-s", "tests/scale/test_services.py"), environment={}),
+    "spark": Part(arguments=("tests/scale/test_spark.py",), environment=SPARK, venv=".venv-spark"),
 }
 
 

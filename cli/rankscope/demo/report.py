@@ -60,7 +60,7 @@ select step, avg(value) as loss
 from scalars
 where name = 'loss' and (step = 1 or step % 40 = 0)
 group by step
-order by step""",
+order by step nulls last""",
     ),
     (
         "First NaN (the injected fault: a local gradient of one rank, before the all-reduce):",
@@ -68,16 +68,16 @@ order by step""",
 select step, rank, kind, tensor, nans, numel
 from tensor_stats
 where nans > 0
-order by step, kind desc, rank
+order by step nulls last, kind desc, rank nulls last, tensor
 limit 4""",
     ),
     (
         "Gradients with the largest deviation from their moving average:",
         """\
-select step, rank, kind, tensor, norm, norm_baseline, norm / norm_baseline as times
+select step, rank, kind, tensor, norm, norm_baseline, norm::double / nullif(norm_baseline, 0) as times
 from tensor_stats
 where kind in ('grad_unreduced', 'grad_reduced') and norm_baseline > 0
-order by times desc
+order by times desc nulls last, step nulls last, rank nulls last, tensor
 limit 4""",
     ),
 )

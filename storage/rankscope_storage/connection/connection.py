@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 import duckdb
 import pyarrow as pa
@@ -36,13 +37,44 @@ from rankscope_storage.query.column_scan import RowGroups, row_groups
 from rankscope_storage.query.statements import check_selects, only_selects
 from rankscope_storage.sql.views import files_select
 
+if TYPE_CHECKING:
+    from rankscope_storage.connection.spark import SparkConnection
+
 T = TypeVar("T")
 
 
+@overload
 def connect(
-    path: str | Location, *, locked: bool = False, version: int | None = None, single_threaded: bool = False
-) -> Connection:
+    path: str | Location, *, locked: bool = ..., version: int | None = ..., single_threaded: bool = ...
+) -> Connection: ...
+
+
+@overload
+def connect(
+    path: str | Location,
+    *,
+    engine: Literal["spark"],
+    version: int | None = ...,
+    master: str | None = ...,
+    jars: Path | None = ...,
+) -> SparkConnection: ...
+
+
+def connect(
+    path: str | Location,
+    *,
+    engine: Literal["duckdb", "spark"] = "duckdb",
+    locked: bool = False,
+    version: int | None = None,
+    single_threaded: bool = False,
+    master: str | None = None,
+    jars: Path | None = None,
+) -> Connection | SparkConnection:
     """Open the store at `path` for queries.
+
+    With the engine "spark", queries run on the cluster `master`, such as local[2]; by default, on the one that Spark is
+    configured for. `jars` is a folder with the jars of Delta Lake; by default, Spark fetches them from Maven Central.
+    The remaining text is about DuckDB.
 
     With `locked`, SQL can only select, and only from the store. With `version`, all queries read this version. With
     `single_threaded`, a query runs only on the calling thread. Otherwise DuckDB uses all processors with its own
@@ -54,6 +86,8 @@ def connect(
     `tensor_global` combines the shards of each tensor.
     """
     root = located(path)
+    if engine == "spark":
+        return _connect_spark(root, version, master, jars)
     instance = acquire(root, locked=locked, single_threaded=single_threaded)
     try:
         if version is not None:
@@ -67,6 +101,15 @@ def connect(
     except BaseException:
         release(instance)
         raise
+
+
+def _connect_spark(root: Location, version: int | None, master: str | None, jars: Path | None) -> SparkConnection:
+    try:
+        from rankscope_storage.connection.spark import SparkConnection  # noqa: PLC0415 - needs the extra spark
+    except ModuleNotFoundError as error:
+        raise QueryError("queries with Spark need pyspark: run pip install 'rankscope[spark]'") from error
+    Log.open(root, sync_to_disk, version=version)  # raises NotAStoreError
+    return SparkConnection(root, version, master, jars)
 
 
 class Connection(contextlib.AbstractContextManager["Connection"]):

@@ -30,10 +30,10 @@ from rankscope_storage.log.entries import entry
 from rankscope_storage.log.snapshot import Snapshot
 from rankscope_storage.query import file_facts
 from rankscope_storage.query.statements import Definition, definitions
-from rankscope_storage.sql.views import empty_view
+from rankscope_storage.sql.views import empty_view, view_statements
 
 RAW: Final = "rankscope_raw."
-DEFINITIONS: Final[Mapping[str, Definition]] = definitions(prefix=RAW)
+DEFINITIONS: Final[Mapping[str, Definition]] = definitions(view_statements(prefix=RAW), prefix=RAW)
 """Public views and macros by name, with definitions that are correct for any files and any statement."""
 WITHOUT_FILES: Final = {name: empty_view(name) for name in ROLLUPS.values()}
 """By rollup dataset: the statement that creates its view as an empty view, for a store without files of the dataset.

@@ -31,8 +31,8 @@ LOSS: Final = "loss_curve"
 _NEWEST: Final = f"  FROM {file_facts.NEWEST_TABLE}\n"
 LATEST_OF_KNOWN: Final = tensor_latest(_NEWEST)
 LATEST_MEASURED_ONCE: Final = tensor_latest(_NEWEST, measured_once=True)
-CURVE_OF_KNOWN: Final = scalar_curve(file_facts.EXTENTS_TABLE)
-SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE)
+CURVE_OF_KNOWN: Final = scalar_curve(file_facts.EXTENTS_TABLE).statement()
+SOLE_ATTEMPT_CURVE: Final = sole_attempt_curve(file_facts.EXTENTS_TABLE).statement()
 
 _TREE: Final = "SELECT json_serialize_sql(?, skip_null := true, skip_empty := true, skip_default := true)"
 _references: Final[StatementCache[tuple[ViewReference, ...] | None]] = StatementCache()
@@ -185,7 +185,7 @@ class BoundViews:
                 return LOSS_OF_SOLE_ATTEMPT if is_sole and self._fact(LOSS) else general
             return SOLE_ATTEMPT_CURVE if is_sole else CURVE_OF_KNOWN
         if name == BUCKETS:
-            return bucket_deviations(file_facts.absent_keys(self.files["tensor_stats"], self._table))
+            return bucket_deviations(file_facts.absent_keys(self.files["tensor_stats"], self._table)).statement()
         return general
 
     def _show(self, dataset: str, wanted: Sequence[RowRanges] | None, snapshot: Snapshot) -> None:

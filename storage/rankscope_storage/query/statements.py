@@ -11,7 +11,7 @@ COPY TO, and a table function may change a setting of all connections of an inst
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -19,9 +19,8 @@ import duckdb
 
 from rankscope_storage.base.datasets import DATASETS
 from rankscope_storage.base.errors import QueryError
-from rankscope_storage.sql.views import view_statements
 
-_CREATES: Final = re.compile(r"CREATE OR REPLACE (?:VIEW|MACRO) (\w+)")
+_CREATES: Final = re.compile(r"CREATE OR REPLACE (?:TEMPORARY )?(?:VIEW|MACRO|FUNCTION) (\w+)")
 _WORD: Final = re.compile(r"[a-z_]\w*")
 _ALL: Final = re.compile(
     r"^\s*desc\b|\b(?:show|describe|information_schema|query|query_table|sqlite_\w+|duckdb_\w+|pg_\w+)\b|;\s*\S"
@@ -66,18 +65,19 @@ class Definition:
     reads: tuple[str, ...]
 
 
-def definitions(*, prefix: str) -> Mapping[str, Definition]:
-    """Return all public views and macros by name. Each follows the views and macros that it reads.
+def definitions(statements: Iterable[str], *, prefix: str) -> Mapping[str, Definition]:
+    """Return the views and macros that `statements` create, by name. Each follows the views and macros that it reads.
 
     The raw rows of a dataset are read from the relation `<prefix><dataset>`.
     """
     found: dict[str, Definition] = {}
-    for statement in view_statements(prefix=prefix):
+    for statement in statements:
         match = _CREATES.match(statement)
         assert match, statement
         words = _words(statement)
         datasets = tuple(dataset for dataset in DATASETS if f"{prefix}{dataset}" in statement)
-        found[match[1]] = Definition(statement, datasets, () if datasets else tuple(words & found.keys()))
+        read = [name for name in words & found.keys() if not datasets or "VIEW" not in found[name].statement[:40]]
+        found[match[1]] = Definition(statement, datasets, tuple(read))
     return found
 
 

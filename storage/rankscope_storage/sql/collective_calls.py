@@ -27,31 +27,33 @@ class CallState(enum.StrEnum):
 EVEN: Final = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 """Collectives in which every rank of the group transfers the same number of bytes."""
 
-_EVEN: Final = "(" + " OR ".join(f"starts_with(ltrim(op, '_'), {sql_string(name)})" for name in EVEN) + ")"
+_EVEN: Final = "(" + " OR ".join(f"starts_with(trim(LEADING '_' FROM op), {sql_string(name)})" for name in EVEN) + ")"
 _STATE: Final = {state.name: sql_string(state) for state in CallState}
 
 COLLECTIVE_CALLS: Final = f"""\
 CREATE OR REPLACE VIEW collective_calls AS
 WITH entry AS (
   -- Coalesced calls of a group share one number, and numbers start again if the group is created again.
-  SELECT *, row_number() OVER (PARTITION BY run, attempt, rank, group_id, collective_seq ORDER BY t_start) AS nth
+  SELECT *, row_number() OVER (
+    PARTITION BY run, attempt, rank, group_id, collective_seq ORDER BY t_start NULLS LAST, call_seq NULLS LAST) AS nth
   FROM collectives
   WHERE group_id IS NOT NULL AND NOT coalesce(is_p2p, false)
 ),
 call AS (
   SELECT run, attempt, group_id, collective_seq, nth,
-    arg_min("group", rank) AS "group",
-    arg_min(group_ranks, rank) AS group_ranks,
+    min_by("group", rank) FILTER (WHERE "group" IS NOT NULL) AS "group",
+    min_by(group_ranks, rank) FILTER (WHERE group_ranks IS NOT NULL) AS group_ranks,
     max(group_size) AS group_size,
     min(step) AS step,
-    arg_min(op, rank) AS op,
-    arg_min(dtype, rank) AS dtype,
+    min_by(op, rank) AS op,
+    min_by(dtype, rank) FILTER (WHERE dtype IS NOT NULL) AS dtype,
     max(bytes) AS bytes,
-    arg_min(call_site, t_start) AS call_site,
-    list_sort(list(rank)) AS ranks_entered,
-    coalesce(list_sort(list(rank) FILTER (state = 'entered')), []) AS ranks_waiting,
-    arg_min(rank, t_start) AS first_rank,
-    arg_max(rank, t_start) AS last_rank,
+    min_by(call_site, entry_order(t_start, rank)) FILTER (
+      WHERE call_site IS NOT NULL AND t_start IS NOT NULL AND rank IS NOT NULL) AS call_site,
+    sorted_list(array_agg(rank) FILTER (WHERE rank IS NOT NULL)) AS ranks_entered,
+    sorted_list(array_agg(rank) FILTER (WHERE rank IS NOT NULL AND state = 'entered')) AS ranks_waiting,
+    min_by(rank, entry_order(t_start, rank)) FILTER (WHERE t_start IS NOT NULL AND rank IS NOT NULL) AS first_rank,
+    max_by(rank, entry_order(t_start, rank)) FILTER (WHERE t_start IS NOT NULL AND rank IS NOT NULL) AS last_rank,
     min(t_start) AS first_entered,
     max(t_start) AS last_entered,
     max(duration) AS longest,
@@ -62,44 +64,42 @@ call AS (
   GROUP BY run, attempt, group_id, collective_seq, nth
 ),
 progress AS (
-  SELECT run, attempt, group_id, map(list(rank), list(latest)) AS latest
-  FROM (SELECT run, attempt, group_id, rank, max(collective_seq) AS latest FROM entry GROUP BY ALL)
+  SELECT run, attempt, group_id, number_by_rank(array_agg(rank), array_agg(latest)) AS latest
+  FROM (
+    SELECT run, attempt, group_id, rank, coalesce(max(collective_seq), -1) AS latest FROM entry
+    WHERE rank IS NOT NULL GROUP BY ALL
+  )
   GROUP BY ALL
 ),
 last_read AS (
-  SELECT run, attempt, map(list(rank), list(read_at)) AS read_at
-  FROM (SELECT run, attempt, rank, max(ts) AS read_at FROM collectives WHERE rank IS NOT NULL GROUP BY ALL)
+  SELECT run, attempt, number_by_rank(array_agg(rank), array_agg(read_at)) AS read_at
+  FROM (
+    SELECT run, attempt, rank, coalesce(max(epoch_us(ts)), -1) AS read_at FROM collectives
+    WHERE rank IS NOT NULL GROUP BY ALL
+  )
   GROUP BY ALL
 ),
 not_entered AS (
-  SELECT call.*, latest, read_at,
-    list_filter(
-      flatten(list_transform(string_split(coalesce(group_ranks, ''), ','), lambda span:
-        range(try_cast(split_part(span, '-', 1) AS INTEGER),
-          coalesce(try_cast(split_part(span, '-', 2) AS INTEGER), try_cast(span AS INTEGER)) + 1))),
-      lambda member: NOT list_contains(ranks_entered, member::INTEGER)) AS others
+  SELECT call.*, latest, read_at, without(spanned_ranks(group_ranks), ranks_entered) AS others
   FROM call
   JOIN progress USING (run, attempt, group_id)
   JOIN last_read USING (run, attempt)
 ),
 classified AS (
-  SELECT * EXCLUDE (latest, read_at, others),
-    list_filter(coalesce(others, []), lambda member: coalesce(latest[member::INTEGER], -1) < collective_seq
-      AND coalesce(read_at[member::INTEGER] > last_entered, false))::INTEGER[] AS ranks_missing,
-    coalesce(others, [])::INTEGER[] AS others
+  SELECT *, ranks_behind(others, latest, read_at, collective_seq, epoch_us(last_entered)) AS ranks_missing
   FROM not_entered
 )
 SELECT run, attempt, group_id, "group", group_ranks, group_size, collective_seq, nth, step, op, dtype, bytes, call_site,
   CASE
-    WHEN len(ranks_missing) > 0 THEN {_STATE["NEVER_ENTERED"]}
-    WHEN len(ranks_waiting) = 0 THEN {_STATE["OVER"]}
-    WHEN len(ranks_waiting) < len(ranks_entered) THEN {_STATE["NEVER_LEFT"]}
-    WHEN len(others) > 0 THEN {_STATE["UNKNOWN"]}
+    WHEN array_length(ranks_missing) > 0 THEN {_STATE["NEVER_ENTERED"]}
+    WHEN array_length(ranks_waiting) = 0 THEN {_STATE["OVER"]}
+    WHEN array_length(ranks_waiting) < array_length(ranks_entered) THEN {_STATE["NEVER_LEFT"]}
+    WHEN array_length(others) > 0 THEN {_STATE["UNKNOWN"]}
     ELSE {_STATE["ALL_IN"]}
   END AS state,
   is_mismatch, ranks_entered, ranks_missing, ranks_waiting,
-  list_filter(others, lambda member: NOT list_contains(ranks_missing, member)) AS ranks_unread,
+  without(others, ranks_missing) AS ranks_unread,
   first_rank, last_rank, first_entered, last_entered,
-  epoch(last_entered - first_entered) AS spread, shortest, longest
+  (epoch_us(last_entered) - epoch_us(first_entered)) / 1e6 AS spread, shortest, longest
 FROM classified
 """

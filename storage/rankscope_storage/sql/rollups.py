@@ -30,7 +30,7 @@ SERIES: Final[Mapping[str, tuple[str, ...]]] = {
 NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": VALUE_OPS, "scalars": ("value",)}
 TOTALS: Final[Mapping[str, tuple[str, ...]]] = {"tensor_stats": COUNT_OPS, "scalars": ()}
 
-_NULLS: Final = {pa.string(): "NULL::VARCHAR", pa.int32(): "NULL::INTEGER", pa.int64(): "NULL::BIGINT"}
+_NULLS: Final = {pa.string(): "NULL::STRING", pa.int32(): "NULL::INTEGER", pa.int64(): "NULL::BIGINT"}
 _NONFINITE: Final = ("nans", "infs")
 _LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
 
@@ -46,8 +46,12 @@ def bucket(row: str = "") -> str:
 
 
 def time_bucket(row: str = "") -> str:
-    """Return an SQL expression for the number of a row's time bucket, for rows without a step; otherwise it is null."""
-    return f"(CASE WHEN {row}step IS NULL THEN epoch_us({row}ts) // {BUCKET_SECONDS * 1_000_000} END)"
+    """Return an SQL expression for the time bucket of a row without a step; null for other rows.
+
+    It is the start of the bucket, in microseconds since 1970.
+    """
+    micros = f"epoch_us({row}ts)"
+    return f"(CASE WHEN {row}step IS NULL THEN {micros} - {micros} % {BUCKET_SECONDS * 1_000_000} END)"
 
 
 def rollup_query(dataset: str, source: str) -> str:
@@ -83,14 +87,14 @@ def combined_query(dataset: str, source: str) -> str:
         "first_ts": "min(first_ts)",
         "ts": "max(ts)",
         "ordinal": "max(ordinal)",
-        "rows": _sum('"rows"'),
-        "nonfinite_rows": _sum("nonfinite_rows"),
+        "rows": _sum('wide("rows")'),
+        "nonfinite_rows": _sum("wide(nonfinite_rows)"),
         "first_nonfinite_step": "min(first_nonfinite_step)",
     }
     for number in NUMBERS[dataset]:
         named |= _combined_summary(dataset, number)
     for total in TOTALS[dataset]:
-        named |= {total: _sum(total), f"{total}_rows": _sum(f"{total}_rows")}
+        named |= {name: _sum(f"wide({name})") for name in (total, f"{total}_rows")}
     columns = _in_order(dataset, {name: f'"{name}"' for name in SERIES[dataset]} | named)
     return f"SELECT {columns} FROM {source} GROUP BY {series}, step, {time_bucket()}"
 
@@ -129,7 +133,7 @@ def _summary(dataset: str, number: str) -> dict[str, str]:
 
 
 def _combined_summary(dataset: str, number: str) -> dict[str, str]:
-    count = f"sum({number}_count)"
+    count = f"sum(wide({number}_count))"
     plain = f"sum({number}_avg * {number}_count) / {count}"
     scaled = f"sum({number}_avg / 1048576 * {number}_count) / {count} * 1048576"
     mean = _mean(dataset, number, plain, scaled)
@@ -137,7 +141,7 @@ def _combined_summary(dataset: str, number: str) -> dict[str, str]:
         f"{number}_min": f"min({number}_min)",
         f"{number}_max": f"max({number}_max)",
         f"{number}_avg": f"CASE WHEN count(*) = 1 THEN max({number}_avg) ELSE {mean} END",
-        **{f"{number}_{suffix}": _sum(f"{number}_{suffix}") for suffix in ("count", "nans", "infs")},
+        **{f"{number}_{suffix}": _sum(f"wide({number}_{suffix})") for suffix in ("count", "nans", "infs")},
     }
 
 

@@ -16,6 +16,7 @@ from typing import Final
 
 from rankscope_contract.model.events import RunState
 from rankscope_storage.base.datasets import IMPORT_PREFIX, IMPORTED_FROM
+from rankscope_storage.sql.macros import Macro
 from rankscope_storage.sql.rollups import ROLLED_STEPS
 
 _BEHIND_PREFIX: Final = IMPORT_PREFIX[:-1] + chr(ord(IMPORT_PREFIX[-1]) + 1)
@@ -29,7 +30,7 @@ _ENDED: Final = ", ".join(f"'{state}'" for state in (RunState.COMPLETED, RunStat
 # A rank that logs a step again within an attempt has gone back: only its last value counts.
 _LAST_VALUES: Final = """\
   SELECT run, name, labels, coalesce(attempt, 0) AS attempt, position, min(step) AS step, rank, micro_step,
-    max(ts) AS ts, arg_max(value, coalesce(ordinal, seq, 0)) AS value
+    max(ts) AS ts, max_by(value, coalesce(ordinal, seq, 0)) AS value
   FROM scalars WHERE position IS NOT NULL AND value IS NOT NULL
   GROUP BY run, name, labels, coalesce(attempt, 0), position, rank, micro_step"""
 
@@ -45,7 +46,8 @@ def is_main_source(labels: str = "labels") -> str:
 _LOGGED_LOSSES: Final = f"name = 'loss' AND value IS NOT NULL AND {is_main_source()}"
 
 FOLLOWS: Final = """\
-max_by({own}.last_step BETWEEN {training}.last_step / 2 AND 2 * {training}.last_step, {own}.last_step)"""
+max_by({own}.last_step BETWEEN {training}.last_step / 2 AND 2 * {training}.last_step,
+  ({own}.last_step, {training}.last_step))"""
 """SQL condition: true if the steps of a scalar are the steps of the training.
 
 `own` and `training` are relations with the first and last position of the scalar and of the loss, per attempt. The
@@ -77,12 +79,12 @@ following AS (
 ),
 span AS (
   SELECT run, name, labels, attempt, min(first_step) AS goes_back_to,
-    coalesce(min(first_step) FILTER (is_training), min(first_step)) AS first_step,
-    coalesce(max(last_step) FILTER (is_training), max(last_step)) AS last_step
+    coalesce(min(first_step) FILTER (WHERE is_training), min(first_step)) AS first_step,
+    coalesce(max(last_step) FILTER (WHERE is_training), max(last_step)) AS last_step
   FROM (
-    SELECT *, false AS is_training FROM extent
-    UNION ALL BY NAME
-    SELECT *, true AS is_training FROM following JOIN training USING (run)
+    SELECT run, name, labels, attempt, first_step, last_step, false AS is_training FROM extent
+    UNION ALL
+    SELECT run, name, labels, attempt, first_step, last_step, true FROM following JOIN training USING (run)
   )
   GROUP BY run, name, labels, attempt
 )"""
@@ -97,8 +99,8 @@ per_step AS (
     min(step) AS first_step, min(ts) AS ts, count(*) AS parts,
     avg(value) AS value, min(value) AS lowest, max(value) AS highest
   FROM logged GROUP BY run, name, labels, attempt, position
-  UNION ALL BY NAME
-  SELECT *, step AS position, first_step AS first_position FROM (
+  UNION ALL
+  SELECT run, name, labels, attempt, step, first_step, step, first_step, ts, parts, value, lowest, highest FROM (
   {ROLLED_STEPS})
 ),
 {_SPANS},
@@ -180,7 +182,7 @@ parts AS (
   FROM (SELECT *, ntile(5) OVER (PARTITION BY run ORDER BY step) AS part FROM recent) GROUP BY run, part
 ),
 speed AS (
-  SELECT run, any_value(newest_step) AS newest_step, any_value(last_seen_at) AS last_seen_at,
+  SELECT run, max(newest_step) AS newest_step, max(last_seen_at) AS last_seen_at,
     median(seconds_per_step) AS seconds_per_step
   FROM (SELECT run, max(step) AS newest_step, max(ts) AS last_seen_at FROM pace GROUP BY run)
   LEFT JOIN parts USING (run) GROUP BY run
@@ -190,7 +192,7 @@ SELECT run, state, newest_step AS step, planned_steps, seconds_per_step, last_se
     ELSE (planned_steps - newest_step) * seconds_per_step END AS eta_seconds,
   CASE WHEN newest_step < planned_steps AND state NOT IN ({_ENDED})
       AND (planned_steps - newest_step) * seconds_per_step < {_MOST_SECONDS}
-    THEN last_seen_at + to_microseconds(((planned_steps - newest_step) * seconds_per_step * 1e6)::BIGINT) END
+    THEN last_seen_at + to_microseconds(round((planned_steps - newest_step) * seconds_per_step * 1e6)::BIGINT) END
     AS expected_end
 FROM speed LEFT JOIN runs USING (run)
 """
@@ -207,12 +209,10 @@ The bucket numbers fit into 16 bits, so that DuckDB uses an array instead of a h
 
 _NAMED: Final = "run = of_run AND name = of_name AND labels IS NOT DISTINCT FROM of_labels"
 _CHOSEN: Final = f"{_NAMED} AND step IS NOT NULL AND value IS NOT NULL"
-_WIDTH: Final = f"(final - origin) // least(points, {MOST_POINTS}) + 1 AS width"
-_HEAD: Final = (
-    "CREATE OR REPLACE MACRO scalar_curve(of_run, of_name := 'loss', of_labels := NULL, points := 4000) AS TABLE"
-)
+_WIDTH: Final = f"intdiv(final - origin, least(points, {MOST_POINTS})) + 1 AS width"
+_PARAMETERS: Final = {"of_run": None, "of_name": "'loss'", "of_labels": "NULL", "points": "4000"}
 _READ: Final = "run = of_run AND name IN (of_name, 'loss')"
-_BY_POSITION: Final = "(SELECT * REPLACE (position AS step) FROM scalars)"
+_BY_POSITION: Final = "(SELECT run, name, labels, attempt, position AS step, value FROM scalars)"
 _SCANNED_EXTENTS: Final = f"""\
 SELECT name, labels, coalesce(attempt, 0) AS of_attempt, min(step) AS first_step, max(step) AS last_step
     FROM {_BY_POSITION} WHERE {_READ} AND step IS NOT NULL AND value IS NOT NULL GROUP BY name, labels, of_attempt"""
@@ -222,7 +222,7 @@ _ROLLED_EXTENTS: Final = f"""\
 
 _SPAN: Final = f"""\
 own AS (
-  FROM extent WHERE name = of_name AND labels IS NOT DISTINCT FROM of_labels
+  SELECT * FROM extent WHERE name = of_name AND labels IS NOT DISTINCT FROM of_labels
 ),
 training AS (
   SELECT of_attempt, min(first_step) AS first_step, max(last_step) AS last_step
@@ -234,6 +234,7 @@ attempt_extent AS (
   FROM (
     SELECT of_attempt, first_step, last_step FROM own
     UNION ALL
+    SELECT of_attempt, first_step, last_step
     FROM training WHERE {is_main_source("of_labels")} AND (of_name = 'loss' OR (
       SELECT coalesce({FOLLOWS.format(own="own", training="training")}, false)
       FROM own JOIN training USING (of_attempt)
@@ -258,13 +259,13 @@ _BUCKETS: Final = """\
   WHERE {chosen} GROUP BY number"""
 _ONE_ATTEMPT: Final = ", span"
 _SEVERAL_ATTEMPTS: Final = """\
- JOIN (FROM valid, span WHERE attempts > 1) ON coalesce(attempt, 0) = of_attempt AND step <= until"""
+ JOIN (SELECT * FROM valid, span WHERE attempts > 1) ON coalesce(attempt, 0) = of_attempt AND step <= until"""
 
 _ROLLED_BUCKETS: Final = f"""\
-  SELECT (first_step - origin) // width, CASE WHEN value_count > 0 THEN value_avg
+  SELECT intdiv(first_step - origin, width), CASE WHEN value_count > 0 THEN value_avg
       WHEN value_nans > 0 THEN 'nan'::DOUBLE WHEN value_infs > 0 THEN 'inf'::DOUBLE END AS average,
     value_min, coalesce(value_max, average), greatest(value_count, 1)
-  FROM scalar_rollups JOIN (FROM valid, span) ON coalesce(attempt, 0) = of_attempt AND last_step <= until
+  FROM scalar_rollups JOIN (SELECT * FROM valid, span) ON coalesce(attempt, 0) = of_attempt AND last_step <= until
   WHERE {_NAMED} AND step IS NOT NULL"""
 
 
@@ -283,15 +284,14 @@ def _known(extents: str) -> str:
     return f"SELECT name, labels, attempt AS of_attempt, first_step, last_step FROM {extents} WHERE {_READ}"
 
 
-def scalar_curve(extents: str | None = None) -> str:
-    """Return the statement that creates the macro `scalar_curve` over raw rows and rollups.
+def scalar_curve(extents: str | None = None) -> Macro:
+    """Return the macro `scalar_curve` over raw rows and rollups.
 
     `extents` is a table with the first and last step of each scalar, which `query.file_facts` fills, for scalars whose
     positions are their steps. Without this table, the macro finds the positions by a scan of the rows.
     """
     # First extents, then buckets: both are aggregates by integer groups, which DuckDB computes while it reads.
-    return f"""\
-{_HEAD}
+    body = f"""\
 WITH extent AS MATERIALIZED (
   SELECT name, labels, of_attempt, min(first_step) AS first_step, max(last_step) AS last_step
   FROM (
@@ -303,7 +303,7 @@ WITH extent AS MATERIALIZED (
 ),
 {_SPAN},
 bucket AS (
-{_raw_buckets("(step - origin) // width", _BY_POSITION if extents is None else "scalars")}
+{_raw_buckets("intdiv(step - origin, width)", _BY_POSITION if extents is None else "scalars")}
   UNION ALL
 {_ROLLED_BUCKETS}
 )
@@ -312,6 +312,7 @@ SELECT origin + number * width AS step, sum(mean * parts) / sum(parts) AS mean, 
 FROM bucket, span WHERE mean IS NOT NULL
 GROUP BY ALL ORDER BY step
 """
+    return Macro("scalar_curve", _PARAMETERS, body)
 
 
 SCALAR_CURVE: Final = scalar_curve()
@@ -323,15 +324,14 @@ value that one rank logged several times for a step counts each time. Steps are 
 rollup row belongs to the bucket of its first step, and counts only if none of its steps is superseded."""
 
 
-def sole_attempt_curve(extents: str) -> str:
-    """Return the statement that creates the macro `scalar_curve` for a run that has only raw rows of attempt 0.
+def sole_attempt_curve(extents: str) -> Macro:
+    """Return the macro `scalar_curve` for a run that has only raw rows of attempt 0.
 
     The Delta log proves this for most runs. DuckDB needs about 5 ms to plan each use of `scalars` in a macro; this
     macro has only one use.
     """
-    number = "((step - origin) // width)::SMALLINT"
-    return f"""\
-{_HEAD}
+    number = "intdiv(step - origin, width)::SMALLINT"
+    body = f"""\
 WITH span AS MATERIALIZED (
   SELECT origin, {_WIDTH}
   FROM (SELECT min(first_step) AS origin, max(last_step) AS final FROM {extents} WHERE {_NAMED})
@@ -341,3 +341,4 @@ FROM (
 {_BUCKETS.format(number=number, rows="scalars" + _ONE_ATTEMPT, chosen=_CHOSEN)}
 ), span ORDER BY step
 """
+    return Macro("scalar_curve", _PARAMETERS, body)

@@ -19,9 +19,11 @@ from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint
 from rankscope_storage.files.sorting import file_fingerprint
 from rankscope_storage.sql import goodput
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
+from rankscope_storage.sql.functions import SCALAR_MACROS, SPARK_FUNCTIONS
+from rankscope_storage.sql.macros import Macro, expanded, for_spark
 from rankscope_storage.sql.rollups import TIMELINES, rollup_view
 from rankscope_storage.sql.scalar_history import HISTORY_VIEWS, SCALAR_CURVE
-from rankscope_storage.sql.smoothing import DOWNSAMPLE, SMOOTHING_MACROS
+from rankscope_storage.sql.smoothing import DOWNSAMPLE, EMA, MOVING_AVERAGE, P10
 
 _NEWEST: Final = """\
   SELECT run AS of_run, attempt AS of_attempt, rank AS of_rank, kind AS of_kind, max(step) AS of_step
@@ -78,7 +80,8 @@ copy AS (
     CASE WHEN sharded THEN shard_group END AS of_group, CASE WHEN NOT sharded THEN rank END AS of_rank,
     max(placement) AS placement, count(*) AS parts, min(ts) AS ts,
     sqrt(sum(norm::DOUBLE * norm)) AS norm, min("min") AS "min", max("max") AS "max",
-    sum(mean::DOUBLE * finite) FILTER (finite > 0) / sum(finite) FILTER (finite > 0 AND mean IS NOT NULL) AS mean,
+    sum(mean::DOUBLE * finite) FILTER (WHERE finite > 0)
+      / sum(finite) FILTER (WHERE finite > 0 AND mean IS NOT NULL) AS mean,
     sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs, sum(zeros)::BIGINT AS zeros, sum(numel)::BIGINT AS numel
   FROM part GROUP BY ALL
 )
@@ -110,21 +113,27 @@ It is a union of the rows with a NaN and the other rows with an infinite element
 each of the two counts."""
 
 
-# No parameter has the name of a column, because a macro also replaces names of columns.
 _DEVIATIONS: Final = """\
 (SELECT attempt, rank, step, micro_step, vpp_stage, kind, tensor, "index", '{op}' AS op, {op} AS value,
-    {op}_baseline AS baseline, abs({op}::DOUBLE) / {op}_baseline AS ratio
+    {op}_baseline AS baseline, CASE WHEN {op}_baseline = 0 THEN abs({op}::DOUBLE) * 'inf'::DOUBLE
+      ELSE abs({op}::DOUBLE) / nullif({op}_baseline, 0) END AS ratio
   FROM tensor_stats WHERE run = of_run AND {op}_baseline >= 0 AND abs({op}) > {op}_baseline
-  ORDER BY ratio DESC, attempt, step, rank LIMIT top)"""
-_TOP_DEVIATIONS: Final = f"""\
-CREATE OR REPLACE MACRO top_deviations(of_run, top := 20) AS TABLE
-WITH deviation AS (
-  {_DEVIATIONS.format(op="norm")}
-  UNION ALL
-  {_DEVIATIONS.format(op="mean")}
+  ORDER BY ratio DESC NULLS LAST, {order} LIMIT top)"""
+_DEVIATIONS_ORDER: Final = ", ".join(
+    f"{name} NULLS LAST" for name in ("attempt", "step", "rank", "kind", "tensor", "micro_step", "vpp_stage", '"index"')
 )
-FROM deviation ORDER BY ratio DESC, attempt, step, rank LIMIT top
-"""
+_TOP_DEVIATIONS: Final = Macro(
+    "top_deviations",
+    {"of_run": None, "top": "20"},
+    f"""\
+WITH deviation AS (
+  {_DEVIATIONS.format(op="norm", order=_DEVIATIONS_ORDER)}
+  UNION ALL
+  {_DEVIATIONS.format(op="mean", order=_DEVIATIONS_ORDER)}
+)
+SELECT * FROM deviation ORDER BY ratio DESC NULLS LAST, {_DEVIATIONS_ORDER} LIMIT top
+""",
+)
 """Macro that returns the rows with the largest ratio of a statistic to the baseline of the anomaly rules.
 
 The ratio is infinite if the baseline is 0."""
@@ -135,8 +144,8 @@ OPTIONAL_KEYS: Final = ("attempt", "rank", "micro_step", "vpp_stage", "index", "
 _RESULT: Final = ("attempt", "rank", "step", "micro_step", "vpp_stage", "kind", "tensor", "index")
 
 
-def bucket_deviations(absent: Collection[str] = ()) -> str:
-    """Return the statement that creates the macro `bucket_deviations`.
+def bucket_deviations(absent: Collection[str] = ()) -> Macro:
+    """Return the macro `bucket_deviations`.
 
     `absent` has those of the columns OPTIONAL_KEYS that are null in all rows which the macro will read. The macro does
     not group by these columns: with them, it would take a tenth longer and return the same groups.
@@ -144,13 +153,15 @@ def bucket_deviations(absent: Collection[str] = ()) -> str:
     keys = [name for name in OPTIONAL_KEYS if name not in absent]
     grouped = ", ".join([f'"{name}"' for name in (*keys, "kind", "tensor")])
     same = "".join([f' AND measured."{name}" IS NOT DISTINCT FROM best."{name}"' for name in keys])
-    order = ", ".join(name for name in ("attempt", "number", "rank", "kind", "tensor") if name not in absent)
+    ordered = ("attempt", "number", "rank", "kind", "tensor", "micro_step", "vpp_stage", "index", "call_seq")
+    order = ", ".join(f'"{name}" NULLS LAST' for name in ordered if name not in absent)
     result = ", ".join([sql_nulls("tensor_stats")[name] if name in absent else f'"{name}"' for name in _RESULT])
+    shown = ", ".join(f'"{name}" NULLS LAST' for name in _RESULT)
     # The step of the highest norm is found for the result rows only, which is cheaper than for all groups.
-    return f"""\
-CREATE OR REPLACE MACRO bucket_deviations(of_run, top := 20, width := 50) AS TABLE
+    body = f"""\
 WITH bucket AS (
-  SELECT {grouped}, step // width AS number, avg(norm) FILTER (isfinite(norm)) AS mean_norm, max(norm) AS highest
+  SELECT {grouped}, intdiv(step, width) AS number, avg(norm) FILTER (WHERE isfinite(norm)) AS mean_norm,
+    max(norm) AS highest
   FROM tensor_stats WHERE run = of_run AND step IS NOT NULL
   GROUP BY {grouped}, number
 ),
@@ -159,22 +170,23 @@ compared AS (
 ),
 best AS MATERIALIZED (
   SELECT *, highest::DOUBLE / before AS ratio FROM compared WHERE before > 0 AND highest > before
-  ORDER BY ratio DESC, {order} LIMIT top
+  ORDER BY ratio DESC NULLS LAST, {order} LIMIT top
 ),
 dated AS (
   SELECT best.*, min(step) AS step
   FROM best JOIN tensor_stats AS measured ON measured.tensor = best.tensor AND measured.kind = best.kind
-    AND measured.step // width = best.number AND measured.norm = best.highest{same}
+    AND intdiv(measured.step, width) = best.number AND measured.norm = best.highest{same}
   WHERE measured.run = of_run AND measured.step IS NOT NULL
   GROUP BY ALL
 )
 SELECT {result}, highest AS norm, before AS norm_before, ratio
-FROM dated ORDER BY ratio DESC, attempt, step, rank
+FROM dated ORDER BY ratio DESC NULLS LAST, {shown}
 """
+    return Macro("bucket_deviations", {"of_run": None, "top": "20", "width": "50"}, body)
 
 
 DEVIATION_MACROS: Final = (_TOP_DEVIATIONS, bucket_deviations())
-"""Statements of the macros `top_deviations` and `bucket_deviations`; the second needs no baseline.
+"""The macros `top_deviations` and `bucket_deviations`; the second needs no baseline.
 
 `bucket_deviations` divides steps into buckets of `width` steps. It compares the highest norm of a bucket with the mean
 norm of the previous bucket, and returns the first step that has the highest norm."""
@@ -185,45 +197,40 @@ CREATE OR REPLACE VIEW desync AS
 WITH latest AS (
   SELECT * FROM hashes WHERE rank IS NOT NULL AND replicas IS NOT NULL
   QUALIFY row_number() OVER (
-    PARTITION BY run, attempt, step, vpp_stage, kind, tensor, replicas, rank ORDER BY ordinal DESC NULLS LAST) = 1
+    PARTITION BY run, attempt, step, vpp_stage, kind, tensor, replicas, rank
+    ORDER BY ordinal DESC NULLS LAST, seq DESC NULLS LAST, hash NULLS LAST) = 1
 ),
 camp AS (
-  SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hash, list(rank ORDER BY rank) AS members,
+  SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hash, array_agg(rank) AS members,
     count(*) AS size, min(norm) AS least, max(norm) AS most, min(ts) AS ts
   FROM latest GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas, hash
 ),
+sized AS (
+  SELECT *, max(size) OVER replica AS largest, count(*) OVER replica AS hashes FROM camp
+  WINDOW replica AS (PARTITION BY run, attempt, step, vpp_stage, kind, tensor, replicas) QUALIFY hashes > 1
+),
 disagreement AS (
-  SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, count(*) AS hashes, sum(size)::BIGINT AS ranks,
-    list({hash: hash, members: members, size: size} ORDER BY size DESC, members) AS camps,
+  SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, max(hashes) AS hashes, sum(size)::BIGINT AS ranks,
+    count(CASE WHEN size = largest THEN 1 END) = 1 AS has_majority, max(CASE WHEN size = largest THEN hash END) AS hash,
+    array_agg(members) FILTER (WHERE size < largest) AS minority, array_agg(members) AS camps,
     min(least) AS norm_min, max(most) AS norm_max, min(ts) AS ts
-  FROM camp GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas
+  FROM sized GROUP BY run, attempt, step, vpp_stage, kind, tensor, replicas
 )
 SELECT run, attempt, step, vpp_stage, kind, tensor, replicas, hashes, ranks,
   -- A unique largest camp is the majority; without one, for example with two ranks, all ranks are returned.
-  CASE WHEN camps[1].size > camps[2].size
-    THEN list_sort(flatten(list_transform(camps[2:], lambda camp: camp.members)))
-    ELSE list_sort(flatten(list_transform(camps, lambda camp: camp.members))) END AS apart,
-  CASE WHEN camps[1].size > camps[2].size THEN camps[1].hash END AS majority,
+  sorted_list(flatten(CASE WHEN has_majority THEN minority ELSE camps END)) AS apart,
+  CASE WHEN has_majority THEN hash END AS majority,
   norm_min, norm_max, ts
-FROM disagreement WHERE hashes > 1
+FROM disagreement
 """
 """View of replicas with different hashes: one row per tensor and step, with the ranks that differ from the majority.
 
 If no hash has a majority, the row has all ranks."""
 
 
-MACROS: Final = (
-    *HISTORY_VIEWS,
-    TENSOR_LATEST,
-    NONFINITE,
-    *SMOOTHING_MACROS,
-    DOWNSAMPLE,
-    SCALAR_CURVE,
-    *DEVIATION_MACROS,
-)
-"""Statements of views and macros that read only the views of datasets and each other.
-
-Each statement follows the statements that create the views and macros it reads."""
+_TABLE_MACROS: Final = (EMA, MOVING_AVERAGE, P10, DOWNSAMPLE, SCALAR_CURVE, *DEVIATION_MACROS)
+MACROS: Final = {macro.name: macro for macro in (*SCALAR_MACROS, *_TABLE_MACROS)}
+"""All macros by name."""
 
 
 VERSION_KEYS: Final = {
@@ -239,14 +246,14 @@ HISTORY_SUFFIX: Final = "_history"
 
 # Versions of the service have null tags and note, and versions with tags have no ordinal: neither hides the other,
 # whichever is written last. Tags that a user removed are empty, not null.
-_NEWEST_LABEL: Final = "max_by({0}, ts) FILTER ({0} IS NOT NULL) OVER (PARTITION BY run)"
-_LABELS: Final = ", ".join(  # DuckDB 1.4.0 permits no nullif() of a window
-    f"CASE WHEN {newest} <> '{nothing}' THEN {newest} END AS {name}"
+_NEWEST_LABEL: Final = "max_by({0}, ts) FILTER (WHERE {0} IS NOT NULL) OVER (PARTITION BY run)"
+_LABELS: Final = {  # DuckDB 1.4.0 permits no nullif() of a window
+    name: f"CASE WHEN {newest} <> '{nothing}' THEN {newest} END AS {name}"
     for name, nothing, newest in (
         ("tags", "{}", _NEWEST_LABEL.format("tags")),
         ("note", "", _NEWEST_LABEL.format("note")),
     )
-)
+}
 
 _ROLLED_UP: Final = {rollups: dataset for dataset, rollups in ROLLUPS.items()}
 
@@ -261,17 +268,32 @@ SAME_ROWS: Final = {
 
 
 def view_statements(*, prefix: str = "") -> list[str]:
-    """Return the statements that create the public views and macros.
+    """Return the statements that create the public views in DuckDB, and the functions and macros.
 
-    The raw rows of a dataset are read from the relation `<prefix><dataset>`.
+    The raw rows of a dataset are read from the relation `<prefix><dataset>`. Each statement follows the statements that
+    create the views and functions it reads.
     """
+    scalar, table = ([macro.statement() for macro in macros] for macros in (SCALAR_MACROS, _TABLE_MACROS))
+    return [*scalar, *_views(prefix), *table]
+
+
+def spark_statements(*, prefix: str) -> list[str]:
+    """Return the statements that create the views in Spark, and the functions of DuckDB that they use.
+
+    Spark has no macros: `expanded` replaces their calls.
+    """
+    return [expanded(for_spark(statement), MACROS) for statement in (*SPARK_FUNCTIONS, *_views(prefix))]
+
+
+def _views(prefix: str) -> list[str]:
     statements = []
     for dataset in DATASETS:
         raw = f"{prefix}{dataset}"
         statement = f"CREATE OR REPLACE VIEW {dataset} AS SELECT * FROM {raw}"
         if dataset in DIMENSIONS:
             statements.append(f"CREATE OR REPLACE VIEW {dataset}{HISTORY_SUFFIX} AS SELECT * FROM {raw}")
-            columns = f"* REPLACE ({_LABELS})" if dataset == "runs" else "*"
+            own = _LABELS if dataset == "runs" else {}
+            columns = ", ".join(own.get(name, f'"{name}"') for name in dataset_schema(dataset).names)
             keys = ", ".join(VERSION_KEYS[dataset])
             order = "ORDER BY ordinal DESC NULLS LAST, ts DESC NULLS LAST"
             statement = (
@@ -282,7 +304,8 @@ def view_statements(*, prefix: str = "") -> list[str]:
             statement = rollup_view(_ROLLED_UP[dataset], raw)
         statements.append(statement)
     statements += [f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {dataset}" for name, dataset in SAME_ROWS.items()]
-    return [*statements, TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *MACROS]
+    statements += [TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *HISTORY_VIEWS]
+    return [*statements, TENSOR_LATEST, NONFINITE]
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.properties import examples
 
-from rankscope_storage.sql.smoothing import DOWNSAMPLE, SMOOTHING_MACROS
+from rankscope_storage.sql.functions import SCALAR_MACROS
+from rankscope_storage.sql.smoothing import DOWNSAMPLE, EMA, MOVING_AVERAGE, P10
 
 ONCE = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 VALUES = st.lists(
@@ -25,8 +26,8 @@ VALUES = st.lists(
 @pytest.fixture(scope="module")
 def database():
     with duckdb.connect() as database:
-        for macro in (*SMOOTHING_MACROS, DOWNSAMPLE):
-            database.execute(macro)
+        for macro in (*SCALAR_MACROS, EMA, MOVING_AVERAGE, P10, DOWNSAMPLE):
+            database.execute(macro.statement())
         yield database
 
 

@@ -23,6 +23,7 @@ from rankscope_contract.model.collective_format import spans
 from rankscope_storage.api.store import Store
 from rankscope_storage.connection import connect
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS, CallState
+from rankscope_storage.sql.functions import SCALAR_MACROS
 from rankscope_storage.sql.views import OPTIONAL_KEYS
 
 
@@ -324,7 +325,8 @@ def view_over(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows of the view from memory, because a separate store per history would take seconds."""
     with duckdb.connect() as connection:
         connection.register("collectives", table("collectives", rows))
-        connection.execute(COLLECTIVE_CALLS)
+        for statement in (*(macro.statement() for macro in SCALAR_MACROS), COLLECTIVE_CALLS):
+            connection.execute(statement)
         found = connection.sql("FROM collective_calls ORDER BY group_id, collective_seq, nth").to_arrow_table()
     return found.to_pylist()
 
