@@ -90,11 +90,12 @@ class ServiceClient:
                 self._urls[run] = (other.url, self._url)
                 answer = self._post(other.url, REGISTER_PATH, body, REGISTER_SECONDS)
             return _checked(RegistrationReply.from_json(answer))
-        except (RefusedError, UnreachableError):
-            self._urls[run] = (*self._urls.get(run, ())[1:], self._url_of(run))
-            raise
-        except (ValueError, RecursionError) as error:
-            raise UnreachableError(f"{self._url_of(run)} sent an invalid registration reply: {error}") from error
+        except (RefusedError, UnreachableError, ValueError, RecursionError) as error:
+            failed = self._url_of(run)
+            self._urls[run] = (*self._urls.get(run, ())[1:], failed)
+            if isinstance(error, (RefusedError, UnreachableError)):
+                raise
+            raise UnreachableError(f"{failed} sent an invalid registration reply: {error}") from error
 
     def poke(self, incarnation: str, run: str = "") -> None:
         """Request an immediate poll. Raises RefusedError (error status) or UnreachableError (no valid answer)."""

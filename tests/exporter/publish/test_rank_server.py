@@ -451,8 +451,14 @@ def test_redirect_is_not_followed(new_rank, service, until, caplog):
     assert "307" in caplog.text
 
 
-def test_rank_follows_its_service_and_returns_to_the_configured_one(new_rank, service, make_service, until):
-    """The service of the run is named with its shard. It ends, and its shard gets another service."""
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_rank_follows_its_service_and_returns_to_the_configured_one(
+    new_rank, service, make_service, until, is_replaced
+):
+    """The service of the run is named with its shard. It ends, and its shard gets another service.
+
+    Another program may have its port afterwards.
+    """
     first, second = make_service(), make_service()
     first.heartbeat_seconds = second.heartbeat_seconds = 0.1
     second.lease = "lease-2"
@@ -463,7 +469,10 @@ def test_rank_follows_its_service_and_returns_to_the_configured_one(new_rank, se
     until(lambda: first.pokes)
     asked = len(service.authorizations)
     service.redirect_to = f"{second.url}/api/v1/register"
-    first.stop()
+    if is_replaced:
+        first.refusal = (200, "<html>")
+    else:
+        first.stop()
     until(lambda: rank.channel.lease == "lease-2")
 
     assert 1 == asked  # later heartbeats go to the service of the run
