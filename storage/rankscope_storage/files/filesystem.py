@@ -67,7 +67,10 @@ class FileSystem(Protocol):
         """Verify that a store at `root` can be written with atomic commits. Raises UnwritableError."""
 
     def scratch(self, root: Any) -> contextlib.AbstractContextManager[Path]:
-        """Return a context with the path of a local folder for temporary files, which is deleted at its end."""
+        """Return a context with the path of a local folder for temporary files, which is deleted at its end.
+
+        The folder need not exist yet: DuckDB creates it when it needs it.
+        """
 
     def delta_options(self) -> dict[str, str] | None:
         """Return the storage options of delta-rs."""

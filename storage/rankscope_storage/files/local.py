@@ -147,7 +147,6 @@ class LocalFiles:
     @contextlib.contextmanager
     def scratch(self, root: Path) -> Iterator[Path]:
         folder = root / self._staging / f"rolling-{uuid.uuid4().hex}"
-        folder.mkdir(parents=True)
         try:
             yield folder
         finally:

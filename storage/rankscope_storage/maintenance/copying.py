@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rankscope_storage.base.errors import StoreError
-from rankscope_storage.base.fsync import Sync
+from rankscope_storage.base.fsync import Sync, make_folders
 from rankscope_storage.base.location import Location
 from rankscope_storage.files.filesystem import DATA_FILES, bytes_content, filesystem
 from rankscope_storage.log.delta import Log
@@ -84,6 +84,7 @@ def _copy_log(source: Location, target: Location, version: int, sync: Sync) -> N
     first = min(newest_checkpoint(source), version)
     with files.scratch(target) as folder:
         local = filesystem(folder)
+        make_folders(folder, folder.parent, lambda _: None)
 
         def fetch(path: Location) -> None:
             local.put(folder, folder / LOG_FOLDER / path.name, bytes_content(origin.get(path)), lambda _: None)
