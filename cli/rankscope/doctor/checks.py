@@ -226,7 +226,7 @@ def _owners(store: Store) -> Iterator[Finding]:
         if owner is None:
             yield warn(f"the shard {shard} has no service", start)
             continue
-        text = f"{owner.url or owner.owner}, {owner.owner}, last commit {owner.seconds_ago:.0f} s ago"
+        text = f"{owner.url or owner.owner}, {owner.owner}, last commit {owner.age}"
         if owner.seconds_ago > LEASE_SECONDS:
             yield warn(f"the service of the shard {shard} is dead: {text}", start)
         else:

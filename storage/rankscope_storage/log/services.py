@@ -46,7 +46,7 @@ def check_count(log: Log, shard: Shard, *, is_locked: bool) -> None:
     holder = lock_of_service(log.root, shard) if is_locked else None
     if not is_locked:
         recent = (one for one in service_owners(log) if one.shard.count == known and one.seconds_ago < LEASE_SECONDS)
-        holder = next((f"{one.shard}, {one.owner}, last commit {one.seconds_ago:.0f} s ago" for one in recent), None)
+        holder = next((f"{one.shard}, {one.owner}, last commit {one.age}" for one in recent), None)
     if holder is not None:
         raise ServicesError(
             f"{log.root} is shared by services with N = {known}, and this one has the shard {shard}: a service of the "
@@ -76,6 +76,13 @@ class ServiceOwner:
     url: str
     seconds_ago: float
     is_maintaining: bool
+
+    @property
+    def age(self) -> str:
+        """The age as text, which reports a clock that is more than one second ahead of this one."""
+        if self.seconds_ago < -1:
+            return f"{-self.seconds_ago:.0f} s in the future: correct the clocks of the machines"
+        return f"{max(0, self.seconds_ago):.0f} s ago"
 
 
 def service_owners(log: Log) -> list[ServiceOwner]:

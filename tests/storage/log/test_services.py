@@ -1,6 +1,7 @@
 """Services that share one store: shards of runs, addresses, the lease of the maintenance, and their number N."""
 
 import contextlib
+import time
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,10 @@ def test_shard_has_one_owner_however_its_numbers_are_written(store, batch):
         writer.append(batch(range(3)))
 
 
+def no_locks(*arguments):
+    raise OSError(37, "No locks available")
+
+
 @pytest.mark.parametrize("are_locked", [True, False])
 def test_service_with_another_number_of_services_is_refused(store, batch, monkeypatch, are_locked):
     """Without file locks, a service runs if its last commit is recent; later, the new number ends it.
@@ -85,10 +90,6 @@ def test_service_with_another_number_of_services_is_refused(store, batch, monkey
     An import takes its shard in neither case.
     """
     if not are_locked:
-
-        def no_locks(*arguments):
-            raise OSError(37, "No locks available")
-
         monkeypatch.setattr("rankscope_storage.log.shard_lock.fcntl.flock", no_locks)
     with store.claim("1/2", owner="pid 1", is_service=True) as old:
         store.claim("0/3", owner="an import").close()
@@ -103,6 +104,16 @@ def test_service_with_another_number_of_services_is_refused(store, batch, monkey
         store.claim("0/1", owner="pid 2", is_service=True).close()
         with pytest.raises(ShardLostError, match="were started with N = 1, and this one with N = 2"):
             old.append(batch(range(3)))
+
+
+def test_clock_that_is_ahead_of_that_of_a_new_service_is_reported(store, monkeypatch):
+    with store.claim("1/2", owner="pid 1", is_service=True):
+        pass
+    monkeypatch.setattr("rankscope_storage.log.shard_lock.fcntl.flock", no_locks)
+    now = time.time() - 3600
+    monkeypatch.setattr("rankscope_storage.log.services.time.time", lambda: now)
+    with pytest.raises(ServicesError, match=r"last commit 36\d\d s in the future: correct the clocks of the machines"):
+        store.claim("0/1", owner="pid 2", is_service=True)
 
 
 def test_request_that_another_service_stored_is_refused(store, batch):
