@@ -27,6 +27,7 @@ from rankscope_storage.base.schema import DATASET_KEY, schema_version
 from rankscope_storage.connection import Connection, connect
 from rankscope_storage.files.encoding import has_older_integers
 from rankscope_storage.files.filesystem import DATA_FILES, STAGING, filesystem
+from rankscope_storage.files.local import Status
 from rankscope_storage.log.delta import REMOVED_FILES_HOURS, Log
 from rankscope_storage.log.entries import LOG_FOLDER, empty_entries, entries, torn_entries
 from rankscope_storage.log.snapshot import Snapshot
@@ -95,29 +96,31 @@ _RANGES: Final = ("run", "attempt", "step")
 """Columns whose range in the Delta log selects files: with a wrong range, queries would not find the rows."""
 
 
-def check_file(root: Location, file: Mapping[str, Any], *, deep: bool) -> Finding | None:
+def check_file(root: Location, file: Mapping[str, Any], *, deep: bool, content: bytes | None = None) -> Finding | None:
     """Return the defect of `file`, a row of `Snapshot.files`, or its older encoding, or None.
 
-    With `deep`, every value of the file is decoded.
+    With `deep`, every value of the file is decoded. If `content` is given, the file is not read again.
     """
-    defect = _defect(root / file["path"], file, deep=deep)
+    defect = _defect(root / file["path"], file, content, deep=deep)
     return defect and Finding(kind=defect[0], path=file["path"], text=f"{defect[1]}; {describe_rows(file)}")
 
 
-def _defect(path: Location, file: Mapping[str, Any], *, deep: bool) -> tuple[FindingKind, str] | None:
+def _defect(
+    path: Location, file: Mapping[str, Any], content: bytes | None, *, deep: bool
+) -> tuple[FindingKind, str] | None:
     try:
-        status = filesystem(path).head(path)
+        status = filesystem(path).head(path) if content is None else Status(path, len(content), 0.0)
         if status is None:
             return FindingKind.MISSING, "does not exist"
         if status.size != file["size_bytes"]:
             return FindingKind.OTHER_SIZE, f"has {status.size} bytes, {file['size_bytes']} in the log"
-        content = pq.ParquetFile(filesystem(path).open(path))
-        for text in _differences(content.metadata, file):
+        parquet = pq.ParquetFile(filesystem(path).open(path) if content is None else pa.BufferReader(content))
+        for text in _differences(parquet.metadata, file):
             return FindingKind.OTHER_CONTENT, text
         if deep:
-            for group in range(content.metadata.num_row_groups):
-                content.read_row_group(group)
-        if has_older_integers(content.metadata):
+            for group in range(parquet.metadata.num_row_groups):
+                parquet.read_row_group(group)
+        if has_older_integers(parquet.metadata):
             return FindingKind.OLDER_INTEGERS, "has integers in an older encoding"
     except FileNotFoundError:
         return FindingKind.MISSING, "does not exist"

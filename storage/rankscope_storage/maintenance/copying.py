@@ -7,8 +7,10 @@ source, and therefore the watermarks of all processes. Its log begins with the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync, make_folders
@@ -40,34 +42,31 @@ class CopyReport:
 def copy_store(
     source: Location, target: Location, sync: Sync, progress: Callable[[int, int], None] | None = None
 ) -> CopyReport:
-    """Copy the newest version of the store at `source` to `target`, where no store exists, and check every file.
+    """Copy the newest version of the store at `source` to `target`, where no store exists, and decode every file.
 
+    Meanwhile, a service may write the source; the copy has one version. Files that are there already are compared.
     `progress` is called with the number of copied files and the number of all files. Raises StoreError if a file of
     either store is damaged or cannot be accessed; the next call continues the copy.
     """
-    log = Log.open(source, sync)
-    snapshot = log.snapshot()
+    first = newest_checkpoint(source)  # before the version is known, so that it is not newer
+    snapshot = Log.open(source, sync).snapshot()
     rows = snapshot.files.to_pylist()
-    origin, files = filesystem(source), filesystem(target)
+    files = filesystem(target)
     resumed = 0
     try:
         files.check_root(target)
-        if entries(target):
-            raise StoreError(f"{target} is a store already: name another place for the copy")
+        _check_is_no_store(target)
         files.prepare(target)
-        present = {status.path: status.size for status in files.list(target, DATA_FILES)}
-        for done, row in enumerate(rows, 1):
-            path = target / row["path"]
-            if present.get(path) == row["size_bytes"]:
-                resumed += 1
-            else:
-                files.put(target, path, bytes_content(origin.get(source / row["path"])), sync)
-            finding = check_file(target, row, deep=False)
-            if finding is not None and finding.kind.is_damage:
-                raise StoreError(f"{finding.path} {finding.text}: check {source} with `rankscope store check`")
-            if progress is not None:
-                progress(done, len(rows))
-        _copy_log(source, target, snapshot.version, sync)
+        with files.scratch(target) as folder:
+            _fetch_log(source, folder, first, snapshot.version)  # a running service deletes these entries in an hour
+            present = {status.path: status.size for status in files.list(target, DATA_FILES)}
+            for done, row in enumerate(rows, 1):
+                resumed += _copy_file(source, target, row, sync, size_there=present.get(target / row["path"]))
+                if progress is not None:
+                    progress(done, len(rows))
+            _check_is_no_store(target)
+            for path in (*checkpoint_files(folder, snapshot.version), entry(folder, snapshot.version)):
+                files.put(target, target / LOG_FOLDER / path.name, bytes_content(filesystem(path).get(path)), sync)
     except OSError as error:
         raise StoreError(f"cannot copy {source} to {target}: {error.strerror or error}. Run the copy again") from error
     write_sql_script(target)
@@ -75,29 +74,41 @@ def copy_store(
     return CopyReport(version=snapshot.version, files=len(rows), size_bytes=size, resumed=resumed)
 
 
-def _copy_log(source: Location, target: Location, version: int, sync: Sync) -> None:
-    """Write a checkpoint of `version` of the log of `source` to the log of `target`, and then the entry of the version.
+def _check_is_no_store(target: Location) -> None:
+    if entries(target):
+        raise StoreError(f"{target} is a store already: name another place for the copy")
 
-    Without the entry, delta-rs commits nothing.
+
+def _copy_file(
+    source: Location, target: Location, row: Mapping[str, Any], sync: Sync, *, size_there: int | None
+) -> bool:
+    """Copy the data file of `row` unless `target` has it with the same content; return whether it has it."""
+    path, files = target / row["path"], filesystem(target)
+    content = filesystem(source).get(source / row["path"])
+    finding = check_file(source, row, deep=True, content=content)
+    if finding is not None and finding.kind.is_damage:
+        raise StoreError(f"{finding.path} of {source} {finding.text}: see `rankscope store check --deep` of that store")
+    is_there = size_there == len(content) and files.get(path) == content
+    if not is_there:
+        files.put(target, path, bytes_content(content), sync)
+    return is_there
+
+
+def _fetch_log(source: Location, folder: Path, first: int, version: int) -> None:
+    """Write a checkpoint of `version`, and the entry of the version, to the log of `folder`.
+
+    `first` is a checkpoint of `source` up to this version. Without the entry, delta-rs commits nothing.
     """
-    origin, files = filesystem(source), filesystem(target)
-    first = min(newest_checkpoint(source), version)
-    with files.scratch(target) as folder:
-        local = filesystem(folder)
-        make_folders(folder, folder.parent, lambda _: None)
+    make_folders(folder, folder.parent, _unsynced)
+    needed = [] if first == NO_CHECKPOINT else [*checkpoint_files(source, first)]
+    needed += [path for path in entries(source) if first <= int(path.stem) <= version]
+    for path in needed:
+        content = bytes_content(filesystem(source).get(path))
+        filesystem(folder).put(folder, folder / LOG_FOLDER / path.name, content, _unsynced)
+    Log.open(folder, _unsynced, version=version).checkpoint()
+    if newest_checkpoint(folder) != version:
+        raise StoreError(f"a service has written a checkpoint of {source} at this moment: run the copy again")
 
-        def fetch(path: Location) -> None:
-            local.put(folder, folder / LOG_FOLDER / path.name, bytes_content(origin.get(path)), lambda _: None)
 
-        if first != NO_CHECKPOINT:
-            fetch(checkpoint_files(source, first)[0])
-        for path in entries(source):
-            if first < int(path.stem) <= version:
-                fetch(path)
-        if first == version:
-            fetch(checkpoint_files(source, first)[1])
-        else:
-            Log.open(folder, lambda _: None, version=version).checkpoint()
-        for made, path in zip(checkpoint_files(folder, version), checkpoint_files(target, version), strict=True):
-            files.put(target, path, bytes_content(local.get(made)), sync)
-    files.put(target, entry(target, version), bytes_content(origin.get(entry(source, version))), sync)
+def _unsynced(path: Location) -> None:
+    """Leave a temporary file to the disk."""
