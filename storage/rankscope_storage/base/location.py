@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rankscope_contract.model.redaction import redacted_name
 from rankscope_storage.base.errors import NotAStoreError
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+([^/]*)/*(.*?)/*")
@@ -77,10 +78,12 @@ def located(path: str | Location) -> Location:
     scheme, bucket, prefix = found.groups()
     if scheme != "s3":
         raise NotAStoreError(
-            f"{path} has the unknown scheme {scheme}: a store is a local folder, or s3://bucket/prefix"
+            f"{redacted_name(str(path))} has the unknown scheme {scheme}: a store is a local folder, or s3://bucket/prefix"
         )
-    if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix) or {"", ".", ".."} & set(prefix.split("/")[1:]):
+    is_misread = bool(prefix) and not {"", ".", ".."}.isdisjoint(prefix.split("/"))
+    if not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix) or is_misread:
         raise NotAStoreError(
-            f"{path} is not a valid location: write s3://bucket/prefix, with letters, digits and . _ = / - only"
+            f"{redacted_name(str(path))} is not a valid location: "
+            "write s3://bucket/prefix, with letters, digits and . _ = / - only"
         )
     return ObjectPath(bucket, prefix)

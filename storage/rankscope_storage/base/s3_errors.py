@@ -22,23 +22,31 @@ _REASONS: Final = (
         "RequestTimeTooSkewed",
         "the clock of this machine differs from that of the server by too much: set the clock, for example with NTP",
     ),
-    ("[Cc]redential|169.254.169.254|metadata", NO_CREDENTIALS),
+    ("[Rr]edirect|AuthorizationHeaderMalformed", "the bucket is in another region: set AWS_REGION"),
+    (r"[Cc]redential|169\.254\.1(?:69\.254|70\.2)", NO_CREDENTIALS),
     (
-        "AccessDenied|Forbidden|403",
+        "AccessDenied|Forbidden",
         "the credentials lack a permission: allow s3:ListBucket, s3:GetObject, s3:PutObject and s3:DeleteObject",
     ),
-    ("[Rr]edirect|AuthorizationHeaderMalformed", "the bucket is in another region: set AWS_REGION"),
     (
-        "[Tt]imed? ?out|error sending request|[Cc]onnect",
+        "NotImplemented|501 Not Implemented",
+        "the server lacks a function of S3, such as If-None-Match: use Amazon S3, MinIO or Ceph",
+    ),
+    (
+        r"SlowDown|ServiceUnavailable|InternalError|\b50[0-4] [A-Z]",
+        "the server is overloaded or fails: try again later",
+    ),
+    (
+        r"\b[Tt]imed? ?out|error sending request|[Cc]onnect",  # not retry_timeout, which obstore prints always
         "the server does not answer: check the network and AWS_ENDPOINT_URL, then try again",
     ),
-    ("SlowDown|ServiceUnavailable|InternalError|50[0-9]", "the server is overloaded or fails: try again later"),
 )
 
 
 def known_reason(text: str) -> str | None:
     """Return the sentence for the text of an error of S3; None for an unknown error."""
-    return next((sentence for words, sentence in _REASONS if re.search(words, text)), None)
+    message = text.partition("\n\nDebug source")[0]
+    return next((sentence for words, sentence in _REASONS if re.search(words, message)), None)
 
 
 def reason(text: str) -> str:

@@ -126,8 +126,10 @@ class Bucket:
         probe = root / "_staging" / f"probe-{uuid.uuid4().hex}"
         try:
             self.put_if_absent(probe, b"1")  # reports an existing object if the answer to the first request was lost
-            is_created_again = self.put_if_absent(probe, b"2")
-            self.delete([probe])
+            try:
+                is_created_again = self.put_if_absent(probe, b"2")
+            finally:
+                self.delete([probe])
         except OSError as error:
             raise UnwritableError(f"cannot write to {root}: {error.strerror or error}") from error
         if is_created_again:

@@ -216,7 +216,9 @@ class Log:
         try:
             cls._try_create(root)
         except (DeltaError, OSError) as error:
-            if not has_entries(root):  # otherwise only the answer was lost, or another process created the table
+            with _delta_errors(root):
+                is_created = has_entries(root)
+            if not is_created:  # otherwise only the answer was lost, or another process created the table
                 raise StoreError(f"cannot create a store in {root}: {first_line(error)}") from error
         log = cls.open(root, sync)
         log.make_durable()

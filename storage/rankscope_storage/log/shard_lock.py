@@ -78,7 +78,7 @@ def _lock_files(root: Location) -> list[Path]:
 
 def _check_silence(root: Location) -> None:
     for commit in Log.open(root, sync_to_disk, may_be_older=True).history(HISTORY):
-        age = time.time() - commit["timestamp"] / 1000
+        age = time.time() - commit.get("timestamp", 0) / 1000  # other tools may write entries without it
         if SHARD in commit and age < SILENT_SECONDS:
             raise ShardLockError(
                 f"shard {commit[SHARD]} of {root} was written {age:.0f} s ago by {commit.get(OWNER)}: stop it, and try "
