@@ -168,18 +168,18 @@ class SparkConnection(contextlib.AbstractContextManager["SparkConnection"]):
         self._defined: set[str] = set()
         self._last: SparkFrame | None = None
 
-    def sql(self, query: str, params: Sequence[Any] | Mapping[str, Any] | None = None) -> SparkFrame:
+    def sql(self, query: str) -> SparkFrame:
         """Return the result of `query`, one SELECT, as a DataFrame of Spark.
 
-        `params` are the values of `?`, or of `:name`. Raises QueryError if Spark refuses the text; the message names
-        the constructs of DuckDB in it and their common forms.
+        Raises QueryError if Spark refuses the text; the message names the constructs of DuckDB in it and their common
+        forms.
         """
         with _errors(query):
             text = expanded(query, MACROS)
             self._check_selects(text)
             for name in needed_definitions(text, DEFINITIONS):
                 self._define(name)
-            found = self._session.sql(text, args=params)
+            found = self._session.sql(text)
         self._last = SparkFrame(found._jdf, self._session)  # noqa: SLF001 - pyspark has no other way to extend a result
         self._last.query = query
         return self._last

@@ -28,7 +28,7 @@ COMMON_FORMS: Final = (
     (r"\bunion\s+(?:all\s+)?by\s+name\b", "UNION BY NAME", "UNION ALL of columns in the same order"),
     (r"\bmaterialized\b", "MATERIALIZED", "no hint"),
     (r"\bunnest\s*\(", "unnest()", "the columns of a view"),
-    (r"\$\d|\$\w", "$name", "? for each value"),
+    (r"\$\d|\$\w", "$name", "the value"),
     (r"\b(?:strptime|strftime|time_bucket|date_diff)\s*\(", "functions of dates", "epoch(ts)"),
     (r"/", "a division by zero", "a / nullif(b, 0)"),
 )

@@ -36,7 +36,7 @@ REFUSED = [
     ("SELECT list(rank ORDER BY rank) FROM scalars", "array_sort(array_agg(x))"),
     ("SELECT * EXCLUDE (run) FROM scalars", "* EXCEPT (c)"),
     ("SELECT 1 UNION ALL BY NAME SELECT 2", "UNION ALL of columns"),
-    ("SELECT * FROM scalars WHERE run = $run", "? for each value"),
+    ("SELECT * FROM scalars WHERE run = $run", "the value"),
 ]
 
 
