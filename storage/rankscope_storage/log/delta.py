@@ -493,16 +493,18 @@ class Log:
         return self._read_entries(range(since + 1, self.version + 1))
 
     def _read_entries(self, versions: range) -> Iterator[Entry | None]:
-        if is_local(self.root) or len(versions) < _TOGETHER:
-            return (read_entry(entry(self.root, version)) for version in versions)
-        with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:  # a request takes tens of milliseconds
-            return iter(list(pool.map(lambda version: read_entry(entry(self.root, version)), versions)))
+        with _delta_errors(self.root):
+            if is_local(self.root) or len(versions) < _TOGETHER:
+                yield from (read_entry(entry(self.root, version)) for version in versions)
+            else:  # a request takes tens of milliseconds
+                with concurrent.futures.ThreadPoolExecutor(_TOGETHER) as pool:
+                    yield from list(pool.map(lambda version: read_entry(entry(self.root, version)), versions))
 
     def history(self, limit: int) -> list[dict[str, Any]]:
         """Return the commit information of the newest `limit` commits that are still in the Delta log, newest first."""
-        with _delta_errors(self.root):  # delta-rs would block all threads of Python meanwhile
-            found = self._read_entries(range(self.version, max(-1, self.version - limit), -1))
-            return [one.info for one in itertools.takewhile(lambda one: one is not None, found) if one is not None]
+        # Delta-rs would block all threads of Python meanwhile.
+        found = self._read_entries(range(self.version, max(-1, self.version - limit), -1))
+        return [one.info for one in itertools.takewhile(lambda one: one is not None, found) if one is not None]
 
     def add_missing_columns(self) -> list[str]:
         """Add the columns of the current schema that the store's Delta table does not have yet; return their names."""

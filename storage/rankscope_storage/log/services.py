@@ -3,8 +3,8 @@
 All of it is in the Delta log. Each commit of a service names its shard and its address. A service that commits nothing
 else commits its address every RENEW_SECONDS, so that a service without a commit for LEASE_SECONDS is dead. The
 transaction SERVICES has the number of services. The transaction MAINTENANCE has the shard whose service compacts,
-vacuums and removes expired rows: a count of its changes, and in the lowest 16 bits the number of the shard. Clocks of
-machines are not compared: each service measures the time since it has seen a commit.
+vacuums and removes expired rows: a count of its changes, and in the lowest 16 bits the number of the shard. Running
+services do not compare clocks of machines: each one measures the time since it has seen a commit.
 """
 
 from __future__ import annotations

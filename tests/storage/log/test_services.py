@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rankscope_storage.api.store import Batch
-from rankscope_storage.base.errors import RepeatedError, ServicesError, ShardLockError, ShardLostError
+from rankscope_storage.base.errors import RepeatedError, ServicesError, ShardLockError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.shards import Shard
 from rankscope_storage.log.delta import Log
@@ -104,6 +104,26 @@ def test_service_with_another_number_of_services_is_refused(store, batch, monkey
         store.claim("0/1", owner="pid 2", is_service=True).close()
         with pytest.raises(ShardLostError, match="were started with N = 1, and this one with N = 2"):
             old.append(batch(range(3)))
+
+
+def test_renewal_that_cannot_read_the_log_is_tried_again(store, batch, monkeypatch):
+    """A service ends after any error but StoreError."""
+
+    def fail(_):
+        raise OSError(5, "Input/output error")
+
+    with (
+        store.claim("0/2", owner="pid 0", is_service=True) as first,
+        store.claim("1/2", owner="pid 1", is_service=True) as second,
+    ):
+        second.join("http://1")
+        second.append(batch(range(2)))
+        with monkeypatch.context() as broken:
+            broken.setattr("rankscope_storage.log.delta.read_entry", fail)
+            with pytest.raises(StoreError, match="Input/output error"):
+                first.renew()
+
+        assert {1: "http://1"} == first.renew().addresses
 
 
 def test_clock_that_is_ahead_of_that_of_a_new_service_is_reported(store, monkeypatch):
