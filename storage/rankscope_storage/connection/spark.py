@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import duckdb
 import pyarrow as pa
 from py4j.java_gateway import is_instance_of
 from pyspark.errors import PySparkException
@@ -144,12 +143,13 @@ class SparkFrame(DataFrame):  # type: ignore[misc]  # pyspark is not installed w
             return self.toArrow()
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(duckdb.DuckDBPyRelation, name) and name not in self.columns:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
             raise AttributeError(
-                f"the result of a query with Spark is a DataFrame of Spark without {name}(): use df(), fetchall() or a "
+                f"the result of a query with Spark is a DataFrame of Spark without {name}: use df(), fetchall() or a "
                 "method of Spark"
-            )
-        return super().__getattr__(name)
+            ) from error
 
 
 class SparkConnection(contextlib.AbstractContextManager["SparkConnection"]):
