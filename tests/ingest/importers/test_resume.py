@@ -8,7 +8,7 @@ import pytest
 from tests.ingest.importers.conftest import logs_in
 
 from rankscope_ingest.importers import find_importer, importers, stored_scalars
-from rankscope_ingest.importers.common import resume
+from rankscope_ingest.importers.common import resume, runner
 from rankscope_storage.connection import connect
 
 ROWS = 2_300  # the decision about a log is final after 2,000 rows
@@ -176,6 +176,19 @@ def test_state_of_another_format_or_of_other_rules_is_not_used(logs, line, optio
 
     assert ("textlog", rows) == (report.source_kind, report.rows_stored)
     assert before + rows == logs.value("SELECT count(*) FROM scalars")
+
+
+def test_state_of_older_code_is_not_used(logs, monkeypatch):
+    """Its objects may have other attributes."""
+    log = logs.write("train.log", "".join(megatron_line(*row) for row in numbers(1)))
+    with monkeypatch.context() as older:
+        older.setattr(runner, "_STATES", runner._STATES - 1)
+        logs.import_again(log)
+    log.write_text(log.read_text() + megatron_line(1, 9000, 1.0, 0.1))
+    monkeypatch.setattr(resume._Decoder, "value", None)
+    report = logs.import_again(log)
+
+    assert 0 < report.rows_stored < 30
 
 
 @pytest.mark.parametrize("value", [{"a": [1, (2.5, None)]}, {1: {"x"}, None: math.inf}, [[], {}]])

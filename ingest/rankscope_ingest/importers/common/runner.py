@@ -146,6 +146,8 @@ def _first_difference(imported: pa.Table, stored: pa.Table) -> int | None:
 
 
 BATCH_ROWS: Final = 500_000
+_STATES: Final = 2
+"""Version of the states, increased whenever an object in them gets other attributes."""
 NO_END: Final = "imported from a log"
 """Reason of the state of a run whose log contains no end of the run."""
 
@@ -329,7 +331,8 @@ def source_of(
 
 def _key(kind: str, rules: Sequence[AnomalyRule], options: Options) -> str:
     """Return a text that changes with everything on which a state depends: release, format, rules and patterns."""
-    return hashlib.sha256(repr((__version__, kind, list(rules), options.pattern)).encode()).hexdigest()[:32]
+    parts = (__version__, _STATES, kind, list(rules), options.pattern)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @dataclasses.dataclass
