@@ -200,7 +200,8 @@ class _Column:
     def wide_differences(self, order: pa.Array | None) -> list[int] | None:
         """Return the rows, in the order `order`, whose difference from the row before them is wide.
 
-        None for lists and columns with nulls, where the differences of a row group are not those of its rows.
+        None for lists and columns with nulls, where the differences of a row group are not those of its rows, and if
+        row groups that begin behind them would be too short.
         """
         integers = _integers(self.values)
         if integers is None or pa.types.is_list(self.values.type):
@@ -209,8 +210,8 @@ class _Column:
         differences = np.diff(ordered.drop_null().to_numpy())  # they overflow as those of the encoder
         if int(differences.max()) - int(differences.min()) < _WIDE:
             return []
-        found: list[int] = (np.flatnonzero((differences < -_WIDE // 2) | (differences >= _WIDE // 2)) + 1).tolist()
-        return None if self.has_nulls else found
+        found = np.flatnonzero((differences < -_WIDE // 2) | (differences >= _WIDE // 2)) + 1
+        return None if self.has_nulls or len(found) > len(self.values) // _LONG_SERIES_ROWS else found.tolist()
 
     def rows(self, start: int, count: int, places: pa.Array | None) -> pa.Array:
         """Return values of this column for one row group of the file, or for fewer rows.

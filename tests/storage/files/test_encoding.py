@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,17 @@ def test_times_of_scalars_have_no_wide_differences(tmp_path, shape, shared, enco
     assert groups == file.num_row_groups
     assert all(1 == len(page_rows(tmp_path / "f", group, "ts")) for group in range(groups))
     assert Counter(table["ts"].to_pylist()) == Counter(file.read()["ts"].to_pylist())
+
+
+def test_memory_of_a_wide_difference_in_each_row_is_that_of_an_array():
+    table = scalars(1, 1, 50_000)
+    table = table.set_column(table.column_names.index("ts"), "ts", times(np.arange(50_000) ** 2 * 1_000_000))
+    tracemalloc.start()
+    try:
+        write_sorted(table, "scalars", io.BytesIO())
+        assert tracemalloc.get_traced_memory()[1] < 50 * table.num_rows
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=examples(60), deadline=None)
