@@ -41,7 +41,9 @@ def test_commands_read_and_write_a_store_in_a_bucket(command, bucket, s3_server,
     assert "4 files, " in command("store", "copy", f"s3://{bucket}/history", f"s3://{bucket}/copy")
     assert "\nb " in command("runs", "--store", f"s3://{bucket}/copy")
     assert "only copy has places" in command("store", "copy", "history", code=2)
-    assert "does not exist: create it" in command("runs", "--store", "s3://missing-bucket/history", code=1)
+    for arguments in (["runs"], ["summary", "b"], ["incidents"], ["store", "check"]):
+        refused = command(*arguments, "--store", "s3://missing-bucket/history", code=1)
+        assert "does not exist: create it" in refused.splitlines()[0]
     assert "needs a local store" in command("sql", "--emit-views", code=2)
     assert ["log.jsonl"] == [path.name for path in tmp_path.iterdir()]
     assert {"copy", "history"} == {key.partition("/")[0] for key in s3_server.objects(bucket)}

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from tests.object_store.proxy import Fault
 from tests.storage.conftest import make_batch
 from tests.storage.crashes.operations import rows
 
 from rankscope_storage.api.store import Store, is_store
-from rankscope_storage.base.errors import ShardLockError, ShardLostError, StoreError
+from rankscope_storage.base.errors import FilesGoneError, ShardLockError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.location import Location, located
 from rankscope_storage.connection import connect
@@ -135,6 +136,22 @@ def test_missing_credentials_are_named(location, monkeypatch):
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreError, match="there are no credentials"):
         Store.open(location, create=True)
+
+
+def test_query_of_a_bucket_reports_refusals_and_deleted_files_like_a_local_one(location, bucket, s3_proxy, s3_server):
+    Store.open(location, create=True).claim(owner="a").append(make_batch(range(3)))
+    with connect(location) as connection, connection.snapshot() as pinned:
+        s3_proxy.arm(Fault(kind="ExpiredToken", request="GET data", count=1000))
+        with pytest.raises(StoreError, match=r"^cannot access s3://.*the credentials have expired"):
+            connection.query(QUERIES[0])
+        s3_proxy.arm()
+        for key in s3_server.objects(bucket):
+            if "dataset=scalars" in key:
+                s3_server.delete(bucket, key)
+        with pytest.raises(duckdb.IOException, match="does not exist"):
+            connection.query(QUERIES[0])
+        with pytest.raises(FilesGoneError):
+            pinned.query(QUERIES[0])
 
 
 def test_copy_to_a_bucket_and_back_keeps_rows_and_watermarks(location, tmp_path, s3_proxy):

@@ -289,7 +289,9 @@ def _with_state(checkpoint: Path) -> Path:
 def _is_run(name: str, store: Location) -> bool:
     from rankscope_storage.api.store import is_store
 
-    if not is_store(store):
+    with store_errors():
+        is_readable = is_store(store)
+    if not is_readable:
         return False
     with open_store(store) as connection:
         return bool(connection.query("SELECT 1 AS found FROM runs WHERE run = $run", {"run": name}).num_rows)
@@ -299,7 +301,8 @@ def _has_store(path: Location) -> bool:
     from rankscope_contract.wire.spool import spool_folders
     from rankscope_storage.api.store import is_store
 
-    return is_store(path) or (isinstance(path, Path) and bool(spool_folders(path)))
+    with store_errors():
+        return is_store(path) or (isinstance(path, Path) and bool(spool_folders(path)))
 
 
 @contextlib.contextmanager

@@ -25,6 +25,13 @@ class TornLogError(StoreError):
     """An entry of the Delta log is incomplete, for example after a power failure."""
 
 
+class BucketError(StoreError, OSError):
+    """A request to a bucket failed; `strerror` names the reason. Code for errors of a disk handles it, too."""
+
+    def __str__(self) -> str:
+        return f"cannot access {self.filename}: {self.strerror}"
+
+
 class BatchError(StoreError):
     """Rows of a batch do not match the schema of their dataset."""
 

@@ -30,7 +30,7 @@ from rankscope_storage.connection.pool import (
     replacement,
 )
 from rankscope_storage.connection.view_binding import BoundViews
-from rankscope_storage.files.filesystem import source
+from rankscope_storage.files.filesystem import duckdb_errors, source
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.snapshot import RowRanges, Snapshot
 from rankscope_storage.query.column_scan import RowGroups, row_groups
@@ -324,15 +324,16 @@ class Connection(contextlib.AbstractContextManager["Connection"]):
         If DuckDB reports that a view does not exist, create all views and call `run` again. This happens, for example,
         if the name of a view is the value of a parameter.
         """
-        if not self._reads_only or not self._views.bind(query, parameters, self._snapshot):
-            self._views.bind_all_files(query, self._snapshot)
-        try:
-            return run()
-        except duckdb.CatalogException:
-            if self._views.are_complete:
-                raise
-            self._views.bind_all_files(None, self._snapshot)
-            return run()
+        with duckdb_errors():
+            if not self._reads_only or not self._views.bind(query, parameters, self._snapshot):
+                self._views.bind_all_files(query, self._snapshot)
+            try:
+                return run()
+            except duckdb.CatalogException:
+                if self._views.are_complete:
+                    raise
+                self._views.bind_all_files(None, self._snapshot)
+                return run()
 
 
 def _closed_copy(path: Location, version: int) -> Connection:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import functools
 import io
 import os
@@ -26,7 +27,7 @@ import pyarrow as pa
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
 from obstore.store import S3Store
 
-from rankscope_storage.base.errors import StoreError, UnwritableError
+from rankscope_storage.base.errors import BucketError, StoreError, UnwritableError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.location import ObjectPath
 from rankscope_storage.base.s3_errors import NO_CREDENTIALS, reason
@@ -187,17 +188,19 @@ def _status(bucket: str, found: Any) -> Status:
 
 @contextlib.contextmanager
 def _os_errors(path: ObjectPath) -> Iterator[None]:
-    """Raise errors of obstore as OSError, with one sentence that names the remedy."""
+    """Raise errors of obstore as BucketError; of missing and existing objects, as for local files."""
     try:
         yield
     except (NotFoundError, FileNotFoundError) as error:
         if "NoSuchBucket" not in str(error):
             raise FileNotFoundError(f"{path} does not exist") from None
-        raise OSError(5, reason(str(error))) from None
+        raise BucketError(errno.EIO, reason(str(error)), str(path)) from None
     except AlreadyExistsError:
         raise FileExistsError(f"{path} exists") from None
     except BaseError as error:
-        raise OSError(5, reason(str(error))) from None  # the text of obstore may contain signatures
+        raise BucketError(
+            errno.EIO, reason(str(error)), str(path)
+        ) from None  # the text of obstore may contain signatures
 
 
 class Ranges(io.RawIOBase):
@@ -255,10 +258,11 @@ class _DuckDBFiles(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return self._bucket.read_tail(_object(path))[0]
 
     def exists(self, path: str, **_: Any) -> bool:
-        try:
-            return self.size(path) >= 0
-        except FileNotFoundError:
-            return False
+        """Return True: DuckDB reads only files of the log, and reading a missing one raises FileNotFoundError."""
+        return True
+
+    def glob(self, path: str, **_: Any) -> list[str]:
+        return [path]
 
     def isfile(self, path: str) -> bool:
         return True

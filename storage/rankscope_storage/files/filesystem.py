@@ -7,14 +7,16 @@ A file never changes after it was written, except `rankscope.sql` and the hint f
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
 import duckdb
 
-from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.errors import BucketError, StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.location import Location, located
 from rankscope_storage.files.local import LocalFiles, Status
@@ -77,6 +79,23 @@ class FileSystem(Protocol):
 
     def attach(self, database: duckdb.DuckDBPyConnection) -> None:
         """Make `database` able to read the files."""
+
+
+_REQUEST: Final = re.compile(r"^[\w.]*(?:BucketError: cannot access (.+?): |FileNotFoundError: )(.+)$", re.MULTILINE)
+"""Pattern of the last line of a traceback, with which DuckDB reports an error of a file system in Python."""
+
+
+@contextlib.contextmanager
+def duckdb_errors() -> Iterator[None]:
+    """Convert errors of DuckDB about a bucket: to IOException for a missing object, otherwise to BucketError."""
+    try:
+        yield
+    except duckdb.Error as error:
+        if (found := _REQUEST.search(str(error))) is None:
+            raise
+        if found[1] is None:
+            raise duckdb.IOException(found[2]) from error
+        raise BucketError(errno.EIO, found[2], found[1]) from error
 
 
 _LOCAL: Final = LocalFiles(STAGING)

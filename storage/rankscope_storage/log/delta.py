@@ -602,6 +602,8 @@ def _delta_errors(root: Location) -> Iterator[None]:
         yield
     except CommitFailedError as error:
         raise ConflictError(f"commit to {root} refused: {first_line(error)}") from error
+    except StoreError:  # a BucketError is an OSError, too
+        raise
     except (DeltaError, OSError) as error:
         raise translated(error, root) from error
 

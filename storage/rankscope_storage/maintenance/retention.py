@@ -35,7 +35,7 @@ from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.location import Location
 from rankscope_storage.base.schema import conform
 from rankscope_storage.files.encoding import DataFile, coarsest, discard, read_file, write_file
-from rankscope_storage.files.filesystem import filesystem, source
+from rankscope_storage.files.filesystem import duckdb_errors, filesystem, source
 from rankscope_storage.files.sorting import SHARED_PREFIX, SORT_KEYS, file_mantissa_bits
 from rankscope_storage.log.delta import Change, Log
 from rankscope_storage.log.snapshot import LOG_TIME_STEP, Snapshot, divided
@@ -285,7 +285,7 @@ def _coded(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _database(root: Location) -> Iterator[duckdb.DuckDBPyConnection]:
     """Yield a separate DuckDB instance, whose temporary files are in a folder that is deleted at the end."""
     files = filesystem(root)
-    with files.scratch(root) as folder, duckdb.connect(config={"threads": 1}) as database:
+    with files.scratch(root) as folder, duckdb.connect(config={"threads": 1}) as database, duckdb_errors():
         files.attach(database)
         database.execute(
             f"SET TimeZone = 'UTC'; SET memory_limit = '{MEMORY_LIMIT}'; SET preserve_insertion_order = false"
