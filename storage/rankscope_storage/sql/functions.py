@@ -87,6 +87,19 @@ SCALAR_MACROS: Final = (
         "epoch_us(entered_at)::HUGEINT * 4294967296 + number",
         "(entered_at, number)",
     ),
+    # DuckDB takes the first of equal numbers that it reads; a struct of both would take twice as long.
+    _macro(
+        "lowest_at",
+        "at_place, of_number",
+        "min_by(at_place, of_number)",
+        "min_by(at_place, (of_number, at_place)) FILTER (WHERE of_number IS NOT NULL)",
+    ),
+    _macro(
+        "highest_at",
+        "at_place, of_number",
+        "max_by(at_place, of_number)",
+        "max_by(at_place, (of_number, -at_place)) FILTER (WHERE of_number IS NOT NULL)",
+    ),
     _macro("spanned_ranks", "spans", _SPANS, _SPARK_SPANS),
     _macro("number_by_rank", "ranks, numbers", "map(ranks, numbers)", "map_from_arrays(ranks, numbers)"),
     _macro(

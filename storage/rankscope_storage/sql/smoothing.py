@@ -110,9 +110,8 @@ placed AS (
   FROM point JOIN extent ON line IS NOT DISTINCT FROM of_line
 ),
 bucket AS (
-  SELECT line, min_by(place, (number, place)) FILTER (WHERE number IS NOT NULL) AS low_place, min(number) AS low,
-    max_by(place, (number, -place)) FILTER (WHERE number IS NOT NULL) AS high_place, max(number) AS high,
-    min(nan_place) AS nan_place
+  SELECT line, lowest_at(place, number) AS low_place, min(number) AS low,
+    highest_at(place, number) AS high_place, max(number) AS high, min(nan_place) AS nan_place
   FROM placed WHERE total > points GROUP BY line, bucket
 ),
 kept AS (
