@@ -76,7 +76,7 @@ def end(channels, services, step):
 
 
 async def test_number_of_services_changes_and_one_is_killed(start, ranks):
-    """An incident of each shard stays open meanwhile, and is one message. All ranks know only the first service."""
+    """An incident of each shard is open meanwhile, and is one message. All ranks know only the first service."""
     async with Receiver() as receiver:
         found = await asyncio.to_thread(_change_services, start, ranks, receiver)
         titles = sorted(title.partition(",")[0] for title in receiver.titles)

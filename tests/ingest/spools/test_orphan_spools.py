@@ -347,7 +347,7 @@ async def test_spools_are_claimed_in_groups_and_released_ones_come_last(root, mo
     assert ["dead-2", "dead-4"] == sorted(who.incarnation for who in then)
 
 
-async def test_rest_of_a_removed_spool_is_removed_and_one_of_another_service_is_left(root, caplog):
+async def test_rest_of_a_removed_spool_is_removed_that_of_another_service_is_not(root, caplog):
     """A reader that is killed while it removes a folder leaves the lock file alone in it."""
     (make_spool(root, "rest", 0).folder / "identity.json").unlink()
     other = make_spool(root, "other", 2, run="not mine").folder

@@ -48,7 +48,7 @@ def test_copy_has_one_version_of_a_store_that_is_written_meanwhile(commits, stor
 
 
 @pytest.mark.parametrize("place", ["source", "target"])
-def test_copy_repairs_a_damaged_file_of_the_target_and_refuses_one_of_the_source(place, store, writer, tmp_path):
+def test_copy_repairs_a_damaged_file_of_the_target_and_refuses_a_source(place, store, writer, tmp_path):
     target = tmp_path / "copy"
     copied = copy_store(store.root, target, sync_to_disk)
     for path in (target / "_delta_log").iterdir():

@@ -218,7 +218,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
         history, x = history.select(newest), x[newest]
     left_out, extent = stored - len(history), (float(x.min()), float(x.max())) if len(x) else None
     newest_attempt = int(history.attempt[history.stands].max(initial=0))
-    whole, visible = history, np.arange(len(x))
+    whole, visible, begins = history, np.arange(len(x)), np.append(0, restarts(history.attempt))
     if request.first is not None or request.last is not None:
         visible = _window(x, request)
         history, x = history.select(visible), x[visible]
@@ -229,7 +229,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
     return Curve(
         name=history.name,
         request=request,
-        lines=tuple(_line(whole, visible[rows], x[rows], width, request) for rows in parts),
+        lines=tuple(_line(whole, begins, visible[rows], x[rows], width, request=request) for rows in parts),
         nonfinite=_nonfinite(history, x),
         restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].tolist()),
         rows=len(history),
@@ -291,12 +291,11 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     return history, np.arange(len(history), dtype=np.float64)
 
 
-def _average(history: History, request: CurveRequest, rows: Integers) -> Floats:
-    """Return the chosen average at `rows`; NaN without one."""
+def _average(history: History, begins: Integers, rows: Integers, request: CurveRequest) -> Floats:
+    """Return the chosen average at `rows`; NaN without one. It begins again at each attempt, at the rows `begins`."""
     if request.smoothing is Smoothing.NONE or not len(rows):
         return np.broadcast_to(np.nan, len(rows))
-    starts = np.append(0, restarts(history.attempt))  # where averages begin again
-    own = slice(int(starts[np.searchsorted(starts, rows[0], "right") - 1]), int(rows[-1]) + 1)
+    own = slice(int(begins[np.searchsorted(begins, rows[0], "right") - 1]), int(rows[-1]) + 1)
     values, attempt, rows = history.value[own], history.attempt[own], rows - own.start
     decay = min(max(request.decay, 0.0), 0.9999)
     if request.smoothing is Smoothing.EMA:
@@ -352,8 +351,13 @@ def _rising_begins(x: Floats, width: float) -> Integers:
     return np.unique(np.searchsorted(x, edges, "left"))
 
 
-def _line(whole: History, rows: Integers, x: Floats, width: float | None, request: CurveRequest) -> Line:
-    """Return the points of one line over the `rows` of `whole`, with a NaN where the line must break."""
+def _line(
+    whole: History, begins: Integers, rows: Integers, x: Floats, width: float | None, *, request: CurveRequest
+) -> Line:
+    """Return the points of one line over the `rows` of `whole`, with a NaN where the line must break.
+
+    `begins` has the first row of each attempt of `whole`.
+    """
     history = whole if len(rows) == len(whole) else whole.select(rows)
     axis = request.axis
     kept, low, high = _drawn(history, x, width)
@@ -369,7 +373,7 @@ def _line(whole: History, rows: Integers, x: Floats, width: float | None, reques
         x=np.insert(x[kept], place, gap),
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),
-        smoothed=np.insert(_average(whole, request, rows[kept]), place, nothing),
+        smoothed=np.insert(_average(whole, begins, rows[kept], request), place, nothing),
         low=np.insert(low, place, nothing),
         high=np.insert(high, place, nothing),
     )
