@@ -257,7 +257,7 @@ def test_clean_up_deletes_old_entries_and_keeps_watermarks(store, writer, batch,
     assert [(CHECKPOINT_COMMITS + 11,)] == ask(connection, COUNT)
 
 
-@pytest.mark.parametrize("method", ["unlink", "write_text"])
+@pytest.mark.parametrize("method", ["unlink", "write_bytes"])
 def test_full_or_read_only_disk_raises_store_error(store, writer, batch, monkeypatch, method):
     writer.append(batch(range(3)))
     (store.root / "_staging" / "old.parquet").write_bytes(b"x")
