@@ -138,7 +138,7 @@ def test_missing_credentials_are_named(location, monkeypatch):
         Store.open(location, create=True)
 
 
-def test_query_of_a_bucket_reports_refusals_and_deleted_files_like_a_local_one(location, bucket, s3_proxy, s3_server):
+def test_query_of_a_bucket_reports_refusals_and_deleted_files(location, bucket, s3_proxy, s3_server):
     Store.open(location, create=True).claim(owner="a").append(make_batch(range(3)))
     with connect(location) as connection, connection.snapshot() as pinned:
         s3_proxy.arm(Fault(kind="ExpiredToken", request="GET data", count=1000))

@@ -32,6 +32,20 @@ _SHOWN_ERRORS: Final = 3
 
 Action = Literal["check", "stats", "compact", "retain", "repair", "upgrade", "copy"]
 By = Literal["dataset", "part", "run", "tier"]
+Places = Annotated[
+    list[str] | None,
+    typer.Argument(help="copy: the store to copy, and the place of the copy.", metavar="[FROM TO]", show_default=False),
+]
+Deep = Annotated[
+    bool, typer.Option("--deep", help="check, repair: decode every value; check: search for duplicate rows.")
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="repair: also drop missing files from the log even if a disk may be offline.")
+]
+Rewrite = Annotated[
+    bool, typer.Option("--rewrite", help="compact: also rewrite all files with an older encoding of integers.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="retain, repair: only print the actions.")]
 Days = Annotated[
     float | None, typer.Option(min=0, help="retain: days to keep raw tensor statistics.", show_default=False)
 ]
@@ -42,24 +56,12 @@ RollupDays = Annotated[float | None, typer.Option(min=0, help="retain: days to k
 
 def store(
     action: Annotated[Action, typer.Argument(help="check, stats, compact, retain, repair, upgrade or copy.")],
-    places: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="copy: the store to copy, and the place of the copy.", metavar="[FROM TO]", show_default=False
-        ),
-    ] = None,
+    places: Places = None,
     store: Folder = Path("history"),
-    deep: Annotated[
-        bool, typer.Option("--deep", help="check, repair: decode every value; check: search for duplicate rows.")
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="repair: also drop missing files from the log even if a disk may be offline."),
-    ] = False,
-    rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="compact: also rewrite all files with an older encoding of integers.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="retain, repair: only print the actions.")] = False,
+    deep: Deep = False,
+    force: Force = False,
+    rewrite: Rewrite = False,
+    dry_run: DryRun = False,
     days: Days = None,
     scalars_days: ScalarsDays = None,
     samples_days: SamplesDays = None,

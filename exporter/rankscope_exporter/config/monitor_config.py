@@ -419,7 +419,8 @@ The function raises ConfigError for a wrong value. A setting follows those that 
 
 OTHER_VARIABLES: Final = frozenset(
     "BENCH BIN COMMITS COMPATIBLE CRASHES EXAMPLES FLEET FUZZ GPU GRAFANA HISTORY HOUR KILL NOTIFY "  # noqa: SIM905
-    "PAGES PEERS PROMETHEUS READERS REQUIRE RETENTION RULES SHARED SOAK SQL STORE TEST THOROUGH UPDATE".split()
+    "PAGES PEERS PROMETHEUS RADOSGW READERS REQUIRE RETENTION RULES SCALE SEED SERVE SERVICES SHARED SOAK SPARK SQL "
+    "STORE TEST THOROUGH UPDATE".split()
 )
 """First words, after the prefix, of the variables that only commands, service, boards and tests of Rankscope read."""
 

@@ -164,6 +164,8 @@ CALLBACKS: dict[str, Factory] = {name: callback_of(name) for name in ("huggingfa
 """The callbacks by module. A trainer is imported when a test needs it, because each test process collects this file."""
 SINKS: dict[type[Any], Factory] = {kind: sink_of(kind) for kind in OUR_SINKS}
 LIVE: dict[Any, Factory] = {Monitor: attached, PhaseContext: phase, TrainerMon: trainer_mon, **CALLBACKS, **SINKS}
+UNIMPORTED = {"Monitor": Monitor, "Location": Path, "SparkConnection": object}
+"""Types that modules import only for the checker of types. Spark, which is not installed here, has no copies."""
 ELSEWHERE = {Connection: "tests/storage/connection/test_connection.py", OpenedRun: "tests/cli/test_report.py"}
 ABSTRACT = {Sink, CopiesDoNothing, OpenPhases}
 """Base classes of the classes above, and a part of the monitor."""
@@ -189,7 +191,7 @@ def returned(found: Any) -> Iterator[type[Any]]:
     functions = [getattr(member, "fget", member) for name, member in members if not name.startswith("_")]
     functions = [item for item in functions if isinstance(item, types.FunctionType)]
     functions = [item for item in functions if item.__module__.startswith("rankscope")]
-    hints = [typing.get_type_hints(item, localns={"Monitor": Monitor}).get("return") for item in functions]
+    hints = [typing.get_type_hints(item, localns=UNIMPORTED).get("return") for item in functions]
     for hint in [*hints, *(typing.get_type_hints(found).values() if is_dataclass(found) else ())]:
         yield from ours(hint)
 

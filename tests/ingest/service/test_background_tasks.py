@@ -18,6 +18,7 @@ from rankscope_ingest.http.pages import Pages
 from rankscope_ingest.live.tails import LiveTails
 from rankscope_ingest.network.connections import _Connections
 from rankscope_ingest.notify.announcer import Announcer
+from rankscope_ingest.pipeline.maintenance_schedule import MaintenanceSchedule
 from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.remote_write.handler import RemoteWrite
 from rankscope_ingest.scrape.discovery import ExporterList
@@ -30,6 +31,7 @@ TASKS = {  # Each background task of the service, and a method of it that raises
     "closing late connections": (_Connections, "sweep"),
     "decoding a remote-write request": (RemoteWrite, "_decode_body"),
     "following logs": (WatchSession, "run"),
+    "maintenance of the store": (MaintenanceSchedule, "run"),
     "notifying of an incident": (Announcer, "_commit_and_send"),
     "notifying of an incident of a log": (Announcer, "_commit_and_send"),
     "opening a connection": (_Connections, "_start"),
@@ -41,7 +43,7 @@ TASKS = {  # Each background task of the service, and a method of it that raises
     "sending live updates to a page": (LiveTails, "changed"),
 }
 
-AWAITED = {"base/background.py": 1, "service/service.py": 5, "watch/watcher.py": 1}
+AWAITED = {"base/background.py": 1, "service/service.py": 6, "watch/watcher.py": 1}
 """Numbers of tasks by file that their function awaits, so that errors are raised there."""
 
 SOURCES = Path(rankscope_ingest.__file__).parent
