@@ -84,7 +84,7 @@ def named(method: str, target: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Proxy:
-    """A proxy of the server at `server`, http://host:port, in a thread of its own.
+    """A proxy of the server at `server`, http://host:port, in a separate thread.
 
     `requests` has the names of all requests since `arm`; `changes` has those of them that changed the server. `victim`
     returns the process that a fault kills. While `aged`, all objects appear to be from 2023.

@@ -50,7 +50,7 @@ RING_FILL_HEADER: Final = "Rankscope-Ring-Fill"  # uncommitted share of the ring
 STATE_HEADER: Final = "Rankscope-State"  # running or draining
 LOST_HEADER: Final = "Rankscope-Lost"  # "a-b": requested seqs that the ring no longer contains
 
-# Header of the status 307 of a registration, whose Location is the service of the run.
+# Header of the status 307 of a registration. Its Location is the service of the run.
 SHARD_HEADER: Final = "Rankscope-Shard"
 
 STATE_RUNNING: Final = "running"

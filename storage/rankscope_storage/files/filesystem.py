@@ -45,7 +45,7 @@ class FileSystem(Protocol):
         """Return the status of the file at `path`; None if it does not exist."""
 
     def size(self, path: Any) -> int:
-        """Return the size of the data file at `path` in bytes. A file that will be read needs no request of its own."""
+        """Return the size of the data file at `path` in bytes. A file that will be read needs no further request."""
 
     def list(self, folder: Any, pattern: str = "*") -> list[Status]:
         """Return the files below `folder` that match `pattern`, in the order of names. A star matches no slash."""

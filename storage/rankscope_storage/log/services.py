@@ -27,7 +27,8 @@ SERVICES: Final = "services"
 MAINTENANCE: Final = "maintenance"
 ADDRESS: Final = "rankscopeService"
 """Key in the commit information: the URL of the service, empty before it listens. Commits of other writers lack it."""
-_NUMBER_BITS: Final = 16
+_SHARD_BITS: Final = (1 << 16) - 1
+"""Bits of the transaction MAINTENANCE that have the number of the shard."""
 
 
 def service_count(log: Log) -> int:
@@ -91,14 +92,14 @@ def service_owners(log: Log) -> list[ServiceOwner]:
     for info in log.history(HISTORY):
         if ADDRESS in info:
             newest.setdefault(info[SHARD], info)
-    maintaining = (log.transaction(MAINTENANCE) or 0) & ((1 << _NUMBER_BITS) - 1)
+    maintaining = Shard((log.transaction(MAINTENANCE) or 0) & _SHARD_BITS, service_count(log))
     return [
         ServiceOwner(
-            shard=Shard.parse(shard),
+            shard=(parsed := Shard.parse(shard)),
             owner=str(info[OWNER]),
             url=str(info[ADDRESS]),
             seconds_ago=time.time() - info["timestamp"] / 1000,
-            is_maintaining=Shard.parse(shard) == Shard(maintaining, service_count(log)),
+            is_maintaining=parsed == maintaining,
         )
         for shard, info in sorted(newest.items())
     ]
@@ -141,10 +142,10 @@ class Services:
 
     def maintains(self, number: int | None) -> bool:
         """Return whether this service maintains the store, from the number of the transaction MAINTENANCE."""
-        return number is not None and number & ((1 << _NUMBER_BITS) - 1) == self.shard.number
+        return number is not None and number & _SHARD_BITS == self.shard.number
 
     def next_maintainer(self, number: int | None) -> int | None:
         """Return the number with which this service takes over the maintenance; None if its service is alive."""
-        if number is not None and number & ((1 << _NUMBER_BITS) - 1) in self.addresses():
+        if number is not None and number & _SHARD_BITS in self.addresses():
             return None
-        return ((((number or 0) >> _NUMBER_BITS) + 1) << _NUMBER_BITS) | self.shard.number
+        return (((number or 0) | _SHARD_BITS) + 1) | self.shard.number
