@@ -39,6 +39,20 @@ def test_services_of_a_bucket_know_each_other_and_are_fenced(bucket, s3_proxy):
     assert ["HEAD entry"] == requests  # while no service commits
 
 
+def test_single_service_of_a_bucket_is_seen_while_it_is_idle(bucket):
+    store = Store.open(f"s3://{bucket}/history", create=True)
+    with store.claim(owner="pid 1", is_service=True) as single:
+        single.join("http://1")
+        single.renew()
+        with pytest.raises(
+            ServicesError, match=r"N = 1, and this one has the shard 1/2: .* 0/1, pid 1, last commit 0 s"
+        ):
+            store.claim("1/2", owner="pid 2", is_service=True)
+        store.claim(owner="pid 3", is_service=True).close()
+        with pytest.raises(ShardLostError, match=r"shard 0/1 of .* was taken over by pid 3"):
+            single.renew()
+
+
 def test_killed_service_continues_in_a_bucket(bucket, start, ranks):
     services = start(2, store=f"s3://{bucket}/history")
     channels = ranks(services[0])

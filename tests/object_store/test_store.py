@@ -17,7 +17,7 @@ from rankscope_storage.base.errors import FilesGoneError, ShardLockError, ShardL
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.location import Location, located
 from rankscope_storage.connection import connect
-from rankscope_storage.log.delta import Log
+from rankscope_storage.log.delta import CHECKPOINT_COMMITS, Log
 from rankscope_storage.maintenance import compaction, vacuum
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
@@ -86,6 +86,21 @@ def test_store_in_a_bucket_has_the_life_of_a_local_one(location, tmp_path: Path,
     local = tmp_path / "store"
 
     assert life(local, lambda: age(local)) == life(location, lambda: setattr(s3_proxy, "aged", True))
+
+
+def test_watermarks_of_a_thousand_ranks_take_one_request_each(location, s3_proxy):
+    """After a restart, the service asks for those of all ranks, in the thread that also stores their rows."""
+    store = Store.open(location, create=True)
+    with store.claim(owner="a") as writer:
+        for seq in range(12):  # with a checkpoint
+            writer.append(make_batch([seq], incarnation=f"i{seq}"))
+    with store.claim(owner="b") as writer:
+        s3_proxy.arm()
+        found = [writer.watermark(f"i{number}") for number in range(20)]
+
+    assert [*range(12), *[-1] * 8] == found
+    assert 20 == s3_proxy.requests.count("HEAD entry")
+    assert len(s3_proxy.requests) <= 20 + 3 + CHECKPOINT_COMMITS
 
 
 def test_older_owner_is_refused_and_a_silent_one_is_not_waited_for(location):

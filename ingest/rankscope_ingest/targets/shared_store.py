@@ -45,7 +45,7 @@ class SharedStore:
         self._is_asked = asyncio.Event()  # a rank waits for the service of another shard, which may have started
         self._budget = ReadBudget(_RANKS_SECONDS, clock=time.monotonic)
         self._ranks: Sequence[Mapping[str, Any]] = ()
-        self.membership = Membership(addresses={}, is_maintaining=self.shard.count == 1, version=0)
+        self.membership = Membership(addresses={}, is_maintaining=not writer.is_renewed, version=0)
         self.trouble: str | None = None
         """The error of the last renewal, or None if it succeeded."""
 
@@ -55,7 +55,7 @@ class SharedStore:
         Raises ShardLostError if another service has taken over the shard, or if the number of services was changed.
         """
         self._writer.join(url)
-        while self.shard.count > 1:
+        while self._writer.is_renewed:
             try:
                 self.membership, self.trouble = await asyncio.to_thread(self._writer.renew), None
             except ShardLostError:

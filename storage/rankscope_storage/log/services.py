@@ -1,7 +1,8 @@
 """Services that share one store: their addresses, their number, and the lease of the one that maintains the store.
 
 All of it is in the Delta log. Each commit of a service names its shard and its address. A service that commits nothing
-else commits its address every RENEW_SECONDS, so that a service without a commit for LEASE_SECONDS is dead. The
+else commits its address every RENEW_SECONDS, so that a service without a commit for LEASE_SECONDS is dead. A single
+service does so only if it has no file lock. The
 transaction SERVICES has the number of services. The transaction MAINTENANCE has the shard whose service compacts,
 vacuums and removes expired rows: a count of its changes, and in the lowest 16 bits the number of the shard. Running
 services do not compare clocks of machines: each one measures the time since it has seen a commit.

@@ -246,13 +246,14 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._checkpoints = Checkpointer(log.root, sync)
         self._turn = threading.Lock()
         self._watermarks: dict[str, int] = {}
+        self._has_all_watermarks = False
         self._seen_version = log.version
         self._unknown: list[_PendingCommit] = []  # commits that failed without a result
         self._found: dict[int, _PendingCommit] = {}  # such commits that are in the log after all, by id of their batch
         self._service = Shard.parse(shard) if is_service else None
         self._receipts: dict[str, None] = {}  # of requests that a service of the store has stored, the oldest first
-        self._services: Services | None = None  # of a store that several services share
-        if self._service is not None and self._service.count > 1:
+        self._services: Services | None = None  # of a store that several services share, or that has no locks
+        if self._service is not None and (self._service.count > 1 or not lock.is_held):
             self._services = Services(self._service)
             self._maintainer = log.transaction(MAINTENANCE)  # a call takes several requests in a bucket
             self._see(reversed(log.history(HISTORY)))
@@ -298,7 +299,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         """
         with self._turn:
             if refresh:
-                self._refresh()
+                self._refresh_if_newer()
             return self._known_watermark(incarnation)
 
     def commit_info(self, key: str, commits: int) -> list[str]:
@@ -320,6 +321,11 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         with self._turn:
             self._info |= {ADDRESS: url} if self._service is not None else {}
 
+    @property
+    def is_renewed(self) -> bool:
+        """True for a service that commits while it is idle: it has no lock, or shares the store."""
+        return self._services is not None
+
     def renew(self) -> Membership:
         """Return the services that share the store, after a commit with the address of this one if it is due.
 
@@ -327,8 +333,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         ShardLostError if another service owns the shard.
         """
         with self._turn:
-            if self._unknown or self._log.version != self._seen_version or not self._log.is_newest:
-                self._refresh()
+            self._refresh_if_newer()
             if self._services is None:
                 return Membership(addresses={}, is_maintaining=True, version=self._log.version)
             number = self._services.next_maintainer(self._maintainer)
@@ -353,6 +358,11 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _refresh_if_newer(self) -> None:
+        """Refresh if the log has a new entry; without one, this takes one request in a bucket."""
+        if self._unknown or self._log.version != self._seen_version or not self._log.is_newest:
+            self._refresh()
 
     def _refresh(self) -> None:
         """Refresh the handle on the Delta log and the watermarks.
@@ -385,6 +395,7 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._log.fsync_to_version()  # a killed writer of another shard may have stored rows that we acknowledge now
         if moved is None:
             self._watermarks.clear()
+            self._has_all_watermarks = False
         else:
             self._watermarks.update(watermarks_of(moved))
         self._seen_version = self._log.version
@@ -497,7 +508,11 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
         self._watermarks.update(pending.watermarks)
 
     def _known_watermark(self, incarnation: str) -> int:
-        if incarnation not in self._watermarks:
+        if incarnation not in self._watermarks and not self._has_all_watermarks:
+            found = self._log.transactions()
+            self._has_all_watermarks = found is not None
+            self._watermarks = watermarks_of(found or {}) | self._watermarks  # it has commits that the handle lacks
+        if incarnation not in self._watermarks and not self._has_all_watermarks:
             stored = self._log.transaction(watermark_transaction(incarnation))
             self._watermarks[incarnation] = NOTHING if stored is None else stored
-        return self._watermarks[incarnation]
+        return self._watermarks.get(incarnation, NOTHING)

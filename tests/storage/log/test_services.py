@@ -84,25 +84,35 @@ def no_locks(*arguments):
 
 
 @pytest.mark.parametrize("are_locked", [True, False])
-def test_service_with_another_number_of_services_is_refused(store, batch, monkeypatch, are_locked):
+@pytest.mark.parametrize(("running", "started"), [("1/2", "0/1"), ("0/1", "0/2"), ("0/1", "1/2"), ("0/4", "0/2")])
+def test_service_with_another_number_of_services_is_refused(store, batch, monkeypatch, running, started, are_locked):
     """Without file locks, a service runs if its last commit is recent; later, the new number ends it.
 
-    An import takes its shard in neither case.
+    An idle service therefore commits without locks, also a single one. An import takes its shard in neither case.
     """
     if not are_locked:
         monkeypatch.setattr("rankscope_storage.log.shard_lock.fcntl.flock", no_locks)
-    with store.claim("1/2", owner="pid 1", is_service=True) as old:
+    counts = [Shard.parse(shard).count for shard in (running, started)]
+    with store.claim(running, owner="pid 1", is_service=True) as old:
         store.claim("0/3", owner="an import").close()
-        with pytest.raises(ServicesError, match="N = 2, and this one has the shard 0/1: a service of the shard 1/2, p"):
-            store.claim("0/1", owner="pid 2", is_service=True)
-        with pytest.raises(ShardLockError, match="--shard 2/3"):
-            store.claim("1/2", owner="an import")
+        old.join("http://1")
+        old.renew()
+        monkeypatch.setattr("rankscope_storage.log.services.RENEW_SECONDS", 0.0)
+        versions = [Log.open(store.root, sync_to_disk).version for _ in range(2) if old.renew().is_maintaining]
+        assert (counts[0] > 1 or not are_locked) == versions[1] - versions[0]
+        reason = f"N = {counts[0]}, and this one has the shard {started}: a service of the shard {running}, pid 1"
+        with pytest.raises(ServicesError, match=reason):
+            store.claim(started, owner="pid 2", is_service=True)
+        with pytest.raises(ShardLockError, match=f"--shard {counts[0]}/{counts[0] + 1}"):
+            store.claim(running, owner="an import")
         old.append(batch(range(2)))
         for lock in (store.root / "_shards").iterdir():  # as from another machine, after one lease
             lock.unlink()
         monkeypatch.setattr("rankscope_storage.log.services.LEASE_SECONDS", 0.0)
-        store.claim("0/1", owner="pid 2", is_service=True).close()
-        with pytest.raises(ShardLostError, match="were started with N = 1, and this one with N = 2"):
+        store.claim(started, owner="pid 2", is_service=True).close()
+        with pytest.raises(
+            ShardLostError, match=f"were started with N = {counts[1]}, and this one with N = {counts[0]}"
+        ):
             old.append(batch(range(3)))
 
 

@@ -15,6 +15,7 @@ from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Change, Log
+from rankscope_storage.log.entries import newest_checkpoint
 
 COUNT = "SELECT count(*) FROM scalars"
 
@@ -137,6 +138,24 @@ def test_changed_transactions_is_none_after_clean_up_of_an_entry(store, writer, 
     (store.root / "_delta_log" / "00000000000000000003.json").unlink()
 
     assert log.changed_transactions(2) is None
+
+
+def test_all_transactions_are_those_of_checkpoint_and_entries(store, batch):
+    counts = []
+    for owner in "abc":
+        with store.claim(owner=owner) as writer:
+            for number in range(7):
+                writer.append(batch([number], incarnation=f"i{number}-{len(counts)}"))
+        log = Log.open(store.root, sync_to_disk)
+        found = log.transactions()
+        assert {name: log.transaction(name) for name in found} == found
+        counts.append((len(found), log.transaction("ingest:0/1"), newest_checkpoint(store.root) >= 0))
+
+    assert [(8, 8, False), (15, 16, True), (22, 24, True)] == counts
+    for checkpoint in (store.root / "_delta_log").glob("*.checkpoint.parquet"):
+        checkpoint.unlink()  # as by vacuum, while the handle is open
+
+    assert log.transactions() is None
 
 
 GENUINE = Log.commit
