@@ -43,6 +43,7 @@ class Plan:
     flapping: int
     report_seconds: float
     max_body_bytes: int = 8 << 20
+    run: str = "fleet"
 
 
 @dataclass(slots=True)
@@ -257,14 +258,14 @@ class Fleet:
 
     def _registration(self, rank: Rank) -> Registration:
         return Registration(
-            run="fleet",
+            run=self.plan.run,
             rank=rank.number,
             world_size=len(self.ranks),
             local_rank=rank.number % 8,
             host=f"node-{rank.number // 8}",
             pid=10_000 + rank.number,
             incarnation=rank.incarnation,
-            launch_id="fleet",
+            launch_id=self.plan.run,
             url=f"http://127.0.0.1:{rank.port}",
             state="draining" if rank.is_draining else "running",
             head=rank.head,

@@ -33,16 +33,24 @@ class Sample:
 
 
 class Service:
-    """A service process and its store below `folder`."""
+    """A service process and its store below `folder`, or the service of `shard` of a store that is at `bucket`."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Mapping[str, object]],
+        *,
+        bucket: str | None = None,
+        shard: str = "0/1",
+    ) -> None:
         self.store = folder / "store"
         self.url = f"http://127.0.0.1:{_free_port()}"
-        written = {**settings, "store": {"path": str(self.store)}, "service": {"listen": self.url[7:]}}
-        config = folder / "service.toml"
+        section = {"path": bucket or str(self.store), "shard": shard}
+        written = {**settings, "store": section, "service": {"listen": self.url[7:]}}
+        config = folder / f"service-{shard.replace('/', '-')}.toml"
         config.write_text("\n".join(_section(name, values) for name, values in written.items()))
         command = [sys.executable, *_profiled(), "-m", "rankscope", "serve", str(config), "--quiet"]
-        self._log = (folder / "service.log").open("w")
+        self._log = config.with_suffix(".log").open("w")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self._await_health()
 
