@@ -39,14 +39,14 @@ def ranks():
 
 
 @pytest.fixture
-def start(tmp_path, free_port, another_port):
+def start(tmp_path, free_port):
     """Return a function that starts the services of one store, on the same ports each time."""
     running = []
 
     def start_them(count, **settings):
-        ports = [free_port, another_port][:count]
         running[:] = [
-            ServiceProcess(tmp_path, port, shard=f"{number}/{count}", **settings) for number, port in enumerate(ports)
+            ServiceProcess(tmp_path, free_port + number, shard=f"{number}/{count}", **settings)
+            for number in range(count)
         ]
         for service in running:
             service.start()
@@ -172,7 +172,8 @@ async def test_faults_give_equal_events_incidents_and_messages(start, ranks, tmp
     titles, events = await _faults(start, ranks, 1)
     (tmp_path / "store").rename(tmp_path / "first")
 
-    assert (titles, events) == await _faults(start, ranks, 2)
+    assert {0, 1, 2, 3} == {Shard(0, 4).of(run).number for run in CORPUS}
+    assert (titles, events) == await _faults(start, ranks, 4)
     assert 5 == len(titles)
     assert {"anomaly": 4, "exit": 5, "note": 1, "opened": 5, "notified": 5}.items() <= Counter(
         event["state"] or event["type"] for event in events
