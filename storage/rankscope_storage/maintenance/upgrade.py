@@ -170,17 +170,20 @@ def upgrade(root: Location, sync: Sync) -> UpgradeReport:
         return UpgradeReport(is_converted=False)
     with all_shards(root, "rankscope store upgrade"):
         log.begin_upgrade()
-        change = None
-        if log.transaction(TRANSACTION) != STORE_VERSION:
-            change = log.replace_files(lambda: _conversion(log, sync), tries=_TRIES)
+        change = log.replace_files(lambda: _conversion(log, sync), tries=_TRIES)
         log.end_upgrade()
     write_sql_script(root)
     added = () if change is None else change.added
     return UpgradeReport(files=len(added), rows=sum(file.rows for file in added))
 
 
-def _conversion(log: Log, sync: Sync) -> Change:
-    """Write the files with changed rows, and return the change that replaces the old ones and stops other services."""
+def _conversion(log: Log, sync: Sync) -> Change | None:
+    """Write the files with changed rows, and return the change that replaces the old ones and stops other services.
+
+    Returns None if another process has converted the files, as two processes can do at the same time in a bucket.
+    """
+    if log.transaction(TRANSACTION) == STORE_VERSION:
+        return None
     taken = {name: number + 1 for name, number in shard_numbers(log).items()}
     added: list[DataFile] = []
     removed: list[DataFile] = []

@@ -18,6 +18,7 @@ from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Log
 from rankscope_storage.log.shard_lock import ShardLock
+from rankscope_storage.maintenance import upgrade as module
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.upgrade import upgrade
 
@@ -58,8 +59,20 @@ def plain(value: object) -> object:
     return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
-def test_every_view_and_macro_answers_as_before(root):
-    upgrade(root, sync_to_disk)
+@pytest.mark.parametrize("is_raced", [False, True])
+def test_every_view_and_macro_answers_as_before(root, is_raced, monkeypatch):
+    """Another upgrade may run at the same time: a bucket has no locks."""
+    genuine = module.write_file
+
+    def write_after_the_other(*arguments, **options):
+        monkeypatch.setattr(module, "write_file", genuine)
+        assert upgrade(root, sync_to_disk).files == 5
+        return genuine(*arguments, **options)
+
+    if is_raced:
+        monkeypatch.setattr(module, "write_file", write_after_the_other)
+
+    assert (0 if is_raced else 5) == upgrade(root, sync_to_disk).files
     with connect(root) as connection:
         for query, columns, rows in expected_answers():
             chosen = ", ".join(f'"{name}"' for name in columns) or "*"
