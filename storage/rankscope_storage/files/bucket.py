@@ -16,7 +16,7 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -31,7 +31,7 @@ from rankscope_storage.base.errors import BucketError, StoreError, UnwritableErr
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.location import ObjectPath
 from rankscope_storage.base.s3_errors import NO_CREDENTIALS, reason
-from rankscope_storage.files.local import Status
+from rankscope_storage.files.local import Status, delete_each
 
 _TAIL_BYTES: Final = 128 * 1024
 """Number of bytes at the end of an object that the first request reads: the footer, and all of a small file."""
@@ -111,9 +111,11 @@ class Bucket:
 
     def delete(self, paths: Iterable[ObjectPath]) -> None:
         keys = [path.key for path in paths]
-        for start in range(0, len(keys), _DELETED_TOGETHER):
-            with contextlib.suppress(FileNotFoundError), _os_errors(ObjectPath(self._name, keys[start])):
-                obstore.delete(self._store, keys[start : start + _DELETED_TOGETHER])
+        delete_each(self._delete, (keys[n : n + _DELETED_TOGETHER] for n in range(0, len(keys), _DELETED_TOGETHER)))
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        with _os_errors(ObjectPath(self._name, keys[0])):
+            obstore.delete(self._store, keys)
 
     def move(self, root: ObjectPath, path: ObjectPath, target: ObjectPath, sync: Sync) -> None:
         with _os_errors(path):

@@ -57,7 +57,7 @@ class FileSystem(Protocol):
         """Write the file at `path` unless it exists; return whether it was written."""
 
     def delete(self, paths: Iterable[Any]) -> None:
-        """Delete the files at `paths`. Missing files are ignored."""
+        """Delete the files at `paths`. Missing files are ignored; the first other error is raised at the end."""
 
     def move(self, root: Any, path: Any, target: Any, sync: Sync) -> None:
         """Move the file at `path` to `target`, in the same store at `root`; durable on return."""

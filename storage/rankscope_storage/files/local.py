@@ -11,13 +11,15 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TypeVar
 
 import duckdb
 
 from rankscope_storage.base.errors import NotAStoreError, UnwritableError
 from rankscope_storage.base.fsync import Sync, make_folders
 from rankscope_storage.base.location import Location
+
+T = TypeVar("T")
 
 _NO_HARD_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
@@ -33,6 +35,20 @@ class Status:
     size: int
     modified: float
     identity: tuple[object, ...] = ()
+
+
+def delete_each(delete: Callable[[T], object], items: Iterable[T]) -> None:
+    """Call `delete` for each of `items`, also after an error, and raise the first error then. Ignore missing files."""
+    errors = []
+    for item in items:
+        try:
+            delete(item)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class LocalFiles:
@@ -98,11 +114,7 @@ class LocalFiles:
         return True
 
     def delete(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        delete_each(lambda path: shutil.rmtree(path) if path.is_dir() else path.unlink(), paths)
 
     def move(self, root: Path, path: Path, target: Path, sync: Sync) -> None:
         make_folders(target.parent, root, sync)

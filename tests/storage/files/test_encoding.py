@@ -341,17 +341,20 @@ def test_file_gets_its_name_only_after_fsync(root):
 
 
 def test_discard_deletes_files_and_is_idempotent(root, monkeypatch):
-    """On a disk that became read-only, the error of the write is the important one."""
+    """If a file cannot be deleted, the others are, and the error of the write is the important one."""
+    file, other = (write_file(root, "tensor_stats", "p", rows_of(step=[1]), sync_to_disk) for _ in range(2))
+    genuine = Path.unlink
 
     def refuse(path, missing_ok=False):
-        raise OSError(errno.EROFS, "Read-only file system")
+        if path == root / file.path:
+            raise OSError(errno.EROFS, "Read-only file system")
+        genuine(path, missing_ok)
 
-    file = write_file(root, "tensor_stats", "p", rows_of(step=[1]), sync_to_disk)
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.unlink", refuse)
-        discard(root, [file])
+        discard(root, [file, other])
 
-    assert (root / file.path).exists()
+    assert [True, False] == [(root / one.path).exists() for one in (file, other)]
     discard(root, [file, file])
     assert not (root / file.path).exists()
 
