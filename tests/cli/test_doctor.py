@@ -237,6 +237,13 @@ def test_each_shard_has_its_service_or_a_command_that_starts_it(tmp_path):
     assert "WARN  the service of the shard 1/3 is dead: http://h:1" in report(healthy_environment(), tmp_path)
 
 
+def test_missing_store_in_a_bucket_is_created_by_the_service(bucket):
+    found = report(healthy_environment(), f"s3://{bucket}/history")
+
+    assert "WARN  STORE does not exist yet\n        -> rankscope serve creates it" in found
+    assert "FAIL  STORE cannot be opened: cannot access" in report(healthy_environment(), "s3://no-bucket/history")
+
+
 def test_store_at_a_url_of_another_kind_is_an_error():
     found = report(healthy_environment(), "gs://bucket/history")
 

@@ -179,28 +179,27 @@ def _reported(environment: Environment, where: Endpoints) -> Iterator[Finding]:
 
 def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
     """Check that the store can be opened and written, and that its disk has free space."""
-    from rankscope_storage.api.store import Store
+    from rankscope_storage.api.store import Store, is_store
     from rankscope_storage.base.errors import StoreError
-    from rankscope_storage.base.location import is_url
+    from rankscope_storage.base.location import is_url, located
 
-    if is_url(where.store):
-        try:
-            store = Store.open(where.store)
-            yield ok(f"{where.store} can be opened and written")
+    exists = False
+    try:
+        place = located(where.store)
+        if exists := place.exists() if isinstance(place, Path) else is_store(place):
+            store = Store.open(place)
+            yield ok(f"{where.store} can be opened{' and written' if is_url(where.store) else ''}")
             yield from _owners(store)
-        except StoreError as error:
-            yield fail(f"{where.store} cannot be opened: {error}", "name another store with --store")
+        else:
+            yield warn(
+                f"{where.store} does not exist yet", "rankscope serve creates it; name another store with --store"
+            )
+    except StoreError as error:
+        yield fail(f"{where.store} cannot be opened: {error}", "name another store with --store")
+    if is_url(where.store):
         return
     folder = Path(where.store)
-    if not folder.exists():
-        yield warn(f"{folder} does not exist yet", "rankscope serve creates it; name another store with --store")
-    else:
-        try:
-            store = Store.open(folder)
-            yield ok(f"{folder} can be opened")
-            yield from _owners(store)
-        except StoreError as error:
-            yield fail(f"{folder} cannot be opened: {error}", "name another store with --store")
+    if exists:
         try:
             environment.check_writable(folder)
             yield ok("can be written")
