@@ -46,6 +46,7 @@ from rankscope_storage.log.entries import (
     NO_CHECKPOINT,
     Entry,
     checkpoint_files,
+    entries,
     entry,
     has_entries,
     is_cut,
@@ -246,7 +247,7 @@ class Log:
 
         Raises NotAStoreError if there is no store. Raises SchemaVersionError if a newer Rankscope wrote the store, or
         an older one, unless the caller permits the latter. Raises TornLogError if the newest entry was cut between two
-        lines, which delta-rs cannot detect.
+        lines, which delta-rs cannot detect. Raises StoreError for a copy whose entry, its last file, is missing.
         """
         check_path(root)
         base = newest_checkpoint(root)
@@ -264,9 +265,14 @@ class Log:
             raise SchemaVersionError(
                 f"{root} was written by an earlier release: convert it once, `rankscope store upgrade --store {root}`"
             )
-        newest = read_entry(entry(root, log.version)) if version is None else None
-        if newest is not None and is_cut(newest.text):
-            raise torn(root, "the entry has fewer lines than its first line declares")
+        if version is None:
+            newest = read_entry(entry(root, log.version))
+            if newest is None and not entries(root):  # delta-rs could read it, but commit nothing
+                raise StoreError(
+                    f"{root} is an incomplete copy of a store: run `rankscope store copy` to this place again"
+                )
+            if newest is not None and is_cut(newest.text):
+                raise torn(root, "the entry has fewer lines than its first line declares")
         return log
 
     @property
