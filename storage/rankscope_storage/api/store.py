@@ -92,7 +92,7 @@ class Store:
         committed concurrently. A store of an earlier release is upgraded first. `owner` (host and pid) names this
         process in the errors of other services. With `is_service`, the writer is one of the services of the store:
         raises ServicesError if a service runs that was started with another number of services. Without it, and without
-        file locks, raises ShardLockError for the shard of a service.
+        file locks, raises ShardLockError for the shard of a service with a commit in the last LEASE_SECONDS.
         """
         try:
             claimed = Shard.parse(shard)

@@ -57,12 +57,13 @@ def check_count(log: Log, shard: Shard, *, is_locked: bool) -> None:
 
 
 def check_is_no_service(log: Log, shard: Shard) -> None:
-    """Raise ShardLockError if `shard` has a service. It may run: without locks, one that stores nothing looks dead."""
+    """Raise ShardLockError if `shard` has a service with a commit in the last LEASE_SECONDS."""
     owner = next((one for one in service_owners(log) if one.shard == shard), None)
-    if owner is not None:
+    if owner is not None and owner.seconds_ago < LEASE_SECONDS:
         raise ShardLockError(
-            f"shard {shard} of {log.root} belongs to a service ({owner.owner}), which this command would stop: write "
-            f"to another shard, such as --shard {shard.count}/{shard.count + 1}"
+            f"shard {shard} of {log.root} belongs to a service ({owner.owner}, last commit {owner.age}): write to "
+            f"another shard, such as --shard {shard.count}/{shard.count + 1}, or stop the service and wait "
+            f"{LEASE_SECONDS:.0f} s"
         )
 
 
