@@ -126,13 +126,14 @@ class LogLines:
         end = self._data.rfind(b"\n") + 1  # the rest of the last line is not read yet
         scanner = expression.scanner(self._data, self._at, end)  # type: ignore[attr-defined] # matches in a row
         texts: list[bytes] = []  # instead of matches, which the garbage collector would visit again and again
-        match = None
+        match, count = None, 0
         for match in itertools.islice(iter(scanner.match, None), most):
             texts += match.groups()
+            count += 1
         if match is None:
             return [], b""
         faults, text = self._faults, self._data[self._at : match.end()]
-        self._at, self._number = match.end(), self._number + text.count(b"\n")
+        self._at, self._number = match.end(), self._number + count * match[0].count(b"\n")  # equal in all matches
         faults.line_start, faults.lines = faults.read_bytes + text.rfind(b"\n", 0, -1) + 1, self._number
         faults.read_bytes += len(text)
         return texts, text
@@ -171,7 +172,8 @@ class LogLines:
         """Return the next line, or its next part of the largest size; empty bytes at the end of the file."""
         behind = self._data.find(b"\n", self._at) + 1
         while not behind and len(self._data) - self._at < self._size and (more := file.read(BLOCK_BYTES)):
-            self._data, self._at = self._data[self._at :] + more.replace(end, b"\n"), 0
+            more = more if end == b"\n" else more.replace(end, b"\n")
+            self._data, self._at = self._data[self._at :] + more, 0
             behind = self._data.find(b"\n") + 1
         begin, self._at = self._at, min(behind or len(self._data), self._at + self._size)
         if self._at - begin == self._size:  # the text behind NUL bytes is another part

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -129,6 +130,19 @@ class _Curve(Curve):
         return rows, held[rows]
 
 
+class _Names:
+    """The names of the scalars in a table; `known` has the name of each row."""
+
+    def __init__(self, scalars: pa.Table) -> None:
+        names = scalars.column("name").combine_chunks().dictionary_encode()
+        self.known: list[str] = names.dictionary.to_pylist()
+        self._codes: npt.NDArray[np.int32] = names.indices.to_numpy()
+
+    def rows(self, names: AbstractSet[str]) -> Flags:
+        """Return, for each row, whether its name is one of `names`."""
+        return np.array([name in names for name in self.known], np.bool_)[self._codes]
+
+
 class CurveEvaluator:
     """Applies the curve rules to the scalars of one import. Tables must be evaluated in the order of the log."""
 
@@ -139,37 +153,36 @@ class CurveEvaluator:
 
     def evaluate(self, tables: Mapping[str, pa.Table]) -> list[CurveFiring]:
         """Return the firings for the rows of the table `scalars`."""
-        scalars = tables["scalars"]
-        names = scalars.column("name").cast(pa.string())
-        pauses, is_finite = self._pauses(tables, names), pc.is_finite(scalars.column("value"))
-        present, found = set(names.unique().to_pylist()), []
+        scalars, names = tables["scalars"], _Names(tables["scalars"])
+        logged, seqs = scalars.column("value").to_numpy(), scalars.column("seq").to_numpy()
+        pauses, is_finite = self._pauses(tables, names), np.isfinite(logged)  # null is NaN
+        found = []
         for rule in self._rules:
-            judged = present.intersection((*rule.names, *rule.rates))
-            if not judged:  # most logs lack the scalars of some rules
+            rows = np.flatnonzero(names.rows({*rule.names, *rule.rates}) & is_finite)
+            if not len(rows):  # most logs lack the scalars of some rules
                 continue
-            is_judged = pc.is_in(names, pa.array(judged))
-            rows = np.flatnonzero(pc.and_(is_judged, pc.fill_null(is_finite, fill_value=False)).to_numpy())
             fired, medians = [np.empty(0, np.int64)], [np.empty(0)]
             for key, positions in _series(scalars.select([*_SCALAR_SERIES]).take(rows)):
                 own = rows[positions]
                 is_rate = key[_SCALAR_SERIES.index("name")] in rule.rates
-                values = scalars.column("value").take(own).to_numpy()
+                values = logged[own]
                 if is_rate:
                     own, values = own[values > 0], 1 / values[values > 0]
                 if not len(own):
                     continue
                 series = self._curves.setdefault((rule.name, *key), _Curve())
-                at, middle = series.firings(rule, values, scalars.column("seq").take(own).to_numpy(), pauses)
+                at, middle = series.firings(rule, values, seqs[own], pauses)
                 fired.append(own[at])
                 medians.append(1 / middle if is_rate else middle)
             found.append(CurveFiring(rule, np.concatenate(fired), np.concatenate(medians)))
         return [firing for firing in found if len(firing.rows)]
 
-    def _pauses(self, tables: Mapping[str, pa.Table], names: pa.ChunkedArray) -> Integers:
+    def _pauses(self, tables: Mapping[str, pa.Table], names: _Names) -> Integers:
         """Return the sorted record numbers of evaluations and checkpoints in `tables` and in the previous tables."""
         scalars = tables["scalars"]
         incarnation = str(scalars.column("incarnation")[0])
-        found = [scalars.column("seq").filter(pc.starts_with(names, "eval_")).to_numpy()]
+        evaluations = names.rows({name for name in names.known if name.startswith("eval_")})
+        found = [scalars.column("seq").to_numpy()[evaluations]]
         if "events" in tables:
             events = tables["events"]
             is_pause = pc.is_in(events.column("type").cast(pa.string()), pa.array(_PAUSES))
@@ -250,24 +263,23 @@ class RuleEvaluator:
         return evaluated
 
     def _scalars(self, table: pa.Table) -> list[pa.Table]:
-        names = table.column("name").cast(pa.string())
-        same_rules: dict[tuple[AnomalyRule, ...], list[str]] = defaultdict(list)
-        for name in names.unique().to_pylist():
-            same_rules[tuple(rule for each in self._rules if (rule := each.for_scalar(name)) is not None)].append(name)
+        names = _Names(table)
+        same_rules: dict[tuple[AnomalyRule, ...], set[str]] = defaultdict(set)
+        for name in names.known:
+            same_rules[tuple(rule for each in self._rules if (rule := each.for_scalar(name)) is not None)].add(name)
+        is_valid = table.column("value").is_valid().to_numpy()
         firings: list[Fired] = []
         for rules, alike in same_rules.items():
-            chosen = pc.and_(pc.is_in(names, pa.array(alike, pa.string())), pc.is_valid(table.column("value")))
-            rows = np.flatnonzero(chosen.to_numpy())
-            found = self._scalar_firings(table.take(pa.array(rows)), rules)
-            firings += [(int(rows[row]), rule, baseline) for row, rule, baseline in found]
+            if rules:
+                firings += self._scalar_firings(table, np.flatnonzero(names.rows(alike) & is_valid), rules)
         return _events(table, firings)
 
-    def _scalar_firings(self, rows: pa.Table, rules: Sequence[AnomalyRule]) -> Iterator[Fired]:
-        """Yield a firing for each scalar in `rows` for which one of `rules` fires."""
-        values = rows.column("value").to_numpy()
+    def _scalar_firings(self, table: pa.Table, rows: Integers, rules: Sequence[AnomalyRule]) -> Iterator[Fired]:
+        """Yield a firing for each of `rows` of scalars for which one of `rules` fires."""
+        values = table.column("value").to_numpy()[rows]
         if any(rule.needed_values() is not None for rule in rules):
-            keys = zip(*(rows.column(name).to_pylist() for name in _SCALAR_SERIES), strict=True)
-            for row, (key, value) in enumerate(zip(keys, values.tolist(), strict=True)):
+            keys = zip(*table.select([*_SCALAR_SERIES]).take(rows).to_pydict().values(), strict=True)
+            for row, key, value in zip(rows.tolist(), keys, values.tolist(), strict=True):
                 series = self._scalar_series.get(key)
                 if series is None:
                     name = key[_SCALAR_SERIES.index("name")]
@@ -279,7 +291,7 @@ class RuleEvaluator:
         for rule in rules:
             fires = np.asarray(rule.fires("value", values, math.nan), np.bool_) & free
             free &= ~fires  # the first rule that fires gives the alert its name
-            yield from ((int(row), rule, math.nan) for row in np.flatnonzero(fires))
+            yield from ((row, rule, math.nan) for row in rows[fires].tolist())
 
     def _tensors(self, table: pa.Table) -> tuple[pa.Table, list[pa.Table]]:
         found = self._stateless(table)
