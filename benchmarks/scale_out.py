@@ -157,6 +157,7 @@ def _train(size: Size, case: Case, services: list[Service], proxy: Proxy | None)
     flushes = sum(b.commits - a.commits for a, b in zip(before, after, strict=True))
     records = sum(life["committed"] for end in ends for life in end["lives"])
     assert records == RUNS * size.ranks * size.steps
+    assert flushes, "too short: no flush between two reports"
     told = sorted(lag for end in ends for lag in end["told_seconds"])
     case.samples_per_second = RUNS * size.ranks * size.tensors * STATISTICS / size.seconds
     cpu = sum(b.cpu_seconds - a.cpu_seconds for a, b in zip(before, after, strict=True)) / seconds

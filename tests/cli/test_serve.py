@@ -148,9 +148,10 @@ def test_port_in_use_and_store_that_is_a_file_are_named(tmp_path, refused):
 
 def test_options_override_the_file(tmp_path):
     (tmp_path / "service.toml").write_text('[store]\npath = "from-file"\n[service]\nlisten = "127.0.0.1:1"\n')
-    with serving(tmp_path / "log", tmp_path / "service.toml", "--listen", "127.0.0.1:0"):
+    with serving(tmp_path / "log", tmp_path / "service.toml", "--listen", "127.0.0.1:0", "--shard", "1/2"):
         pass
 
+    assert "from-file, shard 1/2\n" in (tmp_path / "log").read_text()
     assert (tmp_path / "from-file" / "_delta_log").is_dir()
 
 

@@ -1,10 +1,16 @@
 """Services that share a store in a bucket, where no lock exists: their addresses, their number N, and fencing."""
 
+import asyncio
+
 import pytest
 from tests.end_to_end.lives import until
+from tests.ingest.conftest import running_service
 from tests.ingest.pipeline.test_exactly_once import TENSORS
+from tests.ingest.remote_read.test_with_prometheus import series_of
+from tests.ingest.remote_write.messages import post, write_request
 from tests.ingest.service.test_several_services import RUNS, end, ranks, start, train
 
+from rankscope_ingest.base.protobuf import packed
 from rankscope_storage.api.store import Store
 from rankscope_storage.base.errors import ServicesError, ShardLostError
 from rankscope_storage.base.shards import Shard
@@ -68,3 +74,24 @@ def test_killed_service_continues_in_a_bucket(bucket, start, ranks):
 
     assert [0] * 8 == left
     assert dict.fromkeys(RUNS, (41 * TENSORS,) * 2) == {row["run"]: (row["n"], row["keys"]) for row in found}
+
+
+async def test_remote_write_and_remote_read_at_both_services_of_a_bucket(bucket):
+    """Both services get each request; the second one at the same time."""
+    store, now = f"s3://{bucket}/history", 1_770_000_000_000
+    labels = {"__name__": "m", "instance": "a"}
+    first, second = (packed(write_request((labels, [(now + ms, 0.0)]))) for ms in range(2))
+    async with (
+        running_service(store, **{"store.shard": "0/2"}) as one,
+        running_service(store, **{"store.shard": "1/2"}) as other,
+    ):
+        answers = [await post(service, first) for service in (one, other)]
+        answers += await asyncio.gather(*(post(service, second) for service in (one, other)))
+        found = [await series_of(service.url, "m", now, now + 9) for service in (one, other)]
+        rows = one.rows("SELECT value FROM samples")
+
+    assert [204] * 4 == [status for status, *_ in answers]
+    assert 2 == len(rows)
+    zero = bytes(8)
+    assert 2 * [[[(now, zero), (now + 1, zero)]]] == [list(plain.values()) for plain, _ in found]
+    assert [1, 1] == [len(streamed) for _, streamed in found]

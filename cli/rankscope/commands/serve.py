@@ -66,7 +66,8 @@ def _run(settings: ServiceConfig, view: ProgressView, *, show: bool) -> None:
 
     def ready(url: str) -> None:
         view.print_line(f"listening on {url}")
-        view.print_line(f"store: {settings.store.path}")
+        shard = f", shard {settings.store.shard}" if settings.store.owned.count > 1 else ""
+        view.print_line(f"store: {settings.store.path}{shard}")
         view.print_line(f"for ranks: export RANKSCOPE_INGEST_URL={url}")
         notify_systemd(READY)
 
