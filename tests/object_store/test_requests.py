@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 from tests.object_store.proxy import CHANGES, PHASES, Fault
 from tests.storage.crashes.killing import Killer
-from tests.storage.crashes.operations import NEW_STORES
+from tests.storage.crashes.operations import UNREADABLE
 from tests.storage.crashes.test_kill_points import check_outcome
 
 CHANGE = "^(" + "|".join(CHANGES) + ")"
 
 OPERATIONS = {
     "create": 50, "append": 120, "compact": 40, "roll up": 35, "maintain": 40, "rename": 60, "remove": 50, "join": 50,
-    "copy": 40,
+    "copy": 40, "repair": 60, "import": 100, "upgrade": 100,
 }  # fmt: skip
 """Operations, and the least number of their requests."""
 
@@ -49,7 +49,7 @@ def before(killer, s3_server, _proxy_of_session):
             _proxy_of_session.arm()
             killer.live(operation, url(done), 0)
             requests = list(_proxy_of_session.requests)
-            old = {} if operation in NEW_STORES else killer.content(url(begun))
+            old = {} if operation in UNREADABLE else killer.content(url(begun))
             made[operation] = begun, old, killer.content(url(done)), requests
         return made[operation]
 

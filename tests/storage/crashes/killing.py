@@ -38,7 +38,7 @@ class Killer:
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self._notes = folder / "notes"
         more = {"LD_PRELOAD": str(compiled(folder))} if environment is None else environment
-        env = {**os.environ, **more, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **more, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         command, pipe = [sys.executable, "-m", MODULE], subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 

@@ -3,7 +3,7 @@
 import datetime as dt
 import io
 import os
-import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +18,9 @@ from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.datasets import BUCKET_STEPS
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.location import Location
+from rankscope_storage.log import shard_lock
 from rankscope_storage.log.delta import Log
-from rankscope_storage.log.entries import LOG_FOLDER, entries, has_entries
+from rankscope_storage.log.entries import LOG_FOLDER, entries
 from rankscope_storage.maintenance import compaction, vacuum
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.compaction import compact
@@ -72,7 +73,7 @@ def append(root: Location, acknowledge: Acknowledge, records: int = RECORDS, per
 
 def objects(root: Location) -> Any:
     """Return a client, independent of the package, for the files below `root`."""
-    return obstore.store.from_url(root.as_uri() if isinstance(root, Path) else str(root))
+    return obstore.store.LocalStore(root, mkdir=True) if isinstance(root, Path) else obstore.store.from_url(str(root))
 
 
 def keys(root: Location) -> list[str]:
@@ -96,6 +97,12 @@ def clean(root: Location, *_: Any) -> None:
     maintain(root, sync_to_disk)
 
 
+def mend(root: Location, *_: Any) -> None:
+    """Repair a store with a missing file and, in a folder, a torn newest entry, which was written just now."""
+    shard_lock.SILENT_SECONDS = 0  # type: ignore[misc]
+    repair(root, sync_to_disk)
+
+
 def roll_up(root: Location, days: float = 1, now: dt.datetime = _LATER, **more: float) -> None:
     """Run retention: rows of more than `days` become rollups."""
     retain(root, Retention(raw_days=days, scalars_days=days, **more), sync_to_disk, now=now)
@@ -107,13 +114,13 @@ def rename_run(root: Location, _: Acknowledge) -> None:
 
 
 def import_small_logs(root: Location, _: Acknowledge) -> None:
-    """Import five small logs with three commits. Their folder is next to the store. The time is constant."""
+    """Import three small logs with two commits. Their folder is that of the killer. The time is constant."""
     from rankscope.access.log_import import import_logs, plan_logs
     from rankscope_ingest import importers
 
-    folder = root.parent / "logs"
+    folder = Path(tempfile.gettempdir(), "logs")
     folder.mkdir(exist_ok=True)
-    for number in range(5):
+    for number in range(3):
         if not (path := folder / f"log{number}.jsonl").exists():
             path.write_text("".join(f'{{"step": {step}, "loss": {number + 1 / step}}}\n' for step in range(1, 4)))
     importers.GROUP_LOGS = 2  # type: ignore[misc]
@@ -135,7 +142,7 @@ OPERATIONS: Final[dict[str, Callable[[Location, Acknowledge], object]]] = {
     "rename": rename_run,
     "remove": lambda root, _: remove(root, "other", sync_to_disk),  # a run that shares its files with another
     "join": lambda root, _: join(root, "other", "r", sync_to_disk),
-    "repair": lambda root, _: repair(root, sync_to_disk),  # a torn newest entry and a missing file
+    "repair": mend,
     "import": import_small_logs,
     "upgrade": lambda root, _: upgrade(root, sync_to_disk),  # of a store of an earlier release
     "copy": lambda root, _: None if entries(root) else copy_store(root / SOURCE, root, sync_to_disk),
@@ -143,8 +150,8 @@ OPERATIONS: Final[dict[str, Callable[[Location, Acknowledge], object]]] = {
 
 SOURCE: Final = "_source"
 """Name of the store that is copied, in the folder of the copy."""
-NEW_STORES: Final = ("create", "copy")
-"""Operations before which there is no store."""
+UNREADABLE: Final = ("create", "copy", "repair")
+"""Operations before which there is no store, or one that cannot be read."""
 
 
 def prepare(operation: str, root: Location) -> None:
@@ -154,7 +161,8 @@ def prepare(operation: str, root: Location) -> None:
         append(root / SOURCE, silent, per_commit=5)
         return
     if operation == "upgrade":
-        shutil.copytree(STORE_1, root)
+        for path in filter(Path.is_file, STORE_1.rglob("*")):
+            objects(root).put(str(path.relative_to(STORE_1)), path)
         return
     if operation == "append":  # a checkpoint becomes due during the operation
         append(root, silent, records=2)
@@ -210,7 +218,7 @@ def content(root: Location) -> dict[str, list[dict[str, Any]]]:
 def after(operation: str, root: Location) -> dict[str, Any]:
     """Return the state after a kill, and after the operation was repeated and the store vacuumed."""
     # No step may fail: the next process needs no repair after a kill.
-    readable = has_entries(root) and operation != "repair"
+    readable = bool(entries(root)) and operation != "repair"
     found = content(root) if readable else {}
     whole = not readable or operation == "upgrade" or check(root).is_intact
     OPERATIONS[operation](root, silent)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.storage.crashes.killing import Killer
-from tests.storage.crashes.operations import NEW_STORES, OPERATIONS, RANKS, RECORDS
+from tests.storage.crashes.operations import OPERATIONS, RANKS, RECORDS, UNREADABLE
 
 from rankscope_storage.connection import connect
 from rankscope_storage.maintenance.check import check
@@ -45,8 +45,7 @@ def before(killer, tmp_path_factory):
             done = root.with_name("done")
             copy(root, done)
             killer.live(operation, done, 0)
-            readable = operation not in (*NEW_STORES, "repair")
-            made[operation] = root, killer.content(root) if readable else {}, killer.content(done)
+            made[operation] = root, {} if operation in UNREADABLE else killer.content(root), killer.content(done)
         return made[operation]
 
     return prepared
