@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from rankscope_storage.base.errors import ShardLockError, UnwritableError
+from rankscope_storage.base.errors import ShardLockError, StoreError, UnwritableError
 from rankscope_storage.base.escaping import from_path_segment, path_segment
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.location import Location
@@ -52,9 +52,9 @@ def current_owner(log: Log, shard: str) -> str:
 
 def shard_numbers(log: Log) -> dict[str, int]:
     """Return the transaction number of each shard that the store ever had, by the name of the transaction."""
-    shards = (from_path_segment(path.stem) for path in _lock_files(log.root))
-    numbers = ((name, log.transaction(name)) for name in map(shard_transaction, shards))
-    return {name: number for name, number in numbers if number is not None}
+    if (found := log.transactions()) is None:
+        raise StoreError(f"entries of the log of {log.root} were deleted meanwhile: try again")
+    return {name: number for name, number in found.items() if name.startswith(shard_transaction(""))}
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def all_shards(root: Location, owner: str) -> Iterator[None]:
         _check_silence(root)
     with contextlib.ExitStack() as held:
         for path in _lock_files(root):
-            held.callback(ShardLock.take(root, from_path_segment(path.stem), owner).release)
+            held.callback(ShardLock.take(root, from_path_segment(path.stem), owner, is_one_of_all=True).release)
         yield
 
 
@@ -130,8 +130,13 @@ class ShardLock:
         self._descriptor = descriptor
 
     @classmethod
-    def take(cls, root: Location, shard: str, owner: str, *, is_service: bool = False) -> ShardLock:
-        """Take the lock of `shard`. Raises ShardLockError with the name of the holder if a running process holds it."""
+    def take(
+        cls, root: Location, shard: str, owner: str, *, is_service: bool = False, is_one_of_all: bool = False
+    ) -> ShardLock:
+        """Take the lock of `shard`. Raises ShardLockError with the name of the holder if a running process holds it.
+
+        With `is_one_of_all`, `owner` needs all shards, and the message does not advise another one.
+        """
         if not isinstance(root, Path):
             return cls(None)
         path = root / LOCKS / f"{path_segment(shard)}.lock"
@@ -148,10 +153,12 @@ class ShardLock:
                 return cls(None)  # a file system without locks
             holder = _holder(descriptor)
             os.close(descriptor)
-            count = int(shard.partition("/")[2])
+            held = f"shard {shard} of {root} is locked by {holder}, which is running: stop it"
+            if is_one_of_all:
+                raise ShardLockError(f"{owner} needs the store for itself: {held}") from error
+            other = f"{shard.partition('/')[2]}/{int(shard.partition('/')[2]) + 1}"
             raise ShardLockError(
-                f"shard {shard} of {root} is locked by {holder}, which is running: stop it, or write to another "
-                f"shard, such as {count}/{count + 1} (import and watch: --shard {count}/{count + 1})"
+                f"{held}, or write to another shard, such as {other} (import and watch: --shard {other})"
             ) from error
         with contextlib.suppress(OSError):  # on a full disk, the lock has no name but is valid
             os.ftruncate(descriptor, 0)

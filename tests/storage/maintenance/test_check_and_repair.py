@@ -297,7 +297,7 @@ def test_record_with_only_two_equal_rows_is_reported_but_no_damage(store, writer
 def test_repair_refuses_while_a_service_runs_and_names_it(store, writer, batch):
     writer.append(batch(range(3)))
     data_files(store.root)[0].unlink()
-    with pytest.raises(ShardLockError, match="host-a pid 1, which is running"):
+    with pytest.raises(ShardLockError, match=r"^rankscope store repair needs .* pid 1, which is running: stop it$"):
         repair(store.root, sync_to_disk)
 
     assert not check(store.root).is_intact

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope_storage.api.store import Store
-from rankscope_storage.base.errors import SchemaVersionError, ShardLockError
+from rankscope_storage.base.errors import ConflictError, SchemaVersionError, ShardLockError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
-from rankscope_storage.log.delta import Log
-from rankscope_storage.log.shard_lock import ShardLock
+from rankscope_storage.log.delta import Change, Log
+from rankscope_storage.log.shard_lock import ShardLock, shard_numbers
 from rankscope_storage.maintenance import upgrade as module
 from rankscope_storage.maintenance.check import check
 from rankscope_storage.maintenance.upgrade import upgrade
@@ -97,13 +97,25 @@ def test_store_is_converted_once_and_old_files_remain(root):
 
 def test_a_writer_converts_the_store_unless_another_process_writes(root):
     held = ShardLock.take(root, "0/1", "a service")
-    with pytest.raises(ShardLockError, match="a service"):
-        Store.open(root).claim(owner="test")
+    alone = "^rankscope store upgrade needs the store for itself: .* locked by a service, which is running: stop it$"
+    with pytest.raises(ShardLockError, match=alone):
+        Store.open(root).claim("1/2", owner="test")
     held.release()
     with Store.open(root).claim(owner="test"), connect(root) as connection:
         positions = connection.query("SELECT position FROM scalars WHERE run = 'crowded' ORDER BY seq")
 
     assert [1, 2, 3, 4, 5, 6] == positions["position"].to_pylist()
+
+
+def test_service_of_an_earlier_release_without_a_lock_is_stopped(root):
+    """It runs on another machine. Its next commit has the number of its shard plus one, which the upgrade has taken."""
+    older = Log.open(root, sync_to_disk, may_be_older=True)
+    numbers = shard_numbers(older)
+    upgrade(root, sync_to_disk)
+    with pytest.raises(ConflictError, match="another process has changed"):
+        older.commit(Change(transactions={name: number + 1 for name, number in numbers.items()}))
+
+    assert numbers
 
 
 def test_unfinished_upgrade_is_completed_before_any_reader(root):
