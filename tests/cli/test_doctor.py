@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -244,10 +245,12 @@ def test_missing_store_in_a_bucket_is_created_by_the_service(bucket):
     assert "FAIL  STORE cannot be opened: cannot access" in report(healthy_environment(), "s3://no-bucket/history")
 
 
-def test_store_at_a_url_of_another_kind_is_an_error():
-    found = report(healthy_environment(), "gs://bucket/history")
+def test_store_that_cannot_be_read_is_one_error(tmp_path):
+    older = shutil.copytree(Path(__file__).parents[1] / "storage" / "data" / "store_1", tmp_path / "history")
+    for store, reason in ((older, "was written by an earlier release"), ("gs://history", "has the unknown scheme gs")):
+        found = report(healthy_environment(), store)
 
-    assert "FAIL  STORE cannot be opened: STORE has the unknown scheme gs" in found
+        assert f"\nStore\n  FAIL  STORE cannot be opened: STORE {reason}" in found
 
 
 def test_only_failed_checks_are_unhealthy():

@@ -187,9 +187,9 @@ def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
     try:
         place = located(where.store)
         if exists := place.exists() if isinstance(place, Path) else is_store(place):
-            store = Store.open(place)
+            owners = list(_owners(Store.open(place)))  # a store of an earlier release cannot be read
             yield ok(f"{where.store} can be opened{' and written' if is_url(where.store) else ''}")
-            yield from _owners(store)
+            yield from owners
         else:
             yield warn(
                 f"{where.store} does not exist yet", "rankscope serve creates it; name another store with --store"
