@@ -1,29 +1,19 @@
 """Commands and the service with a store in a bucket."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.end_to_end.conftest import Service
+from tests.programs import run_command
 
 
 @pytest.fixture
 def command(bucket: str, tmp_path: Path):
     """Return a function that runs a command with the store in the bucket, and returns its output."""
-    environment = os.environ | {"RANKSCOPE_STORE": f"s3://{bucket}/history", "COLUMNS": "120"}
+    store = f"s3://{bucket}/history"
 
     def run(*arguments: str, code: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "rankscope", *arguments],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        done = run_command(*arguments, folder=tmp_path, RANKSCOPE_STORE=store, COLUMNS="120")
         assert code == done.returncode, done.stderr
         return done.stdout + done.stderr
 
