@@ -106,13 +106,13 @@ def url(bucket):
     ("operation", "request_name", "nth", "kind"),
     [
         *(("append", "PUT entry", 2, phase) for phase in PHASES),  # the first is that of the claim
-        ("append", "PUT entry", 1, "lost answer"),
+        pytest.param("append", "PUT entry", 1, "lost answer", marks=pytest.mark.thorough),
         ("append", "PUT entry", 2, "lost answer"),
         ("append", "PUT entry", 2, "late"),
         ("append", "PUT entry", 2, "AccessDenied"),
         ("append", "PUT checkpoint", 1, "kill during"),
         ("compact", "PUT entry", 1, "kill after"),
-        ("compact", "PUT entry", 1, "lost answer"),
+        pytest.param("compact", "PUT entry", 1, "lost answer", marks=pytest.mark.thorough),
     ],
 )
 def test_fault_of_a_deciding_request_neither_loses_nor_doubles_rows(meet, operation, request_name, nth, kind):

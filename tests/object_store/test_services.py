@@ -59,6 +59,7 @@ def test_single_service_of_a_bucket_is_seen_while_it_is_idle(bucket):
             single.renew()
 
 
+@pytest.mark.thorough  # test_number_of_services_changes_and_one_is_killed, and the kills in test_requests.py
 def test_killed_service_continues_in_a_bucket(bucket, start, ranks):
     services = start(2, store=f"s3://{bucket}/history")
     channels = ranks(services[0])
