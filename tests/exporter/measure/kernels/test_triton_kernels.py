@@ -234,7 +234,7 @@ def started(device: Operations, layers: int, quantities: Sequence[str]) -> list[
     ("quantities", "few", "many"),
     [
         # Parameters before and after the update, gradients before and after clipping, and momentum.
-        pytest.param(MonitorConfig().quantities, (5, 5), (5, 5), marks=pytest.mark.thorough),
+        (MonitorConfig().quantities, (5, 5), (5, 5)),
         (["activations"], (5, 0), (9, 0)),  # a hook has one tensor; the output of a module is the input of the next
         (["micro_gradients"], (4, 1), (8, 1)),
         ([*quantity_classes()], (14, 6), (22, 6)),
