@@ -27,7 +27,7 @@ from rankscope_view.data.events import EVENT_GROUPS, EventLine, EventLog, Group,
 from rankscope_view.data.incidents import STATE_TEXTS, Incident, counted, incidents
 from rankscope_view.data.metrics import own_histories
 from rankscope_view.data.ranks import RankTable, rank_table
-from rankscope_view.data.series import EVAL_LOSS, LOSS, History
+from rankscope_view.data.series import EVAL_LOSS, LOSS, History, restarts
 from rankscope_view.data.summary import Summary, Trend, read_summary
 from rankscope_view.pages.format import NOTHING, count, duration, measure, utc
 from rankscope_view.pages.ranks import verdicts
@@ -275,9 +275,9 @@ def offered_axes(found: RunDetail) -> tuple[Axis, ...]:
     """
     histories = [history for history in found.histories.values() if len(history)]
     axes = [Axis.STEP]
-    if any(len(np.unique(history.attempt)) > 1 or not history.stands.all() for history in histories):
+    if any(len(restarts(history.attempt)) or len(history.standing) < len(history) for history in histories):
         axes = [Axis.ARRIVAL, Axis.STEP, Axis.ATTEMPT]
-    if any(np.isfinite(history.time).sum() > 1 for history in histories):
+    if any(np.count_nonzero(np.isfinite(history.time)) > 1 for history in histories):
         axes.append(Axis.TIME)
     return tuple(axes)
 

@@ -133,7 +133,7 @@ def _histories(connection: Connection, side: Side, detail: RunDetail) -> dict[st
 
 def difference(first: History, other: History) -> History:
     """Return the values of `other` minus those of `first` at the steps that both have, without superseded steps."""
-    a, b = (one.select(one.stands) for one in (first, other))
+    a, b = first.standing, other.standing
     _, at, behind = np.intersect1d(a.step, b.step, return_indices=True)
     with np.errstate(invalid="ignore"):
         value = b.value[behind] - a.value[at]

@@ -170,7 +170,7 @@ def read_detail(connection: Connection, run: str, *, most_step_times: int | None
         histories=histories,
         lines=lines,
         restarts=_restarts(loss),
-        steps_again=int((~loss.stands).sum()),
+        steps_again=len(loss) - len(loss.standing),
         advice=tuple(one for one in advice if one is not None),
         perplexity=None
         if row.loss is None or math.isnan(row.loss) or not has_tokens
@@ -199,7 +199,7 @@ def _restarts(loss: History) -> tuple[Restart, ...]:
 
 
 def _change(loss: History) -> tuple[float, float, int] | None:
-    values = (loss.value if loss.stands.all() else loss.value[loss.stands])[-RECENT_ROWS:]
+    values = loss.standing.value[-RECENT_ROWS:]
     if not np.isfinite(values).all() or not lasting_change(values):
         return None
     return float(np.median(values[:SHORT_ROWS])), float(np.median(values[-SHORT_ROWS:])), len(values)
@@ -378,7 +378,7 @@ class Advice:
 
 def early_stopping(evaluation: History, training: History) -> Advice:
     """Return advice on early stopping, from the evaluation loss and the training loss without superseded steps."""
-    evaluation = evaluation.select(evaluation.stands)
+    evaluation = evaluation.standing
     if len(evaluation) and not np.isfinite(evaluation.value[-1]):
         text = "The newest evaluation loss is not finite: early stopping cannot be judged."
         return Advice(text=text, is_action=False)
@@ -412,7 +412,7 @@ def _is_falling(training: History, since: int) -> bool:
 
 def logging_interval(loss: History) -> Advice | None:
     """Return advice on the interval of logging if a run has very many or very few rows; otherwise None."""
-    steps = loss.step if loss.stands.all() else loss.step[loss.stands]
+    steps = loss.standing.step
     if len(loss) > _MOST_ROWS and 2 * np.count_nonzero(np.diff(steps) <= 1) >= len(steps) - 1:
         text = f"{len(loss):,} rows are logged, one per step: a higher logging interval keeps the curve and saves time."
         return Advice(text=text, is_action=False)

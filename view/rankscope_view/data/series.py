@@ -6,8 +6,7 @@ rare: a history with such rows is that of the view `scalar_history`.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -71,6 +70,11 @@ class History:
                 found[id(array)] = array[chosen]
         arrays = {name: found[id(getattr(self, name))] for name in _ARRAYS}
         return replace(self, **arrays)
+
+    @property
+    def standing(self) -> History:
+        """Return the rows that are not superseded: the history itself if all stand."""
+        return self if self.stands[: 1 if is_constant(self.stands) else None].all() else self.select(self.stands)
 
     @property
     def is_varied(self) -> bool:
@@ -199,7 +203,7 @@ class ScalarRows:
             return None
         rows = parts[0]
         if len(parts) > 1:
-            rows = _in_one(parts)
+            rows = _in_one(parts, sum(len(part.value) for part in parts))
             parts[:] = [rows]  # the next call needs no copy
         if rank is not None:
             rows = rows.select(rows.rank == rank)
@@ -214,16 +218,30 @@ def is_main(labels: str) -> bool:
     return f'"{IMPORTED_FROM}":' not in labels
 
 
-def _in_one(parts: Sequence[SeriesRows]) -> SeriesRows:
-    columns = [name for name in SeriesRows.__slots__ if name != "step"]
-    joined = {name: _joined([getattr(part, name) for part in parts]) for name in columns}
-    are_equal = all(part.step is part.position for part in parts)
-    return SeriesRows(**joined, step=joined["position"] if are_equal else _joined([part.step for part in parts]))
+def _in_one(parts: Iterable[SeriesRows], rows: int) -> SeriesRows:
+    """Return adjacent parts with at most `rows` rows as one. Each part is copied before the next one is read."""
+    position, time, value = np.empty(rows, np.int64), np.empty(rows), np.empty(rows)
+    step, at = position, 0
+    repeated: dict[str, list[Integers]] = {name: [] for name in _ABSENT}
+    for part in parts:
+        own = slice(at, at + len(part.value))
+        if step is position and part.step is not part.position:
+            step = position.copy()
+        position[own], time[own], value[own] = part.position, part.time, part.value
+        if step is not position:
+            step[own] = part.step
+        for name, arrays in repeated.items():
+            arrays.append(getattr(part, name))
+        at = own.stop
+    others = {name: _joined(arrays) for name, arrays in repeated.items()}
+    found = SeriesRows(**others, position=position, step=step, time=time, value=value)
+    return found if at == rows else found.select(slice(at))
 
 
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    if all(is_constant(one) and one[0] == arrays[0][0] for one in arrays):
-        return np.broadcast_to(arrays[0][:1].reshape(()), sum(map(len, arrays)))
+    known = [one for one in arrays if len(one)]
+    if known and all(is_constant(one) and one[0] == known[0][0] for one in known):
+        return np.broadcast_to(known[0][0], sum(map(len, known)))
     return np.concatenate(arrays)
 
 
@@ -234,22 +252,27 @@ def read_rows(connection: Connection, runs: Collection[str], names: Collection[s
         return found
     equal = {"run": wanted, "name": sorted(names)}
     groups = connection.row_groups("scalars", wanted, equal, _CONSTANT)
-    for is_whole, adjacent in itertools.groupby(groups.stretches(_CONSTANT), _is_whole):
-        if is_whole:
-            for constants, own in adjacent:
-                batches = map(_complete, own.batches([one for one in _NUMBERS if one not in constants]))
-                parts = [_rows(batch, constants) for batch in batches if batch.num_rows]
-                if parts:  # joined immediately, so that the memory of the parts is used again
-                    found.add(constants["run"], constants["name"], constants["labels"], _in_one(parts))
+    whole: dict[tuple[str, str, str | None], list[tuple[Mapping[str, Any], RowGroups]]] = {}
+    mixed: list[Any] = []
+    for constants, own in groups.stretches(_CONSTANT):
+        # Rows of one series and attempt that are not few
+        if own.rows >= _WHOLE_ROWS and all(one in constants for one in (*_SERIES, *_ABSENT)):
+            whole.setdefault((constants["run"], constants["name"], constants["labels"]), []).append((constants, own))
         else:
-            _add_mixed([own for _, own in adjacent], set(wanted), names, found)
+            mixed += own.groups
+    for key, stretches in whole.items():
+        rows = _in_one(_parts(stretches), sum(own.rows for _, own in stretches))
+        if len(rows.value):
+            found.add(*key, rows)
+    _add_mixed(RowGroups(tuple(mixed), groups.schema), set(wanted), names, found)
     return found
 
 
-def _is_whole(stretch: tuple[Mapping[str, Any], RowGroups]) -> bool:
-    """Return whether all rows of adjacent row groups are of one series and attempt, and are not few."""
-    constants, groups = stretch
-    return groups.rows >= _WHOLE_ROWS and all(one in constants for one in (*_SERIES, *_ABSENT))
+def _parts(stretches: Iterable[tuple[Mapping[str, Any], RowGroups]]) -> Iterator[SeriesRows]:
+    """Yield the rows of row groups that contain one series only."""
+    for constants, groups in stretches:
+        for batch in groups.batches([one for one in _NUMBERS if one not in constants]):
+            yield _rows(_complete(batch), constants)
 
 
 def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -264,11 +287,8 @@ def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.filter(pc.and_(position.is_valid(), value.is_valid()))
 
 
-def _add_mixed(
-    stretches: Sequence[RowGroups], runs: Collection[str], names: Collection[str], found: ScalarRows
-) -> None:
+def _add_mixed(groups: RowGroups, runs: Collection[str], names: Collection[str], found: ScalarRows) -> None:
     """Add the rows of row groups that may contain several series."""
-    groups = RowGroups(tuple(group for one in stretches for group in one.groups), stretches[0].schema)
     constants = groups.constants((*_ABSENT, "position"))
     for batch in groups.batches([one for one in (*_SERIES, *_ABSENT, *_NUMBERS) if one not in constants]):
         _add(batch, runs, names, constants, found)

@@ -256,7 +256,7 @@ def _progress(detail: RunDetail, state: Mapping[str, Any], epochs: History | Non
 
 
 def _newest(history: History) -> float | None:
-    return _point(history.select(history.stands), _last)[0]
+    return _point(history.standing, _last)[0]
 
 
 def _point(history: History, find: Callable[[Floats], Any]) -> tuple[float | None, int | None]:
@@ -273,7 +273,7 @@ def _last(values: Floats) -> int:
 
 def losses_of(loss: History) -> Losses:
     """Return the summary of a loss, without superseded steps."""
-    loss = loss.select(loss.stands)
+    loss = loss.standing
     finite = loss.select(np.isfinite(loss.value))
     current, current_step = _point(loss, _last)
     lowest, lowest_step = _point(finite, np.argmin)
@@ -326,7 +326,7 @@ def _evaluations(connection: Connection, run: str, scalars: str) -> tuple[Evalua
 
 
 def _evaluation(name: str, history: History) -> Evaluation:
-    history = history.select(history.stands)
+    history = history.standing
     finite = history.select(np.isfinite(history.value))
     best: tuple[float | None, int | None] = (None, None)
     if _LOWER_IS_BETTER.search(name):
@@ -349,7 +349,7 @@ def _best(state: Mapping[str, Any]) -> Best | None:
 
 def _parameters(detail: RunDetail, totals: Mapping[str, Mapping[str, Any]]) -> Parameters:
     grad_norm = detail.history(GRAD_NORM)
-    grad_norm = grad_norm.select(grad_norm.stands)
+    grad_norm = grad_norm.standing
 
     def total(name: str) -> int | None:
         return int(totals[name]["total"]) if name in totals else None

@@ -184,11 +184,8 @@ def _figures(sides: Sequence[ComparedSide]) -> Iterator[ComparedFigure]:
 def _common_loss(sides: Sequence[ComparedSide]) -> dict[str, list[float | None]]:
     """Return the loss of all sides at the last step that all have, with its name; empty without such a step."""
     histories = [one.histories.get(LOSS) for one in sides]
-    known = [
-        dict(zip(history.step[history.stands].tolist(), history.value[history.stands].tolist(), strict=True))
-        for history in histories
-        if history is not None
-    ]
+    standing = [history.standing for history in histories if history is not None]
+    known = [dict(zip(rows.step.tolist(), rows.value.tolist(), strict=True)) for rows in standing]
     common = set.intersection(*map(set, known)) if len(known) == len(sides) else set()
     if not common or len({max(one) for one in known}) == 1:
         return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -250,13 +251,12 @@ def _loss_line(row: RunRow, change: tuple[float, float, int] | None, loss: Histo
     """Return the change of the loss over its newest rows; of a loss that is not finite, its last finite value."""
     if row.loss_note:
         return row.loss_note
-    values = loss.value[loss.stands]
-    finite = np.flatnonzero(np.isfinite(values))
-    if len(values) and len(finite) and finite[-1] != len(values) - 1:
-        step = int(loss.step[loss.stands][finite[-1]])
-        return f"last finite {measure(float(values[finite[-1]]))} at step {count(step)}"
-    first, last, rows = change or (0.0, 0.0, 0)
-    return f"median of {SHORT_ROWS} rows: {measure(first)} to {measure(last)} in {rows} rows" if rows else ""
+    rows = loss.standing
+    if len(rows) and not math.isfinite(rows.value[-1]) and len(finite := np.flatnonzero(np.isfinite(rows.value))):
+        step = int(rows.step[finite[-1]])
+        return f"last finite {measure(float(rows.value[finite[-1]]))} at step {count(step)}"
+    first, last, recent = change or (0.0, 0.0, 0)
+    return f"median of {SHORT_ROWS} rows: {measure(first)} to {measure(last)} in {recent} rows" if recent else ""
 
 
 def goodput_texts(share: float | None, lost: float | None) -> tuple[str, str] | None:
