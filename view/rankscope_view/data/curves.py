@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.ma
+import numpy.typing as npt
 
 from rankscope_view.data.series import Floats, History, Integers, is_constant, restarts
 
@@ -39,6 +40,10 @@ _FENCE: Final = 3.0
 
 _BULK_SHARE: Final = 0.6
 """The range is not cut if the bulk takes at least this share of it."""
+
+
+Places = npt.NDArray[np.float64 | np.int64]
+"""Places on an axis: seconds of an axis of time, and integers of others, which are not copied."""
 
 
 class Axis(enum.StrEnum):
@@ -233,7 +238,7 @@ def curve(history: History, request: CurveRequest) -> Curve:
         request=request,
         lines=tuple(_line(whole, begins, int(visible[rows.start]), x[rows], width, request=request) for rows in parts),
         nonfinite=_nonfinite(history, x),
-        restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].tolist()),
+        restarts=() if request.axis is Axis.ATTEMPT else tuple(x[starts].astype(np.float64).tolist()),
         rows=len(history),
         rows_left_out=left_out,
         bucket_width=width,
@@ -271,7 +276,7 @@ def _union(ranges: Sequence[tuple[float, float] | None]) -> tuple[float, float] 
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
-def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
+def on_axis(history: History, axis: Axis) -> tuple[History, Places]:
     """Return the rows of `history` that have a place on `axis`, in the order of the axis, and their places.
 
     Steps that restart with each epoch are no place; the cumulative position, or the number of the row, is used instead.
@@ -279,9 +284,9 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     if axis is Axis.STEP:
         history = history.standing
         is_rising = bool((history.step[1:] > history.step[:-1]).all())
-        return history, (history.step if is_rising else history.cumulative).astype(np.float64)
+        return history, history.step if is_rising else history.cumulative
     if axis is Axis.CUMULATIVE:
-        return history, history.cumulative.astype(np.float64)
+        return history, history.cumulative
     if axis is Axis.TIME:
         timed = np.flatnonzero(np.isfinite(history.time))
         history = history.select(timed[np.argsort(history.time[timed], kind="stable")])
@@ -289,8 +294,8 @@ def on_axis(history: History, axis: Axis) -> tuple[History, Floats]:
     if axis is Axis.ATTEMPT:
         rising = (np.diff(history.step) > 0) | (np.diff(history.attempt) > 0)
         if rising.all():
-            return history, history.step.astype(np.float64)
-    return history, np.arange(len(history), dtype=np.float64)
+            return history, history.step
+    return history, np.arange(len(history))
 
 
 def _average(history: History, begins: Integers, rows: Integers, request: CurveRequest) -> Floats:
@@ -307,7 +312,7 @@ def _average(history: History, begins: Integers, rows: Integers, request: CurveR
     return moving_average(values, attempt, request.width, needs_full_window=request.needs_full_window)[rows]
 
 
-def _window(x: Floats, request: CurveRequest) -> Integers:
+def _window(x: Places, request: CurveRequest) -> Integers:
     """Return the rows in the zoom window, and one row on each side of it, so that lines reach the edges."""
     if request.axis is Axis.ATTEMPT:  # x is not sorted over several attempts
         low = -math.inf if request.first is None else request.first
@@ -318,7 +323,7 @@ def _window(x: Floats, request: CurveRequest) -> Integers:
     return np.arange(first, min(last, len(x)))
 
 
-def _bucket_width(history: History, x: Floats, parts: Sequence[slice], request: CurveRequest) -> float | None:
+def _bucket_width(history: History, x: Places, parts: Sequence[slice], request: CurveRequest) -> float | None:
     """Return the smallest power of two with which the buckets have at most `points` points; None to draw every row."""
     if request.newest is not None or len(x) <= request.points:
         return None
@@ -331,12 +336,12 @@ def _bucket_width(history: History, x: Floats, parts: Sequence[slice], request: 
     return width
 
 
-def _bucket_count(history: History, x: Floats, rows: slice, width: float) -> int:
+def _bucket_count(history: History, x: Places, rows: slice, width: float) -> int:
     """Return the number of buckets that contain any of the `rows`, which are sorted by `x` within an attempt."""
     return len(_bucket_begins(x[rows], history.attempt[rows], width))
 
 
-def _bucket_begins(x: Floats, attempt: Integers, width: float) -> Integers:
+def _bucket_begins(x: Places, attempt: Integers, width: float) -> Integers:
     """Return the first row of each bucket. A bucket ends at a restart, so that no row next to a restart is left out."""
     bounds = [0, *restarts(attempt).tolist(), len(x)]
     if len(x) and sum(abs(x[last - 1] - x[first]) for first, last in itertools.pairwise(bounds)) < width * len(x) / 8:
@@ -346,15 +351,15 @@ def _bucket_begins(x: Floats, attempt: Integers, width: float) -> Integers:
     return np.append(0, np.flatnonzero((number[1:] != number[:-1]) | (attempt[1:] != attempt[:-1])) + 1)[: len(x)]
 
 
-def _rising_begins(x: Floats, width: float) -> Integers:
+def _rising_begins(x: Places, width: float) -> Integers:
     """Return the first row of each bucket of rising places, by a search for the edges of the buckets."""
     low, high = math.floor(x[0] / width), math.floor(x[-1] / width)
-    edges = np.arange(low, high + 1, dtype=np.float64) * width
+    edges = (np.arange(low, high + 1) * width).astype(x.dtype)
     return np.unique(np.searchsorted(x, edges, "left"))
 
 
 def _line(
-    whole: History, begins: Integers, first: int, x: Floats, width: float | None, *, request: CurveRequest
+    whole: History, begins: Integers, first: int, x: Places, width: float | None, *, request: CurveRequest
 ) -> Line:
     """Return the points of one line at the places `x` of adjacent rows, with a NaN where the line must break.
 
@@ -372,7 +377,7 @@ def _line(
     nothing = np.nan
     return Line(
         label=f"attempt {history.attempt[0]}" if axis is Axis.ATTEMPT else None,
-        x=np.insert(x[kept], place, gap),
+        x=np.insert(x[kept].astype(np.float64), place, gap),
         step=np.insert(history.step[kept], place, history.step[behind + 1]),
         value=np.insert(history.value[kept], place, nothing),
         smoothed=np.insert(_average(whole, begins, first + kept, request), place, nothing),
@@ -381,7 +386,7 @@ def _line(
     )
 
 
-def _drawn(history: History, x: Floats, finite: Any, width: float | None) -> tuple[Integers, Floats, Floats]:
+def _drawn(history: History, x: Places, finite: Any, width: float | None) -> tuple[Integers, Floats, Floats]:
     """Return the rows to draw, and the range of the bucket of each of them.
 
     They are all `finite` rows, or the first, lowest, highest and last one of each bucket.
@@ -403,7 +408,7 @@ def _drawn(history: History, x: Floats, finite: Any, width: float | None) -> tup
     return drawn if isinstance(rows, slice) else rows[drawn], low[bucket], high[bucket]
 
 
-def _breaks(history: History, x: Floats, finite: Any, kept: Integers, axis: Axis) -> Integers:
+def _breaks(history: History, x: Places, finite: Any, kept: Integers, axis: Axis) -> Integers:
     """Return the positions in `kept` behind which the line breaks: at non-finite values, restarts and pauses."""
     if len(kept) < 2:
         return np.array([], np.int64)
@@ -418,7 +423,7 @@ def _breaks(history: History, x: Floats, finite: Any, kept: Integers, axis: Axis
     return found
 
 
-def _nonfinite(history: History, x: Floats) -> tuple[NonfiniteRange, ...]:
+def _nonfinite(history: History, x: Places) -> tuple[NonfiniteRange, ...]:
     """Return the ranges of rows that are not finite. Near ranges are joined if there are more than _MOST_RANGES."""
     rows = np.flatnonzero(~np.isfinite(history.value))
     reach = 1

@@ -304,5 +304,5 @@ def markers(lines: Sequence[EventLine], evaluations: History, history: History, 
         at = own_x[min(bisect.bisect_left(steps, line.step), len(steps) - 1)]
         if (line.group, at) not in once:
             once.add((line.group, at))
-            found.append(Marker(group=line.group, x=at, step=line.step, text=line.text, is_critical=is_critical))
+            found.append(Marker(group=line.group, x=float(at), step=line.step, text=line.text, is_critical=is_critical))
     return sorted(found, key=lambda marker: marker.x)

@@ -260,7 +260,7 @@ def _firings(
         value = float(lines[one["rank"]][row_of[key]])
         is_drawn = one["op"] == detail.op and math.isfinite(value)
         shown = value if is_drawn else None
-        found.append(Firing(x=places[key], step=one["step"], value=shown, rule=one["rule"] or "rule"))
+        found.append(Firing(x=float(places[key]), step=one["step"], value=shown, rule=one["rule"] or "rule"))
     return tuple(found)
 
 

@@ -162,7 +162,7 @@ def limit_to_bulk(axes: Axes, history: History, found: Curve) -> None:
             values = rows.value[outside]
             extreme = number(float(values.max() if word == "above" else values.min()))
             label = f"{count(len(values))} value{'' if len(values) == 1 else 's'} {word} {edge:.4g}, up to {extreme}"
-            places = scaled(x[outside], found), np.full(len(values), edge)
+            places = scaled(x[outside].astype(np.float64), found), np.full(len(values), edge)
             axes.plot(*places, marker, markersize=4, color=style.FAINT, clip_on=False, label=label, gid=word)
 
 
