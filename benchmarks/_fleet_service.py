@@ -30,6 +30,7 @@ class Sample:
     resident_mb: float
     commits: int
     rows_pending: int
+    page: Mapping[str, float]
 
 
 class Service:
@@ -69,6 +70,7 @@ class Service:
             resident_mb=_resident_mb(pid),
             commits=int(page.get("rankscope_ingest_commits_total", 0)),
             rows_pending=int(page.get("rankscope_ingest_rows_pending", 0)),
+            page=page,
         )
 
     def files(self) -> tuple[int, int]:
@@ -88,7 +90,7 @@ class Service:
         return Path(self._log.name).read_text()[-2000:]
 
     def _page(self) -> dict[str, float]:
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=20) as answer:
             lines = answer.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}

@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def _run(size: Size) -> list[Row]:
     try:
         service = Service(folder, _settings(size))
         try:
-            watched = _watch(size, service)
+            watched = watch(size, service)
             files = service.files()
         finally:
             said = service.stop()
@@ -120,8 +121,8 @@ def _settings(size: Size) -> dict[str, dict[str, object]]:
     }
 
 
-def _watch(size: Size, service: Service) -> Watched:
-    """Let the fleet train, and look on."""
+def watch(size: Size, service: Service, on_report: Callable[[], object] = lambda: None) -> Watched:
+    """Let the fleet train; at each report of the ranks, take a sample of the service and call `on_report`."""
     plan = {
         "service": service.url,
         "ranks": size.ranks,
@@ -139,6 +140,7 @@ def _watch(size: Size, service: Service) -> Watched:
             for line in ranks.stdout:
                 reports.append(json.loads(line))
                 samples.append(service.sample())
+                on_report()
                 _say(reports[-1], samples)
         finally:
             ranks.kill()
@@ -186,7 +188,7 @@ def _lag_rows(watched: Watched) -> list[Row]:
     lag, limit = max(report["lag_seconds"] for report in steady), 2 * FLUSH_SECONDS
     told = sorted(watched.reports[-1]["told_seconds"])
     return [
-        Row("lag, worst", lag, "s", _verdict(lag <= limit, f"at most {limit:g} s: 2 flush intervals")),
+        Row("lag, worst", lag, "s", verdict(lag <= limit, f"at most {limit:g} s: 2 flush intervals")),
         Row(
             "lag, worst without stolen CPU time",
             max((report["lag_seconds"] for report in ours), default=math.nan),
@@ -233,7 +235,7 @@ def _cpu_rows(size: Size, watched: Watched, account: Account) -> list[Row]:
 def _memory_rows(watched: Watched) -> list[Row]:
     during = watched.during
     slope, interval = memory_slope(during[len(during) // 3 :])
-    note = _verdict(abs(slope) <= interval, f"± {interval:,.0f} (95 %), without the first third")
+    note = verdict(abs(slope) <= interval, f"± {interval:,.0f} (95 %), without the first third")
     if math.isnan(slope):
         note = f"three means of {BLOCK_LOOKS} looks are needed, without the first third"
     return [
@@ -243,7 +245,7 @@ def _memory_rows(watched: Watched) -> list[Row]:
 
 
 def _record_rows(account: Account) -> list[Row]:
-    whole = _verdict(account.wrong == 0, "each has all its tensors, once, with its own norms")
+    whole = verdict(account.wrong == 0, "each has all its tensors, once, with its own norms")
     return [
         Row("records stored", account.stored, "", f"of {account.published:,}, {account.rolled_up:,} as rollups by now"),
         Row("records doubled or torn", account.wrong, "", whole),
@@ -251,7 +253,7 @@ def _record_rows(account: Account) -> list[Row]:
             "records lost of steady ranks, or acknowledged",
             account.lost,
             "",
-            _verdict(account.lost == 0, "none may be"),
+            verdict(account.lost == 0, "none may be"),
         ),
         Row(
             "records lost with processes that died",
@@ -311,7 +313,8 @@ def _student(degrees: int) -> float:
     return normal + first / degrees + second / degrees**2 + third / degrees**3
 
 
-def _verdict(holds: object, text: str) -> str:
+def verdict(holds: object, text: str) -> str:
+    """Return the note of a figure that has a target."""
     return f"{'holds' if holds else 'MISSED'}: {text}"
 
 

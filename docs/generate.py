@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo
 
 from rankscope.commands import subcommands
+from rankscope.sizing import EXTRAPOLATED, Costs, Line, Load, lines, short_number
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
 from rankscope_contract.model.schema import Field, FieldType, ListOf, StructOf
@@ -201,6 +202,27 @@ def logged_names() -> str:
     return table(("name in `log()`", "effect"), rows)
 
 
+def sizing_table(every: int) -> str:
+    """Return the sizes for several numbers of ranks. An asterisk marks an extrapolation."""
+
+    def cell(line: Line) -> str:
+        return short_number(line.value) + (r" \*" if line.formula.endswith(EXTRAPOLATED) else "")
+
+    sizes = (8, 64, 256, 1_000, 10_000)
+    columns = [list(lines(Load(ranks=ranks, every=every))) for ranks in sizes]
+    rows = ((f"{one[0].quantity}, {one[0].unit}".rstrip(", "), *map(cell, one)) for one in zip(*columns, strict=True))
+    return table(("ranks", *(f"{ranks:,}" for ranks in sizes)), rows)
+
+
+def cost_table() -> str:
+    """Return the table of measured costs and their sources."""
+    rows = (
+        (f"`{cost.name}`", short_number(cost.default), cost.metadata["unit"], f"`{cost.metadata['source']}`")
+        for cost in fields(Costs)
+    )
+    return table(("cost", "value", "unit", "measured by"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "rank-metrics": lambda: metric_table("rank"),
     "service-metrics": lambda: metric_table("service"),
@@ -212,6 +234,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "commands": command_reference,
     "tools": tool_table,
     "logged-names": logged_names,
+    "sizing": lambda: sizing_table(Load().every),
+    "sizing-every-step": lambda: sizing_table(1),
+    "costs": cost_table,
 }
 
 

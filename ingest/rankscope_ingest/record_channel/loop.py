@@ -248,6 +248,11 @@ class Pace:
     targets: Callable[[], int] = lambda: 1
     is_viewed: Callable[[str], bool] = lambda _: False  # whether a page of a run is open
 
+    @property
+    def calm_seconds(self) -> float:
+        """Return the interval of the polls of a rank whose ring is nearly empty."""
+        return max(self.poll_seconds, min(_CALM_POLLS * self.poll_seconds, _CALM_SHARE * self.flush_after_seconds))
+
     def offset(self, incarnation: str, interval: float) -> float:
         """Return the time in seconds from the beginning of each poll interval to the regular poll of the target.
 
@@ -271,7 +276,7 @@ class Pace:
         if self.is_viewed(target.registration.run):
             interval = min(interval, _VIEWED_SECONDS)
         elif target.health is Health.UP and target.cursor >= 0 and target.ring_fill <= _CALM_FILL:
-            interval = max(interval, min(_CALM_POLLS * interval, _CALM_SHARE * self.flush_after_seconds))
+            interval = self.calm_seconds
         return interval - (now - self.offset(target.incarnation, interval)) % interval
 
     def after_failure(self, failures_in_row: int, jitter: float, retry_after: float | None) -> float:
