@@ -3,7 +3,7 @@
     python benchmarks/sizing.py calibrate predict measure
 
 `calibrate` measures a service with 100 and 300 ranks. `predict` computes the table of costs, writes it into
-cli/rankscope/sizing.py, and simulates 1,000 ranks with it. `measure` measures them. All of it takes ten minutes.
+cli/rankscope/sizing.py, and simulates 1,000 ranks with it. `measure` measures them. All of it takes 12 minutes.
 `limit` increases the rate of 1,000 ranks until the service cannot hold it. Results are in benchmarks/sizing.json.
 Run `measure` only after the prediction is committed. The ranks are those of `fleet`: one process, prepared records.
 
@@ -51,11 +51,12 @@ CALIBRATION = (
     Size(ranks=300, tensors=25, seconds=5, steps=16),
     Size(ranks=300, tensors=25, seconds=0.5, steps=160),
 )
-LARGE = Size(ranks=1000, seconds=5, steps=16)
+LARGE = (Size(ranks=1000, tensors=250, seconds=5, steps=16), Size(ranks=1000, seconds=5, steps=16))
 RATES = tuple(Size(ranks=1000, seconds=seconds, steps=int(40 / seconds)) for seconds in (2.5, 1.25, 0.5))
 """Loads of 6, 12 and 30 million samples per second: `limit` ends with the first one that the service cannot hold."""
 IDLE_SECONDS = 10.0
 TOLERANCE = 0.25
+UNITS = {"lag_median": "s", "lag_p99": "s", "cores": "cores", "commits_per_second": "per second", "memory": "MB"}
 
 
 def measured(size: Size) -> dict[str, Any]:
@@ -229,20 +230,18 @@ def predicted(size: Size, costs: Costs) -> dict[str, float]:
     }
 
 
-def _compared(forecast: dict[str, float], runs: list[dict[str, Any]]) -> list[Row]:
+def _compared(size: Size, forecast: dict[str, float], runs: list[dict[str, Any]]) -> list[Row]:
     """Return the prediction beside the last of the runs, with its CPU time at the speed of the first one."""
     figures = runs[-1] | {"cores": runs[-1]["cores"] / _slowness(runs)[-1]}
-    units = ("s", "s", "cores", "per second", "MB")
+    errors = {name: value / figures[name] - 1 for name, value in forecast.items()}
     return [
         Row(
-            f"{name.replace('_', ' ')}, {LARGE.ranks:,} ranks",
+            f"{size.ranks:,} ranks x {size.tensors:,} tensors: {name}",
             figures[name],
-            unit,
-            verdict(
-                abs(value / figures[name] - 1) <= TOLERANCE, f"predicted {value:.4g}, {value / figures[name] - 1:+.0%}"
-            ),
+            UNITS[name],
+            verdict(abs(errors[name]) <= TOLERANCE, f"predicted {value:.4g}, {errors[name]:+.0%}"),
         )
-        for (name, value), unit in zip(forecast.items(), units, strict=True)
+        for name, value in forecast.items()
     ]
 
 
@@ -268,14 +267,17 @@ def _part(name: str, results: dict[str, Any]) -> list[Row]:
     if name == "predict":
         costs = fitted(results["calibration"])
         results["costs"] = dataclasses.asdict(costs)
-        results["prediction"] = predicted(LARGE, costs)
+        results["predictions"] = [predicted(size, costs) for size in LARGE]
         _write_table(costs)
         return [
             Row(f"{one.name}", results["costs"][one.name], one.metadata["unit"]) for one in dataclasses.fields(Costs)
         ]
     if name == "measure":
-        results["measurement"] = measured(LARGE)
-        return _compared(results["prediction"], [*results["calibration"], results["measurement"]])
+        results["measurements"], rows = [], []
+        for size, forecast in zip(LARGE, results["predictions"], strict=True):
+            results["measurements"].append(measured(size))
+            rows += _compared(size, forecast, [*results["calibration"], results["measurements"][-1]])
+        return rows
     results["limit"] = []
     for size in RATES:
         results["limit"].append(measured(size))
