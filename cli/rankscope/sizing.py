@@ -119,7 +119,7 @@ def poll_seconds(ingest: IngestSection) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What one service uses under `load`, from the measured costs. Rates are per second."""
+    """The resources that one service uses under `load`, from the measured costs. Rates are per second."""
 
     load: Load
     costs: Costs

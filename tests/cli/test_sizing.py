@@ -1,4 +1,4 @@
-"""`rankscope sizing`: the figures of a load, the limits of one service, and what is marked as an extrapolation."""
+"""`rankscope sizing`: the figures of a load, the limits of one service, and the mark of an extrapolation."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_one_rank_more_than_the_limit_exceeds_a_resource():
     assert Service(load=Load(ranks=most + 1, every=1), costs=Costs()).used[limit] > 1.0
 
 
-def test_retention_keeps_raw_rows_for_raw_days_and_rollups_of_100_steps_after():
+def test_retention_keeps_rollups_after_raw_days():
     kept, limited = (sizes(every=1, days=100.0, raw_days=raw_days)["store after 100 days"] for raw_days in (None, 10.0))
 
     assert limited.value < kept.value / 4

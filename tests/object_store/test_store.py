@@ -12,6 +12,7 @@ from tests.object_store.proxy import Fault
 from tests.storage.conftest import make_batch
 from tests.storage.crashes.operations import rows
 
+from rankscope.sizing import Costs
 from rankscope_storage.api.store import Store, is_store
 from rankscope_storage.base.errors import FilesGoneError, ShardLockError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
@@ -122,6 +123,8 @@ def test_requests_of_a_flush_are_bounded(location, s3_proxy):
             writer.append(make_batch(range(seq, seq + 1)))
 
     assert s3_proxy.counts.total() <= 20 * (1 + 9) + 2 * 120, s3_proxy.counts
+    costs = Costs()
+    assert s3_proxy.counts.total() == pytest.approx(20 * (1 + costs.commit_writes + costs.commit_reads), rel=0.15)
 
 
 @pytest.mark.parametrize(
