@@ -1,4 +1,4 @@
-"""Costs of a service by the number of ranks, and the simulation's prediction for 1,000 ranks beside its measurement.
+"""Costs of a service by the number of ranks, and the simulation's prediction for 1,000 ranks with its measurement.
 
     python benchmarks/sizing.py calibrate predict measure
 
@@ -231,7 +231,7 @@ def predicted(size: Size, costs: Costs) -> dict[str, float]:
 
 
 def _compared(size: Size, forecast: dict[str, float], runs: list[dict[str, Any]]) -> list[Row]:
-    """Return the prediction beside the last of the runs, with its CPU time at the speed of the first one."""
+    """Return the prediction for `size` and the figures of the last run; cores are at the speed of the first one."""
     figures = runs[-1] | {"cores": runs[-1]["cores"] / _slowness(runs)[-1]}
     errors = {name: value / figures[name] - 1 for name, value in forecast.items()}
     return [

@@ -250,7 +250,7 @@ class Service:
             group.known = group.committed
 
     def flush(self) -> Process:
-        """Commit batches: full ones at once, others after flush_after_seconds."""
+        """Commit batches: full ones immediately, others after flush_after_seconds."""
         ingest, costs = self.load.ingest, self.load.costs
         while True:
             if self.opened is None or self.rows < ingest.flush_rows:
@@ -288,7 +288,7 @@ class Service:
                     seconds -= SLICE_SECONDS
 
     def restart(self) -> Process:
-        """Stop the process without a commit, and start another one later. The ranks keep what was not committed."""
+        """Stop the process without a commit, and start another one. The ranks keep records that are not committed."""
         yield self.env.timeout(self.load.stop_at)
         self.epoch, self.is_up = self.epoch + 1, False
         self.rows, self.reserved, self.in_flight, self.opened = 0, 0, 0, None

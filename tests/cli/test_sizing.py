@@ -35,7 +35,7 @@ def test_each_cost_names_the_command_that_measures_it(rankscope):
         ({"ranks": 1_000, "every": 1, "step_seconds": 0.5, "cores": 64, "memory_gb": 64}, True),
     ],
 )
-def test_a_load_of_a_service_beyond_the_measured_one_is_an_extrapolation(load, marked):
+def test_a_load_beyond_the_measured_one_is_an_extrapolation(load, marked):
     assert marked == ("extrapolation" in sizes(**load)["cores of a service"].formula)
 
 

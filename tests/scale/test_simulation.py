@@ -1,4 +1,4 @@
-"""The simulation of services and ranks: what must hold for each load, and the measured figures beside it."""
+"""The simulation of services and ranks: what must hold for each load, and the measured figures next to it."""
 
 import dataclasses
 import functools
@@ -74,7 +74,7 @@ def test_all_ranks_register_again_within_one_lease_after_a_restart():
     assert outcome(**RESTART).registered_after <= 30.0
 
 
-def test_too_many_registrations_at_once_time_out_until_the_costs_allow_them():
+def test_too_many_registrations_in_the_same_seconds_time_out():
     costs = dataclasses.replace(Costs(), registration=0.02)
     found = outcome(**RESTART, costs=costs)
 
@@ -116,7 +116,7 @@ def test_the_table_of_costs_is_that_of_the_calibration():
 
 
 @pytest.mark.parametrize("tensors", [250, 2_500])
-def test_predictions_are_of_this_simulation_and_agree_with_measurements(tensors):
+def test_recorded_predictions_agree_with_simulation_and_measurements(tensors):
     scenario = Scenario(**(USUAL | {"tensors": tensors}), seconds=85.0)
     found = simulate(scenario)
     recorded = {"memory": found.memory(scenario), "lag_median": found.lag_median, "lag_p99": found.lag_p99}
