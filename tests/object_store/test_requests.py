@@ -18,7 +18,7 @@ CHANGE = "^(" + "|".join(CHANGES) + ")"
 
 OPERATIONS = {
     "create": 50, "append": 120, "compact": 40, "roll up": 35, "maintain": 40, "rename": 60, "remove": 50, "join": 50,
-    "copy": 40, "repair": 60, "import": 100, "upgrade": 100,
+    "copy": 40, "repair": 60, "import": 120, "upgrade": 100,
 }  # fmt: skip
 """Operations, and the least number of their requests."""
 
@@ -150,4 +150,4 @@ def test_fault_of_any_request_neither_loses_nor_doubles_rows(meet, checked, oper
     points = met_at_every_request(meet, operation, FAULTS[fault])
 
     print(f"{operation}, {fault}: {points} points, {states(checked, operation)}")
-    assert points > 2
+    assert points >= (2 if operation == "repair" else 3)  # changes of the store

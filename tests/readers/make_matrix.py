@@ -25,10 +25,10 @@ from tests.view.training import MAIN, START, Size, write_store
 from rankscope_storage.api.store import Batch, Store
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.schema import dataset_schema
+from rankscope_storage.connection.pool import DEFINITIONS
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance.retention import Retention, retain
 from rankscope_storage.query.sql_script import FILE_NAME
-from rankscope_storage.query.statements import definitions
 
 _BEGAN: Final = dt.datetime.fromtimestamp(START / 1e6, dt.UTC)
 _CURVE: Final = f"WITH c AS (SELECT run, step, rank, value FROM scalars WHERE run = '{MAIN}' AND name = 'loss')"
@@ -45,8 +45,9 @@ _CALLS: Final = {  # A query for each macro; a view is read completely
 
 
 def queries() -> dict[str, str]:
-    """Return a query for each public view and macro, except the views of datasets without a reader's logic."""
-    return {name: _CALLS.get(name, f"FROM {name}") for name in definitions(prefix="rankscope_raw_")}
+    """Return a query for each view and each macro of tables. They call the functions that remain."""
+    tables = (name for name, made in DEFINITIONS.items() if {"VIEW", "TABLE"} & {*made.statement.split()})
+    return {name: _CALLS.get(name, f"FROM {name}") for name in tables} | _CALLS
 
 
 def write_reader_store(root: Path) -> None:
