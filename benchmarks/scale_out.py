@@ -6,8 +6,9 @@
 
 Eight runs, whose ranks register at the service of their run. Services, ranks and S3 server share one machine, so that
 CPU time per sample is the measure of the throughput. A proxy counts the requests of all services between the first and
-the last flush. `radosgw` needs RANKSCOPE_RADOSGW, the folder of its programs. Queries: the median of five in one
-process, after one that fills its caches. The table is Markdown.
+the last flush. The lag is that of the oldest record of each confirmation, one poll after the commit. `radosgw` needs
+RANKSCOPE_RADOSGW, the folder of its programs. Queries: the median of five in one process, after one that fills its
+caches. The table is Markdown.
 """
 
 from __future__ import annotations
