@@ -164,8 +164,8 @@ $(VENV)/.installed-rank: $(VENV)/.torch pyproject.toml constraints.txt
 .venv-spark/.installed: pyproject.toml constraints.txt
 	test -x .venv-spark/bin/python || $(PYTHON) -m venv .venv-spark
 	sed '/^pandas==/d' constraints.txt > .venv-spark/constraints.txt
-	.venv-spark/bin/python -m pip install --no-compile -c .venv-spark/constraints.txt -e '.[spark,service,cli]' \
-		hatchling hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	.venv-spark/bin/python -m pip install --no-compile -c .venv-spark/constraints.txt -e '.[spark,service,cli,s3]' \
+		boto3 hatchling hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 # Test processes that start at the same time would each compile the same modules.

@@ -7,6 +7,7 @@ RANKSCOPE_SCALE names parts, separated by commas, that run in any case, and no o
 import datetime as dt
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -18,12 +19,23 @@ ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / ".test-scale"
 RADOSGW: Final = {"RANKSCOPE_RADOSGW": str(FOLDER / "radosgw")}
 """Environment in which the S3 server of the tests is radosgw; its programs are kept there."""
+_JAVA: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+_SPARK_SETTINGS: Final = (
+    "spark.driver.memory=3g",
+    "spark.driver.host=127.0.0.1",
+    "spark.driver.bindAddress=127.0.0.1",
+    f"spark.driver.extraJavaOptions={_JAVA}",
+    f"spark.executor.extraJavaOptions={_JAVA}",
+    "spark.sql.shuffle.partitions=2",
+    "spark.sql.codegen.wholeStage=false",
+    "spark.sql.adaptive.enabled=false",
+    "spark.ui.enabled=false",
+)
 SPARK: Final = {
     "TZ": "America/New_York",  # results do not depend on the time zone of the process
-    "PYSPARK_SUBMIT_ARGS": "--driver-memory 3g --conf spark.sql.shuffle.partitions=2 --conf spark.ui.enabled=false "
-    "--conf spark.driver.host=127.0.0.1 --conf spark.driver.bindAddress=127.0.0.1 pyspark-shell",
+    "PYSPARK_SUBMIT_ARGS": shlex.join([*(f"--conf={one}" for one in _SPARK_SETTINGS), "pyspark-shell"]),
 }
-"""Environment of Spark: fewer tasks than for large tables, and only loopback addresses."""
+"""Environment of Spark: only loopback addresses, and no tasks and no compiled code that only large tables need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +56,7 @@ PARTS: Final = {
     "writers": Part(arguments=("-s", "tests/scale/test_writers.py"), environment=RADOSGW),
     "crashes-s3": Part(arguments=("-n", "2", "-rP", "tests/object_store/test_requests.py"), environment={}),
     "services": Part(arguments=("-s", "tests/scale/test_services.py"), environment={}),
-    "spark": Part(arguments=("tests/scale/test_spark.py",), environment=SPARK, venv=".venv-spark"),
+    "spark": Part(arguments=("tests/scale/test_spark.py",), environment=SPARK | RADOSGW, venv=".venv-spark"),
 }
 
 

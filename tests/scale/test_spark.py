@@ -1,5 +1,6 @@
 """Every SQL text of the product gives the same rows on DuckDB and on Spark, in a store where no result is empty.
 
+DuckDB reads a local folder. Spark is a cluster and reads a copy in a bucket.
 Integers, texts, times, null, NaN and infinities are equal; other floats differ by at most 1e-9 of their size.
 """
 
@@ -7,21 +8,29 @@ import itertools
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import _free_port
 from tests.scale.spark_store import make_store
 from tests.sql_texts import sql_texts
 
 from rankscope_storage.base.errors import QueryError
+from rankscope_storage.base.fsync import sync_to_disk
+from rankscope_storage.base.location import located
 from rankscope_storage.connection import connect
 from rankscope_storage.connection.pool import DEFINITIONS
+from rankscope_storage.maintenance.copying import copy_store
 
 pytest.importorskip("pyspark", reason="make test-scale runs the tests with Spark")
 
-from rankscope_storage.connection.spark import JARS, jar_files
+from tests.scale.spark_cluster import spark_cluster
+
+from rankscope_storage.connection.spark import JARS, S3_JARS, jar_files
 
 CURVE = (
     "WITH curve AS (SELECT run, rank, attempt, position, value FROM scalars WHERE name = 'loss' AND labels IS NULL) "
@@ -32,7 +41,8 @@ MORE = {
     "smoothing of one series": CURVE + "SELECT position, value, ema FROM ema(curve, position, value, 1)",
     "average of several series": CURVE
     + "SELECT * FROM moving_average(curve, position, value, 3, (run, rank, attempt))",
-    "few points": CURVE + "SELECT * FROM downsample(curve, position, value, 6, series => run)",
+    "few points": CURVE.replace(" labels", " attempt = 0 AND rank = 0 AND NOT isinf(value) AND labels")
+    + "SELECT * FROM downsample(curve, position, value, 6, series => run)",
     "percentile of everything": "SELECT run, value, p10, is_below_p10 FROM p10(scalars, value)",
     "functions": (
         "SELECT run, isfinite(value) AS a, isinf(value) AS b, coalesce(isnan(value), false) AS c, epoch(ts) AS d, "
@@ -56,8 +66,22 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def spark(folder):
-    with connect(folder, engine="spark", master="local[2]") as connection:
+def bucket_store(folder, s3_server):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_server.environment().items():
+            patch.setenv(name, value)
+        s3_server.create_bucket("spark")
+        store = located("s3://spark/history")
+        copy_store(folder, store, sync_to_disk)
+        yield store
+
+
+@pytest.fixture(scope="session")
+def spark(bucket_store, tmp_path_factory):
+    with (
+        spark_cluster(tmp_path_factory.mktemp("cluster"), _free_port()) as master,
+        connect(bucket_store, engine="spark", master=master) as connection,
+    ):
         yield connection
 
 
@@ -151,5 +175,18 @@ def test_version_is_that_of_the_connection(folder, spark, duckdb):
 
 
 def test_missing_jar_is_named_with_its_coordinates(tmp_path):
-    with pytest.raises(QueryError, match=r"io\.delta:delta-storage:4\.4\.0"):
-        jar_files(tmp_path, JARS)
+    (tmp_path / "delta-storage-4.4.0.jar").touch()
+
+    with pytest.raises(
+        QueryError, match=r"lacks the jar of io\.delta:delta-spark_4\.2_2\.13:4\.4\.0, org.*sts:2\.35\.4"
+    ):
+        jar_files(tmp_path, JARS + S3_JARS)
+
+
+def test_command_runs_on_this_machine(folder):
+    statement = "SELECT run, count(*) AS rows FROM scalars WHERE run = 'r' GROUP BY run"
+    command = [sys.executable, "-m", "rankscope", "sql", "--engine", "spark", "--master", "local[1]", "--format", "csv"]
+
+    done = subprocess.run([*command, "--store", folder, statement], capture_output=True, text=True, check=False)
+
+    assert (0, "run,rows\nr,2609\n") == (done.returncode, done.stdout), done.stderr

@@ -31,12 +31,27 @@ from rankscope_storage.sql.views import MACROS, spark_statements
 
 JARS: Final = ("io.delta:delta-spark_4.2_2.13:4.4.0", "io.delta:delta-storage:4.4.0")
 """Maven coordinates of the jars that every store needs. They fit to pyspark 4.2."""
+_SDK: Final = (
+    "annotations", "apache-client", "arns", "auth", "aws-core", "aws-query-protocol", "aws-xml-protocol",
+    "checksums", "checksums-spi", "crt-core", "endpoints-spi", "http-auth", "http-auth-aws",
+    "http-auth-aws-eventstream", "http-auth-spi", "http-client-spi", "identity-spi", "json-utils",
+    "metrics-spi", "profiles", "protocol-core", "regions", "retries", "retries-spi", "s3",
+    "s3-transfer-manager", "sdk-core", "sts", "third-party-jackson-core", "utils", "utils-lite",
+)  # fmt: skip
 S3_JARS: Final = (
     "org.apache.hadoop:hadoop-aws:3.5.0",
-    "software.amazon.awssdk:s3:2.35.4",
+    *(f"software.amazon.awssdk:{name}:2.35.4" for name in _SDK),
+    "software.amazon.eventstream:eventstream:1.0.1",
     "software.amazon.s3.analyticsaccelerator:analyticsaccelerator-s3:1.3.1",
+    "org.reactivestreams:reactive-streams:1.0.4",
 )
-"""Maven coordinates of further jars for a store in a bucket. docs/spark.md has their dependencies."""
+"""Maven coordinates of further jars for a store in a bucket."""
+_NOT_NEEDED: Final = (
+    "software.amazon.awssdk:bundle",  # all services of Amazon, 600 MB
+    "software.amazon.awssdk:netty-nio-client",
+    "org.wildfly.openssl:wildfly-openssl",
+)
+"""Dependencies of S3_JARS that are not fetched."""
 
 JARS_VARIABLE: Final = "RANKSCOPE_SPARK_JARS"
 """Environment variable that names the folder with the jars."""
@@ -45,6 +60,10 @@ _STATIC: Final = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "spark.ui.showConsoleProgress": "false",
+    "spark.hadoop.fs.s3a.aws.credentials.provider": (
+        "org.apache.hadoop.fs.s3a.TemporaryAWSCredentialsProvider,org.apache.hadoop.fs.s3a.SimpleAWSCredentialsProvider,"
+        "software.amazon.awssdk.auth.credentials.DefaultCredentialsProvider"
+    ),
 }
 _SETTINGS: Final = {
     # The vectorised reader of Spark 4.2 cannot decode BYTE_STREAM_SPLIT, the encoding of numbers in our files.
@@ -53,11 +72,14 @@ _SETTINGS: Final = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.ansi.doubleQuotedIdentifiers": "true",
     "spark.databricks.delta.snapshotPartitions": "2",  # the default of 50 is for logs with millions of files
+    # Filters derived from other filters take a third of the planning time of `goodput`. Delta Lake does not need them.
+    "spark.sql.constraintPropagation.enabled": "false",
 }
 _PLANS: Final = "org.apache.spark.sql.catalyst.plans.logical"
 _WRITING: Final = (f"{_PLANS}.Command", f"{_PLANS}.ParsedStatement")
 """Java classes of parsed statements that are no SELECT."""
 _RAW: Final = "rankscope_raw_"
+_VIEW: Final = re.compile(r"CREATE OR REPLACE TEMPORARY VIEW \w+ AS\s")
 DEFINITIONS: Final[Mapping[str, Definition]] = definitions(spark_statements(prefix=_RAW), prefix=_RAW)
 _TYPES: Final = {
     pa.string(): "STRING",
@@ -93,11 +115,21 @@ def _session(master: str | None, folder: Path | None, jars: Sequence[str]) -> Sp
             "the Spark session of this process has no Delta Lake: stop it, or start it as in docs/spark.md"
         )
     own = active.newSession()
-    endpoint = os.environ.get("AWS_ENDPOINT_URL")
-    own_server = {"fs.s3a.endpoint": endpoint, "fs.s3a.path.style.access": "true"} if endpoint else {}
-    for name, value in (_SETTINGS | own_server).items():
+    for name, value in (_SETTINGS | _s3_settings(os.environ)).items():
         own.conf.set(name, value)
     return own
+
+
+def _s3_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of s3a for the variables AWS_* that other S3 clients read.
+
+    Spark itself reads the keys, and sends them to the workers. Without keys, the usual chain of credentials is used.
+    """
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    found = {"fs.s3a.endpoint.region": region} if region else {}
+    if endpoint := environment.get("AWS_ENDPOINT_URL"):
+        found |= {"fs.s3a.endpoint": endpoint, "fs.s3a.path.style.access": "true"}
+    return found
 
 
 def _started(master: str | None, folder: Path | None, jars: Sequence[str]) -> SparkSession:
@@ -106,7 +138,9 @@ def _started(master: str | None, folder: Path | None, jars: Sequence[str]) -> Sp
     builder = SparkSession.builder.appName("rankscope")
     builder = builder if master is None else builder.master(master)
     files = (
-        {"spark.jars.packages": ",".join(jars)} if folder is None else {"spark.jars": ",".join(jar_files(folder, jars))}
+        {"spark.jars.packages": ",".join(jars), "spark.jars.excludes": ",".join(_NOT_NEEDED)}
+        if folder is None
+        else {"spark.jars": ",".join(jar_files(folder, jars))}
     )
     for name, value in (_STATIC | files).items():
         builder = builder.config(name, value)
@@ -225,13 +259,19 @@ class SparkConnection(contextlib.AbstractContextManager["SparkConnection"]):
             return
         for dataset in DEFINITIONS[name].datasets:
             if f"{_RAW}{dataset}" not in self._defined:
-                self._session.sql(self._raw_view(dataset))
+                self._session.sql(self._raw_rows(dataset)).createOrReplaceTempView(f"{_RAW}{dataset}")
                 self._defined.add(f"{_RAW}{dataset}")
-        self._session.sql(DEFINITIONS[name].statement)
+        # Spark stores the plan of a view from a DataFrame. It would analyse one from CREATE VIEW again in each query,
+        # with all views that it reads.
+        statement = DEFINITIONS[name].statement
+        if view := _VIEW.match(statement):
+            self._session.sql(statement[view.end() :]).createOrReplaceTempView(name)
+        else:
+            self._session.sql(statement)
         self._defined.add(name)
 
-    def _raw_view(self, dataset: str) -> str:
-        """Return the statement that creates the view of the raw rows of `dataset`, with the types of the dataset.
+    def _raw_rows(self, dataset: str) -> str:
+        """Return the query for the raw rows of `dataset`, with the types of the dataset.
 
         The Delta table has the wider type where datasets differ.
         """
@@ -245,10 +285,7 @@ class SparkConnection(contextlib.AbstractContextManager["SparkConnection"]):
                 name = "coalesce(position, step)"
             is_own = field.name in known and table.field(field.name).type == field.type
             columns.append(f'{name if is_own else f"CAST({name} AS {_spark_type(field.type)})"} AS "{field.name}"')
-        return (
-            f"CREATE OR REPLACE TEMPORARY VIEW {_RAW}{dataset} AS SELECT {', '.join(columns)} "
-            f"FROM {self._table} WHERE dataset = {sql_string(dataset)}"
-        )
+        return f"SELECT {', '.join(columns)} FROM {self._table} WHERE dataset = {sql_string(dataset)}"
 
     @functools.cached_property
     def _table(self) -> str:

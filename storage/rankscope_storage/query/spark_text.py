@@ -27,9 +27,16 @@ COMMON_FORMS: Final = (
     (r"\*\s*(?:exclude|replace)\b", "* EXCLUDE and * REPLACE", "* EXCEPT (c), or the names of the columns"),
     (r"\bunion\s+(?:all\s+)?by\s+name\b", "UNION BY NAME", "UNION ALL of columns in the same order"),
     (r"\bmaterialized\b", "MATERIALIZED", "no hint"),
-    (r"\bunnest\s*\(", "unnest()", "the columns of a view"),
+    (r"\bunnest\s*\(", "unnest()", "explode(x) in Spark"),
     (r"\$\d|\$\w", "$name", "the value"),
-    (r"\b(?:strptime|strftime|time_bucket|date_diff)\s*\(", "functions of dates", "epoch(ts)"),
+    (r"\b(?:strptime|strftime|time_bucket|date_diff|epoch_ms)\s*\(", "functions of dates", "epoch(ts) or epoch_us(ts)"),
+    (r"\bsimilar\s+to\b|\bregexp_matches\s*\(", "SIMILAR TO and regexp_matches()", "regexp_extract(x, '…', 0) <> ''"),
+    (r"(?:^|[\s,(=])\[|\{", "lists and structs in brackets", "one column for each value"),
+    (r"\[[^\]]*:(?!:)[^\]]*\]", "x[1:3]", "substring(x, 1, 3)"),
+    (r"\bcolumns\s*\(|\bsummarize\b", "COLUMNS() and SUMMARIZE", "the names of the columns"),
+    (r"\bdistinct\s+on\b", "DISTINCT ON", "QUALIFY row_number() OVER (PARTITION BY … ORDER BY …) = 1"),
+    (r"\busing\s+sample\b", "USING SAMPLE", "TABLESAMPLE (n PERCENT)"),
+    (r"\b(?:un)?pivot\b", "PIVOT and UNPIVOT", "max(x) FILTER (WHERE condition) for each column"),
     (r"/", "a division by zero", "a / nullif(b, 0)"),
 )
 """Constructs of DuckDB that Spark refuses: a regular expression, the construct, and the form that both engines accept.

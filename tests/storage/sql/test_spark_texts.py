@@ -37,6 +37,14 @@ REFUSED = [
     ("SELECT * EXCLUDE (run) FROM scalars", "* EXCEPT (c)"),
     ("SELECT 1 UNION ALL BY NAME SELECT 2", "UNION ALL of columns"),
     ("SELECT * FROM scalars WHERE run = $run", "the value"),
+    ("SELECT time_bucket(INTERVAL 1 HOUR, ts) FROM scalars", "epoch_us(ts)"),
+    ("SELECT regexp_matches(run, 'a') FROM runs", "regexp_extract"),
+    ("SELECT {'a': 1}", "one column for each value"),
+    ("SELECT run[1:2] FROM runs", "substring"),
+    ("SUMMARIZE runs", "names of the columns"),
+    ("SELECT DISTINCT ON (run) run, step FROM scalars", "QUALIFY"),
+    ("SELECT * FROM scalars USING SAMPLE 10%", "TABLESAMPLE"),
+    ("PIVOT scalars ON name USING max(value)", "for each column"),
 ]
 
 
