@@ -100,6 +100,17 @@ def test_reduction_keeps_extremes_at_their_places(axis):
     assert "1 row stored, drawn" == notice(curve(history([3]), CurveRequest()))
 
 
+@pytest.mark.parametrize("first", [2**53 + 1, 2**60 + 129, 2**62 + 3])
+def test_steps_that_are_no_floats_are_reduced(first):
+    """A step may be a time in nanoseconds."""
+    values = np.sin(np.arange(1000))
+    values[500] = np.nan
+    (line,) = curve(history(values, step=first + np.arange(1000)), CurveRequest(points=300)).lines
+
+    assert {0, np.nanargmin(values), np.nanargmax(values), 999} <= set(line.step - first)
+    np.testing.assert_allclose(line.x, line.step.astype(float), rtol=1e-12)
+
+
 def test_zoom_and_the_newest_rows_are_drawn_exactly():
     values = np.random.default_rng(1).normal(size=70_000)
     zoomed = curve(history(values), CurveRequest(first=1000, last=2000))

@@ -353,8 +353,8 @@ def _bucket_begins(x: Places, attempt: Integers, width: float) -> Integers:
 
 def _rising_begins(x: Places, width: float) -> Integers:
     """Return the first row of each bucket of rising places, by a search for the edges of the buckets."""
-    low, high = math.floor(x[0] / width), math.floor(x[-1] / width)
-    edges = (np.arange(low, high + 1) * width).astype(x.dtype)
+    exact = x.dtype.type(width)  # integers above 2^53 are no floats
+    edges = np.arange(x[0] // exact, x[-1] // exact + 1) * exact
     return np.unique(np.searchsorted(x, edges, "left"))
 
 
@@ -372,7 +372,7 @@ def _line(
     broken = _breaks(history, x, finite, kept, axis)
     behind = kept[broken]
     # The point of a break is between its neighbours: at the first row that is not finite, or in the middle.
-    gap = np.where(finite[behind + 1], (x[behind] + x[kept[broken + 1]]) / 2, x[behind + 1])
+    gap = np.where(finite[behind + 1], x[behind] / 2 + x[kept[broken + 1]] / 2, x[behind + 1])
     place = broken + 1
     nothing = np.nan
     return Line(
