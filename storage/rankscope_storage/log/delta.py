@@ -46,6 +46,7 @@ from rankscope_storage.log.entries import (
     NO_CHECKPOINT,
     Entry,
     checkpoint_files,
+    checkpoints,
     entries,
     entry,
     has_entries,
@@ -363,16 +364,18 @@ class Log:
         The numbers are from the checkpoint of the handle and the entries after it. Returns None if one of them no
         longer exists.
         """
-        checkpoint, _ = checkpoint_files(self.root, self._base)
-        stored = []
+        base, stored = self._base, []
         with _delta_errors(self.root):
-            if self._base != NO_CHECKPOINT:
+            if base == NO_CHECKPOINT:  # the file that names it may be lost
+                base = max((one for one in checkpoints(self.root) if one <= self.version), default=NO_CHECKPOINT)
+            if base != NO_CHECKPOINT:
+                checkpoint, _ = checkpoint_files(self.root, base)
                 try:
                     content = filesystem(self.root).get(checkpoint)
                 except FileNotFoundError:
                     return None
                 stored = pq.read_table(pa.BufferReader(content), columns=["txn"])["txn"].drop_null().to_pylist()
-            moved = self.changed_transactions(self._base)
+            moved = self.changed_transactions(base)
         return None if moved is None else {one["appId"]: one["version"] for one in stored} | moved
 
     def commit(self, change: Change) -> int:

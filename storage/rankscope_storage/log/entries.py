@@ -107,6 +107,11 @@ def newest_checkpoint(root: Location) -> int:
         return NO_CHECKPOINT
 
 
+def checkpoints(root: Location) -> list[int]:
+    """Return the versions of the checkpoints in the log folder, oldest first."""
+    return [int(path.name[:20]) for path in _paths(root, "*.checkpoint*.parquet")]
+
+
 _STAGED: Final = re.compile(r".+#\d+")
 
 
@@ -146,8 +151,7 @@ def empty_entries(root: Location) -> list[Location]:
 
 
 def _entries_after_checkpoint(root: Location) -> list[Location]:
-    checkpoints = [int(path.name[:20]) for path in _paths(root, "*.checkpoint*.parquet")]
-    newest = max(checkpoints, default=NO_CHECKPOINT)
+    newest = max(checkpoints(root), default=NO_CHECKPOINT)
     return [entry for entry in entries(root) if int(entry.stem) > newest]
 
 

@@ -15,7 +15,7 @@ from rankscope_storage.base.errors import BatchError, ConflictError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.connection import connect
 from rankscope_storage.log.delta import Change, Log
-from rankscope_storage.log.entries import newest_checkpoint
+from rankscope_storage.log.entries import entry, newest_checkpoint
 
 COUNT = "SELECT count(*) FROM scalars"
 
@@ -152,6 +152,9 @@ def test_all_transactions_are_those_of_checkpoint_and_entries(store, batch):
         counts.append((len(found), log.transaction("ingest:0/1"), newest_checkpoint(store.root) >= 0))
 
     assert [(8, 8, False), (15, 16, True), (22, 24, True)] == counts
+    (store.root / "_delta_log" / "_last_checkpoint").unlink()  # Delta does not require it
+    entry(store.root, 0).unlink()
+    assert found == Log.open(store.root, sync_to_disk).transactions()
     for checkpoint in (store.root / "_delta_log").glob("*.checkpoint.parquet"):
         checkpoint.unlink()  # as by vacuum, while the handle is open
 
