@@ -248,10 +248,11 @@ class Pace:
     targets: Callable[[], int] = lambda: 1
     is_viewed: Callable[[str], bool] = lambda _: False  # whether a page of a run is open
 
-    @property
-    def calm_seconds(self) -> float:
-        """Return the interval of the polls of a rank whose ring is nearly empty."""
-        return max(self.poll_seconds, min(_CALM_POLLS * self.poll_seconds, _CALM_SHARE * self.flush_after_seconds))
+    calm_seconds: float = field(init=False)  # interval of the polls of a rank whose ring is nearly empty
+
+    def __post_init__(self) -> None:
+        calm = max(self.poll_seconds, min(_CALM_POLLS * self.poll_seconds, _CALM_SHARE * self.flush_after_seconds))
+        object.__setattr__(self, "calm_seconds", calm)
 
     def offset(self, incarnation: str, interval: float) -> float:
         """Return the time in seconds from the beginning of each poll interval to the regular poll of the target.
