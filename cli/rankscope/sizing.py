@@ -223,7 +223,8 @@ def lines(load: Load, costs: Costs | None = None) -> Iterator[Line]:
     text = f"limited by {limit} at {at_most.load.samples / 1e6:,.2f} M samples/s{_beyond(at_most.load)}"
     yield Line(quantity="ranks per service", value=most, unit="at most", formula=text)
     beyond = EXTRAPOLATED if services > MEASURED_SERVICES else ""
-    yield Line(quantity="services", value=services, unit="", formula=f"{one.load.ranks:,} ranks each{beyond}")
+    text = f"{one.load.ranks:,} ranks each, and a run belongs to one of them{beyond}" if services > 1 else "all ranks"
+    yield Line(quantity="services", value=services, unit="", formula=text)
 
 
 def short_number(value: float) -> str:
