@@ -253,6 +253,16 @@ def test_store_that_cannot_be_read_is_one_error(tmp_path):
         assert f"\nStore\n  FAIL  STORE cannot be opened: STORE {reason}" in found
 
 
+def test_store_below_an_unreadable_folder_is_reported(tmp_path, monkeypatch):
+    def denied(path, **_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", denied)
+
+    assert "FAIL  STORE cannot be opened: Permission denied\n" in report(healthy_environment(), tmp_path)
+    assert Environment().free_bytes(tmp_path / "history") > 0
+
+
 def test_only_failed_checks_are_unhealthy():
     ok, warning, failure = (CheckResult("a", state, "x") for state in State)
 

@@ -194,8 +194,9 @@ def _store(environment: Environment, where: Endpoints) -> Iterator[Finding]:
             yield warn(
                 f"{where.store} does not exist yet", "rankscope serve creates it; name another store with --store"
             )
-    except StoreError as error:
-        yield fail(f"{where.store} cannot be opened: {error}", "name another store with --store")
+    except (StoreError, OSError) as error:  # such as a folder above it that cannot be read
+        reason = error if isinstance(error, StoreError) else error.strerror
+        yield fail(f"{where.store} cannot be opened: {reason}", "name another store with --store")
     if is_url(where.store):
         return
     folder = Path(where.store)

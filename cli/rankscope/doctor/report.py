@@ -10,6 +10,7 @@ import contextlib
 import enum
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import tempfile
@@ -123,8 +124,10 @@ class Environment:
         return request(url, token=token, client_tls=self._trust)
 
     def free_bytes(self, path: Path) -> int:
-        """Return the number of free bytes, measured at the nearest parent folder of `path` that exists."""
-        return shutil.disk_usage(next(part for part in (path, *path.absolute().parents) if part.exists())).free
+        """Return the number of free bytes, measured at the nearest parent folder of `path` that can be found."""
+        parts = (path, *path.absolute().parents)
+        found = next(part for part in parts if os.path.exists(part))  # noqa: PTH110 - no error below a closed folder
+        return shutil.disk_usage(found).free
 
     def check_writable(self, folder: Path) -> None:
         """Create a temporary file without a name in `folder`; it disappears when it is closed.
