@@ -2,10 +2,10 @@
 
 All of it is in the Delta log. Each commit of a service names its shard and its address. A service that commits nothing
 else commits its address every RENEW_SECONDS, so that a service without a commit for LEASE_SECONDS is dead. A single
-service does so only if it has no file lock. The
-transaction SERVICES has the number of services. The transaction MAINTENANCE has the shard whose service compacts,
-vacuums and removes expired rows: a count of its changes, and in the lowest 16 bits the number of the shard. Running
-services do not compare clocks of machines: each one measures the time since it has seen a commit.
+service does so only if it has no file lock. The transaction SERVICES has the number of services. The transaction
+MAINTENANCE has the shard whose service compacts, vacuums and removes expired rows: a count of its changes, and in the
+lowest 16 bits the number of the shard. Running services do not compare clocks of machines: each one measures the time
+since it has seen a commit.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def check_count(log: Log, shard: Shard, *, is_locked: bool) -> None:
         recent = (one for one in service_owners(log) if one.shard.count == known and one.seconds_ago < LEASE_SECONDS)
         holder = next((f"{one.shard}, {one.owner}, last commit {one.age}" for one in recent), None)
     if holder is not None:
+        wait = "" if is_locked else f", and wait {LEASE_SECONDS:.0f} s"
         raise ServicesError(
             f"{log.root} is shared by services with N = {known}, and this one has the shard {shard}: a service of the "
-            f"shard {holder}, is running. Start all services with the same N, or stop the others first"
+            f"shard {holder}, is running. Start all services with the same N, or stop the others first{wait}"
         )
 
 
