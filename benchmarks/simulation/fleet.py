@@ -18,6 +18,7 @@ from typing import Any
 import simpy
 
 from rankscope.sizing import Costs, poll_seconds
+from rankscope_exporter.publish.registration import MAX_RETRY_SECONDS, REGISTER_SECONDS
 from rankscope_ingest.base.config import IngestSection, NotifySection
 from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS
 from rankscope_storage.maintenance.compaction import (
@@ -30,8 +31,6 @@ from rankscope_storage.maintenance.compaction import (
 )
 
 GROUP_RANKS = 32
-REGISTER_TIMEOUT_SECONDS = 10.0
-REGISTER_RETRY_SECONDS = 4.0
 CHECK_SECONDS = 1.0  # of the maintenance schedule
 SLICE_SECONDS = 0.1  # of maintenance, between which other work gets the core
 RANK_ROWS = 3  # scalars of a record of the simulated ranks
@@ -78,7 +77,9 @@ class Group:
     fetched: int = 0
     committed: int = 0
     known: int = 0  # position that the ranks know as committed
-    lost: int = 0  # of each rank, deleted in a full spool
+    oldest: int = 0  # position of the first record that is not deleted in a full spool
+    lost: int = 0  # of each rank, deleted before they were fetched
+    lost_before: int = 0  # the same, up to the committed position
     registered_at: float = math.inf
 
 
@@ -120,11 +121,12 @@ class Store:
         datasets = round(load.costs.flush_files)
         self.small: list[list[int]] = [[] for _ in range(load.services * datasets)]
         self.datasets = datasets
-        self.files = self.written = self.commits = self.merges = 0
+        self.files = self.written = self.commits = self.merges = self.records = 0
 
-    def add(self, service: int, rows: list[int]) -> None:
-        """Add the files of a flush, one for each dataset."""
+    def add(self, service: int, records: int, rows: list[int]) -> None:
+        """Add the records and the files of a flush, one file for each dataset."""
         self.commits += 1
+        self.records += records
         self.files += len(rows)
         self.written += len(rows)
         for number, one in enumerate(rows):
@@ -189,12 +191,12 @@ class Service:
         costs = self.load.costs
         group.registered_at = math.inf
         while True:
-            yield self.env.timeout(self.rng.random() * REGISTER_RETRY_SECONDS)
+            yield self.env.timeout(self.rng.random() * MAX_RETRY_SECONDS)
             if not self.is_up:
                 continue
             epoch, asked = self.epoch, self.env.now
             yield from self.on_loop(group.ranks * costs.registration, group.ranks * costs.registration)
-            if self.env.now - asked > REGISTER_TIMEOUT_SECONDS:
+            if self.env.now - asked > REGISTER_SECONDS:
                 self.timed_out += group.ranks
             elif epoch == self.epoch and self.is_up:
                 group.registered_at = self.env.now
@@ -215,7 +217,7 @@ class Service:
                 yield self.env.timeout(load.ingest.poll_seconds)
                 has_more = True
                 continue
-            first = group.fetched
+            first = max(group.fetched, group.oldest)
             behind = len(group.times) - first
             records = min(behind, max(1, free // (group.ranks * load.rows)))
             rows, records_all = records * group.ranks * load.rows, records * group.ranks
@@ -229,6 +231,7 @@ class Service:
             self.reserved -= rows
             self.rows += rows
             self.peak = max(self.peak, self.rows + self.in_flight)
+            group.lost, group.fetched = group.lost + first - group.fetched, first
             if records:
                 group.fetched = first + records
                 self._fire(first, group.fetched)
@@ -259,7 +262,7 @@ class Service:
                     self.filled = self.env.event()
                     yield self.filled if rest == math.inf else self.filled | self.env.timeout(rest)
                     continue
-            epoch, positions = self.epoch, [(group, group.fetched) for group in self.groups]
+            epoch, positions = self.epoch, [(one, one.fetched, one.lost) for one in self.groups]
             rows, self.rows, self.opened = self.rows, 0, None
             self.in_flight = rows
             yield from self.work(costs.commit + rows * (costs.row - costs.row_loop) / 1e6)
@@ -269,9 +272,10 @@ class Service:
             if epoch == self.epoch:
                 self.in_flight = 0
                 tensors = rows * self.load.tensors // self.load.rows
-                self.store.add(self.number, [tensors, *[rows - tensors] * (self.store.datasets - 1)])
-                for group, position in positions:
-                    group.committed = max(group.committed, position)
+                files = [tensors, *[rows - tensors] * (self.store.datasets - 1)]
+                self.store.add(self.number, rows // self.load.rows, files)
+                for group, position, lost in positions:
+                    group.committed, group.lost_before = position, lost
 
     def maintain(self) -> Process:
         """Merge small files of all services, one merge at a time."""
@@ -293,7 +297,7 @@ class Service:
         self.epoch, self.is_up = self.epoch + 1, False
         self.rows, self.reserved, self.in_flight, self.opened = 0, 0, 0, None
         for group in self.groups:
-            group.fetched = group.committed
+            group.fetched, group.lost = group.committed, group.lost_before
         yield self.env.timeout(self.load.stop_seconds)
         self.is_up = True
 
@@ -314,11 +318,8 @@ def _train(env: simpy.Environment, load: Scenario, group: Group) -> Process:
     while True:
         yield env.timeout(load.step_seconds)
         group.times.append(env.now)
-        oldest = len(group.times) - load.spool_records
-        if oldest > group.committed:
-            group.lost += oldest - max(group.committed, group.lost)
-            group.committed = group.known = oldest
-            group.fetched = max(group.fetched, oldest)
+        group.oldest = max(group.known, len(group.times) - load.spool_records)
+        group.known = group.oldest
 
 
 def simulate(load: Scenario, seed: int = 0) -> Outcome:
@@ -345,15 +346,17 @@ def simulate(load: Scenario, seed: int = 0) -> Outcome:
 def _outcome(load: Scenario, services: list[Service], store: Store) -> Outcome:
     groups = [group for service in services for group in service.groups]
     lags = sorted(lag for service in services for lag in service.lags)
-    waits = [load.seconds - group.times[group.committed] for group in groups if group.committed < len(group.times)]
+    oldest = [(group, max(group.committed, group.oldest)) for group in groups]
+    waits = [load.seconds - group.times[position] for group, position in oldest if position < len(group.times)]
     began = 0.0 if load.stop_at == math.inf else load.stop_at + load.stop_seconds
     published = sum(group.ranks * len(group.times) for group in groups)
-    committed = sum(group.ranks * (group.committed - group.lost) for group in groups)
-    lost = sum(group.ranks * group.lost for group in groups)
+    pending = sum(service.rows + service.in_flight for service in services) // load.rows
+    spooled = sum(group.ranks * (len(group.times) - max(group.fetched, group.oldest)) for group in groups)
+    lost = sum(group.ranks * (group.lost + max(0, group.oldest - group.fetched)) for group in groups)
     return Outcome(
         published=published,
-        committed=committed,
-        waiting=sum(group.ranks * (len(group.times) - group.committed) for group in groups),
+        committed=store.records,
+        waiting=pending + spooled,
         lost=lost,
         cpu_seconds=sum(service.cpu_seconds for service in services) + load.costs.idle * load.seconds * load.services,
         loop_seconds=sum(service.loop_seconds for service in services),

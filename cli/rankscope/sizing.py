@@ -53,6 +53,7 @@ class Costs:
     row_loop: float = _measured(0.065, "CPU s per million rows")
     commit: float = _measured(0.0198, "CPU s per commit", "python benchmarks/run.py commits")
     merge: float = _measured(1.35, "CPU s per million rows")
+    retention: float = _measured(0.993, "CPU s per million rows", "python benchmarks/run.py retention")
     registration: float = _measured(0.0036, "CPU s per registration")
     base_memory: float = _measured(226.0, "MB")
     rank_memory: float = _measured(0.169, "MB per rank")
@@ -65,7 +66,9 @@ class Costs:
     flush_files: float = _measured(3.0, "files per flush")
     commit_writes: float = _measured(4.4, "PUT and LIST per commit, without files", _REQUESTS)
     commit_reads: float = _measured(11.6, "GET per commit, with checkpoints", _REQUESTS)
-    upkeep_memory: float = _measured(990.0, "MB of a merge or of retention", "python benchmarks/run.py fleet, an hour")
+    upkeep_memory: float = _measured(
+        990.0, "MB of a merge or of retention", 'RANKSCOPE_FLEET="steps=720" python benchmarks/run.py fleet'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,10 @@ class Load:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "tensors", "every", "step_seconds", "cores", "memory_gb", "days"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise CommandError(f"--{name.replace('_', '-')} must be above 0", code=USAGE)
+            _check(name, 0 < getattr(self, name) < math.inf, "above 0")
+        _check("raw_days", self.raw_days is None or 0 < self.raw_days < math.inf, "above 0")
+        for name in ("scalars", "write_price", "read_price"):
+            _check(name, 0 <= getattr(self, name) < math.inf, "at least 0")
 
     @property
     def records(self) -> float:
@@ -109,6 +114,11 @@ class Load:
     def samples(self) -> float:
         """Return the samples per second."""
         return self.tensor_rows * STATISTICS + self.scalar_rows
+
+
+def _check(name: str, is_valid: bool, limit: str) -> None:
+    if not is_valid:
+        raise CommandError(f"--{name.replace('_', '-')} must be {limit} and finite", code=USAGE)
 
 
 def poll_seconds(ingest: IngestSection) -> float:
@@ -157,12 +167,18 @@ class Service:
         return self.commits * self.costs.commit + self.rows * (self.costs.row - self.costs.row_loop) / 1e6
 
     @property
+    def maintenance(self) -> float:
+        """Return the share of a core that merges and retention of these rows use."""
+        rolled_up = self.load.tensor_rows if self.load.raw_days else 0.0
+        return (self.merged_rows * self.costs.merge + rolled_up * self.costs.retention) / 1e6
+
+    @property
     def cores(self) -> float:
-        """Return the cores of all threads, maintenance included."""
+        """Return the cores of all threads, with the maintenance of these rows."""
         costs, load = self.costs, self.load
         polls = load.ranks / poll_seconds(load.ingest)
-        stored = self.commits * costs.commit + (self.rows * costs.row + self.merged_rows * costs.merge) / 1e6
-        return costs.idle + polls * costs.poll + load.records * costs.record + stored
+        stored = self.commits * costs.commit + self.rows * costs.row / 1e6
+        return costs.idle + polls * costs.poll + load.records * costs.record + stored + self.maintenance
 
     @property
     def memory(self) -> float:
@@ -212,19 +228,15 @@ def lines(load: Load, costs: Costs | None = None) -> Iterator[Line]:
     services = math.ceil(load.ranks / most)
     one = Service(load=dataclasses.replace(load, ranks=math.ceil(load.ranks / services)), costs=costs)
     at_most = Service(load=dataclasses.replace(load, ranks=most), costs=costs)
+    beyond = _beyond(one.load) or (EXTRAPOLATED if services > MEASURED_SERVICES else "")
     yield Line(quantity="samples", value=load.samples, unit="per second", formula="tensors x 6 / every, and scalars")
-    yield from _bytes(load, costs)
-    yield from _requests(load, costs, one, services)
-    beyond = _beyond(one.load)
-    text = f"event loop {one.loop:.2f}, flush thread {one.flush:.2f}{beyond}"
-    yield Line(quantity="cores of a service", value=one.cores, unit="cores", formula=text)
-    text = f"largest, with upkeep of the store{beyond}"
-    yield Line(quantity="memory of a service", value=one.memory, unit="MB", formula=text)
+    for line in (*_bytes(load, costs), *_requests(load, costs, one, services), *_machine(one, services)):
+        yield dataclasses.replace(line, formula=f"{line.formula}{beyond}")
     text = f"limited by {limit} at {at_most.load.samples / 1e6:,.2f} M samples/s{_beyond(at_most.load)}"
     yield Line(quantity="ranks per service", value=most, unit="at most", formula=text)
-    beyond = EXTRAPOLATED if services > MEASURED_SERVICES else ""
-    text = f"{one.load.ranks:,} ranks each, and a run belongs to one of them{beyond}" if services > 1 else "all ranks"
-    yield Line(quantity="services", value=services, unit="", formula=text)
+    beyond = beyond or (_beyond(at_most.load) if services > 1 else "")
+    text = f"{one.load.ranks:,} ranks each, and a run belongs to one of them" if services > 1 else "all ranks"
+    yield Line(quantity="services", value=services, unit="", formula=f"{text}{beyond}")
 
 
 def short_number(value: float) -> str:
@@ -235,6 +247,18 @@ def short_number(value: float) -> str:
 def _beyond(load: Load) -> str:
     is_beyond = load.ranks > MEASURED_RANKS or load.tensor_rows * STATISTICS > MEASURED_SAMPLES
     return EXTRAPOLATED if is_beyond else ""
+
+
+def _machine(one: Service, services: int) -> Iterator[Line]:
+    maintenance = services * one.maintenance
+    text = f"event loop {one.loop:.2f}, flush thread {one.flush:.2f}, maintenance {maintenance:.2f} of one service"
+    if maintenance > HEADROOM:
+        text += ": too much for its thread, raise --every"
+    yield Line(
+        quantity="cores of a service", value=one.cores + maintenance - one.maintenance, unit="cores", formula=text
+    )
+    text = "largest, with maintenance of the store"
+    yield Line(quantity="memory of a service", value=one.memory, unit="MB", formula=text)
 
 
 def _bytes(load: Load, costs: Costs) -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """`rankscope sizing`: the figures of a load, the limits of one service, and the mark of an extrapolation."""
 
 import json
+import re
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_each_cost_names_the_command_that_measures_it(rankscope):
     costs = json.loads(rankscope("sizing", "--costs", "--json").stdout)
 
     assert {cost["cost"] for cost in costs} == set(Costs.__slots__)
-    assert all(cost["source"].startswith(("python benchmarks/", "pytest tests/")) for cost in costs)
+    assert all(re.search("(python benchmarks/|pytest tests/)[a-z_/.]+py [-a-z_ ]+$", cost["source"]) for cost in costs)
 
 
 @pytest.mark.parametrize(
@@ -33,10 +34,14 @@ def test_each_cost_names_the_command_that_measures_it(rankscope):
         ({"ranks": 200}, False),
         ({"ranks": 1_000, "every": 1, "step_seconds": 5.0}, False),
         ({"ranks": 1_000, "every": 1, "step_seconds": 0.5, "cores": 64, "memory_gb": 64}, True),
+        ({"ranks": 10_000}, True),
     ],
 )
 def test_a_load_beyond_the_measured_one_is_an_extrapolation(load, marked):
-    assert marked == ("extrapolation" in sizes(**load)["cores of a service"].formula)
+    found = sizes(**load)
+    names = ("cores of a service", "stored", "commits", "requests to S3", "cost of the requests", "services")
+
+    assert {marked} == {"extrapolation" in found[name].formula for name in names}
 
 
 def test_services_share_a_load_beyond_the_limit_of_one():
@@ -61,6 +66,16 @@ def test_retention_keeps_rollups_after_raw_days():
     assert limited.value < kept.value / 4
 
 
+def test_one_service_maintains_the_rows_of_all():
+    few, many = (sizes(ranks=ranks, every=10, raw_days=7.0)["cores of a service"] for ranks in (1_000, 10_000))
+    kept = sizes(ranks=1_000, every=10)["cores of a service"]
+
+    assert few.value > kept.value + 0.4  # 500,000 rows of tensors per second, 0.993 CPU s per million
+    assert many.value > 5 > few.value
+    assert "too much for its thread" in many.formula
+    assert "too much" not in few.formula
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,6 +83,9 @@ def test_retention_keeps_rollups_after_raw_days():
         (("--step-seconds", "nan"), "--step-seconds must be above 0"),
         (("--flush-rows", "9000000"), "max_pending_rows"),
         (("--poll-seconds", "-1"), "--poll-seconds"),
+        (("--raw-days", "0"), "--raw-days must be above 0"),
+        (("--days", "inf"), "--days must be above 0 and finite"),
+        (("--write-price", "nan"), "--write-price must be at least 0 and finite"),
     ],
 )
 def test_a_wrong_option_is_named(rankscope, arguments, message):

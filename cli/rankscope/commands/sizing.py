@@ -24,7 +24,7 @@ def sizing(
     ] = _LOAD.tensors,
     every: Annotated[int, typer.Option(help="Every n-th step is sampled, as in the monitor's setting.")] = _LOAD.every,
     step_seconds: Annotated[float, typer.Option(help="Duration of a training step.")] = _LOAD.step_seconds,
-    scalars: Annotated[int, typer.Option(min=0, help="Scalars of each step: loss, phases, your own.")] = _LOAD.scalars,
+    scalars: Annotated[int, typer.Option(help="Scalars of each step: loss, phases, your own.")] = _LOAD.scalars,
     raw_days: Annotated[
         float | None, typer.Option(help="raw_days of \\[retention].", show_default="kept forever")
     ] = _LOAD.raw_days,
@@ -37,9 +37,9 @@ def sizing(
     cores: Annotated[float, typer.Option(help="Cores of the machine of a service.")] = _LOAD.cores,
     memory_gb: Annotated[float, typer.Option(help="Memory of the machine of a service.")] = _LOAD.memory_gb,
     write_price: Annotated[
-        float, typer.Option(min=0, help="Price of 1,000 PUT or LIST requests, in dollars.")
+        float, typer.Option(help="Price of 1,000 PUT or LIST requests, in dollars.")
     ] = _LOAD.write_price,
-    read_price: Annotated[float, typer.Option(min=0, help="The same for GET, in dollars.")] = _LOAD.read_price,
+    read_price: Annotated[float, typer.Option(help="The same for GET, in dollars.")] = _LOAD.read_price,
     costs: Annotated[bool, typer.Option("--costs", help="Print the measured costs and their sources.")] = False,
     as_json_text: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -48,7 +48,8 @@ def sizing(
     All figures follow from a few costs of a service that were measured on one machine: --costs prints them with the
     command that measures each. Without options, the result is for an example of 1,000 ranks. A line with the word
     extrapolation is beyond the measurements: 1,000 ranks or 3 million samples per second of a service, or four
-    services. A service uses at most 70 % of a limit, so that it can fetch a backlog after a stop.
+    services. A service uses at most 70 % of a limit, so that it can fetch a backlog after a stop. The cores and the
+    memory are those of the service that also merges files and rolls up rows for all others.
 
     The cost is in the rows: sample fewer steps (--every) or fewer tensors first. If your machine is slower
     than the measured one, the cores increase by the same factor.
