@@ -73,7 +73,7 @@ class History:
 
     @property
     def standing(self) -> History:
-        """Return the rows that are not superseded: the history itself if all stand."""
+        """Return the rows that are not superseded: the history itself if none is."""
         return self if self.stands[: 1 if is_constant(self.stands) else None].all() else self.select(self.stands)
 
     @property
