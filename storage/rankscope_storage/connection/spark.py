@@ -47,7 +47,7 @@ S3_JARS: Final = (
 )
 """Maven coordinates of further jars for a store in a bucket."""
 _NOT_NEEDED: Final = (
-    "software.amazon.awssdk:bundle",  # all services of Amazon, 600 MB
+    "software.amazon.awssdk:bundle",  # all services of Amazon
     "software.amazon.awssdk:netty-nio-client",
     "org.wildfly.openssl:wildfly-openssl",
 )
@@ -72,8 +72,6 @@ _SETTINGS: Final = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.ansi.doubleQuotedIdentifiers": "true",
     "spark.databricks.delta.snapshotPartitions": "2",  # the default of 50 is for logs with millions of files
-    # Filters derived from other filters take a third of the planning time of `goodput`. Delta Lake does not need them.
-    "spark.sql.constraintPropagation.enabled": "false",
 }
 _PLANS: Final = "org.apache.spark.sql.catalyst.plans.logical"
 _WRITING: Final = (f"{_PLANS}.Command", f"{_PLANS}.ParsedStatement")
