@@ -53,9 +53,9 @@ def load_config(
     try:
         return ServiceConfig.model_validate(document)
     except ValidationError as error:
-        source = "the given settings" if path is None else str(path)
+        source = "the options" if path is None else f"{path} or the options" if overrides else str(path)
         faults = "\n".join(f"  {_explain(fault)}" for fault in error.errors(include_url=False))
-        raise ConfigError(f"{source} is not a valid configuration:\n{faults}") from error
+        raise ConfigError(f"invalid configuration in {source}:\n{faults}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
