@@ -3,7 +3,7 @@
     python benchmarks/sizing.py calibrate predict measure
 
 `calibrate` measures a service with 100 and 300 ranks. `predict` computes the table of costs, writes it into
-cli/rankscope/sizing.py, and simulates 1,000 ranks with it. `measure` measures them. All of it takes 12 minutes.
+cli/rankscope/sizing/costs.py, and simulates 1,000 ranks with it. `measure` measures them. All of it takes 12 minutes.
 `limit` increases the rate of 1,000 ranks until the service cannot hold it. Results are in benchmarks/sizing.json.
 Run `measure` only after the prediction is committed. The ranks are those of `fleet`: one process, prepared records.
 
@@ -36,15 +36,15 @@ from _rows import Row, machine, print_rows
 from fleet import FLUSH_SECONDS, Size, Watched, verdict, watch
 from simulation.fleet import Scenario, simulate
 
-import rankscope.sizing
-from rankscope.sizing import STATISTICS, Costs
+import rankscope.sizing.costs
+from rankscope.sizing.costs import STATISTICS, Costs
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.base.location import located
 from rankscope_storage.log.delta import Log
 from rankscope_storage.maintenance.compaction import SILENCE, compact
 
 RESULTS = Path(__file__).with_suffix(".json")
-TABLE = Path(rankscope.sizing.__file__)
+TABLE = Path(rankscope.sizing.costs.__file__)
 CALIBRATION = (
     Size(ranks=100, seconds=5, steps=16),
     Size(ranks=300, seconds=5, steps=16),
@@ -246,7 +246,7 @@ def _compared(size: Size, forecast: dict[str, float], runs: list[dict[str, Any]]
 
 
 def _write_table(costs: Costs) -> None:
-    """Replace the values in the table of `rankscope.sizing`."""
+    """Replace the values in the table of `rankscope.sizing.costs`."""
     text = TABLE.read_text()
     for name, value in dataclasses.asdict(costs).items():
         text = re.sub(rf"(    {name}: float = _measured\()[^,]+", rf"\g<1>{value!r}", text)

@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 from typer.models import ArgumentInfo
 
 from rankscope.commands import subcommands
-from rankscope.sizing import EXTRAPOLATED, Costs, Line, Load, lines, short_number
+from rankscope.sizing.costs import EXTRAPOLATED, Costs, Line, Load, lines, short_number
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
 from rankscope_contract.model.schema import Field, FieldType, ListOf, StructOf

@@ -17,7 +17,7 @@ from typing import Any
 
 import simpy
 
-from rankscope.sizing import Costs, poll_seconds
+from rankscope.sizing.costs import Costs, poll_seconds
 from rankscope_exporter.publish.registration import MAX_RETRY_SECONDS, REGISTER_SECONDS
 from rankscope_ingest.base.config import IngestSection, NotifySection
 from rankscope_ingest.pipeline.maintenance_schedule import COMPACT_EVERY_COMMITS

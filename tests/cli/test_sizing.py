@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rankscope.shell.errors import CommandError
-from rankscope.sizing import Costs, Load, Service, lines
+from rankscope.sizing.costs import Costs, Load, Service, lines
 
 
 def sizes(**load):

@@ -12,7 +12,7 @@ from tests.object_store.proxy import Fault
 from tests.storage.conftest import make_batch
 from tests.storage.crashes.operations import rows
 
-from rankscope.sizing import Costs
+from rankscope.sizing.costs import Costs
 from rankscope_storage.api.store import Store, is_store
 from rankscope_storage.base.errors import FilesGoneError, ShardLockError, ShardLostError, StoreError
 from rankscope_storage.base.fsync import sync_to_disk

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.simulation.fleet import GROUP_RANKS, Scenario, simulate
 
-from rankscope.sizing import Costs, Load, Service
+from rankscope.sizing.costs import Costs, Load, Service
 from rankscope_storage.maintenance.compaction import SMALL_FILES
 
 RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks/sizing.json").read_text())

@@ -11,7 +11,7 @@ import typer
 
 from rankscope.output.rows import as_json, print_table
 from rankscope.shell.errors import USAGE, CommandError
-from rankscope.sizing import Costs, Load, lines, short_number
+from rankscope.sizing.costs import Costs, Load, lines, short_number
 from rankscope_ingest.base.config import IngestSection
 
 _LOAD = Load()

@@ -1,0 +1,1 @@
+"""Measured costs of a service, and the plan that they give."""
