@@ -47,7 +47,7 @@ def sizing(
 
     All figures follow from a few costs of a service that were measured on one machine: --costs prints them with the
     command that measures each. Without options, the result is for an example of 1,000 ranks. A line with the word
-    extrapolation is beyond the measurements: 1,000 ranks or 3 million samples per second of a service, or four
+    extrapolation is beyond the measurements: 1,000 ranks or 12 million samples per second of a service, or four
     services. A service uses at most 70 % of a limit, so that it can fetch a backlog after a stop. The cores and the
     memory are those of the service that also merges files and rolls up rows for all others.
 

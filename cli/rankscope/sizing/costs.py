@@ -20,7 +20,7 @@ HOUR: Final = 3_600.0
 STATISTICS: Final = 6
 """Samples of a row of a tensor: norm, min, max, mean, nans and zeros. A scalar is one sample."""
 MEASURED_RANKS: Final = 1_000
-MEASURED_SAMPLES: Final = 3e6  # per second
+MEASURED_SAMPLES: Final = 12e6  # per second
 """Largest number of ranks and of samples per second of one service in a measurement."""
 MEASURED_SERVICES: Final = 4
 """Largest number of services over one store in a measurement."""
