@@ -33,7 +33,7 @@ def test_each_cost_names_the_command_that_measures_it(rankscope):
     [
         ({"ranks": 200}, False),
         ({"ranks": 1_000, "every": 1, "step_seconds": 5.0}, False),
-        ({"ranks": 1_000, "every": 1, "step_seconds": 0.5, "cores": 64, "memory_gb": 64}, True),
+        ({"ranks": 1_000, "every": 1, "step_seconds": 0.1, "cores": 64, "memory_gb": 64}, True),
         ({"ranks": 10_000}, True),
     ],
 )
