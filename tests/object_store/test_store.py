@@ -2,6 +2,7 @@
 
 import datetime as dt
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,8 @@ def test_copy_to_a_bucket_and_back_keeps_rows_and_watermarks(location, tmp_path,
 def test_credentials_of_a_profile_are_renewed_before_they_expire(location, tmp_path, monkeypatch):
     """A program prints credentials that expire within ten minutes, so that each use renews them."""
     asked, until = tmp_path / "asked", dt.datetime.now(dt.UTC) + dt.timedelta(minutes=9)
-    keys = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "SessionToken": "t"}
+    key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    keys = {"Version": 1, "AccessKeyId": key, "SecretAccessKey": secret}
     (tmp_path / "keys.json").write_text(json.dumps({**keys, "Expiration": until.isoformat()}))
     (tmp_path / "config").write_text(
         f"[default]\ncredential_process = sh -c 'echo asked >> {asked}; cat {tmp_path}/keys.json'\n"
