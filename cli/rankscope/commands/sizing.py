@@ -16,29 +16,26 @@ from rankscope_ingest.base.config import IngestSection
 
 _LOAD = Load()
 
+Tensors = Annotated[int, typer.Option(help="Rows of a sampled step on one rank: monitored tensors times quantities.")]
+RawDays = Annotated[float | None, typer.Option(help="raw_days of \\[retention].", show_default="kept forever")]
+FlushAfter = Annotated[float, typer.Option(help="flush_after_seconds of \\[ingest].")]
+WritePrice = Annotated[float, typer.Option(help="Price of 1,000 PUT or LIST requests, in dollars.")]
+
 
 def sizing(
     ranks: Annotated[int, typer.Option(help="Ranks of all runs at the same time.")] = _LOAD.ranks,
-    tensors: Annotated[
-        int, typer.Option(help="Rows of a sampled step on one rank: monitored tensors times quantities.")
-    ] = _LOAD.tensors,
+    tensors: Tensors = _LOAD.tensors,
     every: Annotated[int, typer.Option(help="Every n-th step is sampled, as in the monitor's setting.")] = _LOAD.every,
     step_seconds: Annotated[float, typer.Option(help="Duration of a training step.")] = _LOAD.step_seconds,
     scalars: Annotated[int, typer.Option(help="Scalars of each step: loss, phases, your own.")] = _LOAD.scalars,
-    raw_days: Annotated[
-        float | None, typer.Option(help="raw_days of \\[retention].", show_default="kept forever")
-    ] = _LOAD.raw_days,
+    raw_days: RawDays = _LOAD.raw_days,
     days: Annotated[float, typer.Option(help="Age of the store for which its size is computed.")] = _LOAD.days,
     poll_seconds: Annotated[float, typer.Option(help="poll_seconds of \\[ingest].")] = _LOAD.ingest.poll_seconds,
-    flush_after_seconds: Annotated[
-        float, typer.Option(help="flush_after_seconds of \\[ingest].")
-    ] = _LOAD.ingest.flush_after_seconds,
+    flush_after_seconds: FlushAfter = _LOAD.ingest.flush_after_seconds,
     flush_rows: Annotated[int, typer.Option(help="flush_rows of \\[ingest].")] = _LOAD.ingest.flush_rows,
     cores: Annotated[float, typer.Option(help="Cores of the machine of a service.")] = _LOAD.cores,
     memory_gb: Annotated[float, typer.Option(help="Memory of the machine of a service.")] = _LOAD.memory_gb,
-    write_price: Annotated[
-        float, typer.Option(help="Price of 1,000 PUT or LIST requests, in dollars.")
-    ] = _LOAD.write_price,
+    write_price: WritePrice = _LOAD.write_price,
     read_price: Annotated[float, typer.Option(help="The same for GET, in dollars.")] = _LOAD.read_price,
     costs: Annotated[bool, typer.Option("--costs", help="Print the measured costs and their sources.")] = False,
     as_json_text: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -66,17 +63,6 @@ def sizing(
         fields = dataclasses.fields(Costs)
         rows = [{"cost": one.name, "value": one.default, **one.metadata} for one in fields]
     else:
-        settings: dict[str, Any] = {
-            "poll_seconds": poll_seconds,
-            "flush_after_seconds": flush_after_seconds,
-            "flush_rows": flush_rows,
-        }
-        try:
-            ingest = IngestSection(**settings)
-        except pydantic.ValidationError as error:
-            fault = error.errors(include_url=False)[0]
-            option = "".join(f"--{name}: ".replace("_", "-") for name in fault["loc"])
-            raise CommandError(f"{option}{fault['msg'].removeprefix('Value error, ')}", code=USAGE) from error
         load = Load(
             ranks=ranks,
             tensors=tensors,
@@ -89,10 +75,19 @@ def sizing(
             memory_gb=memory_gb,
             write_price=write_price,
             read_price=read_price,
-            ingest=ingest,
+            ingest=_ingest(poll_seconds=poll_seconds, flush_after_seconds=flush_after_seconds, flush_rows=flush_rows),
         )
         rows = [dataclasses.asdict(line) for line in lines(load)]
     if as_json_text:
         print(as_json(rows), end="")
     else:
         print_table(pa.Table.from_pylist([one | {"value": short_number(one["value"])} for one in rows]))
+
+
+def _ingest(**settings: Any) -> IngestSection:
+    try:
+        return IngestSection(**settings)
+    except pydantic.ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        option = "".join(f"--{name}: ".replace("_", "-") for name in fault["loc"])
+        raise CommandError(f"{option}{fault['msg'].removeprefix('Value error, ')}", code=USAGE) from error
