@@ -4,7 +4,7 @@
     RANKSCOPE_SCALE_OUT="ranks=8 tensors=200 seconds=1 steps=60 services=1,2,4 stores=local,moto" python …
     RANKSCOPE_SPARK_PYTHON=.venv-spark/bin/python python …      # with the column of Spark
 
-Eight runs, whose ranks register at the service of their run. Services, ranks and S3 server share one machine, so that
+Eight runs; each rank registers at the service of its run. Services, ranks and S3 server share one machine, so that
 CPU time per sample is the measure of the throughput. A proxy counts the requests of all services between the first and
 the last flush. The lag is that of the oldest record of each confirmation, one poll after the commit. `radosgw` needs
 RANKSCOPE_RADOSGW, the folder of its programs. Queries: the median of five in one process, after one that fills its

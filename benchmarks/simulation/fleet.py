@@ -63,7 +63,7 @@ class Scenario:
 
     @property
     def poll_seconds(self) -> float:
-        """Return the interval of polls of a rank whose ring is nearly empty."""
+        """Return the interval of polls of a rank with a nearly empty ring."""
         return poll_seconds(self.ingest)
 
 

@@ -27,7 +27,7 @@ MEASURED_SERVICES: Final = 4
 HEADROOM: Final = 0.7
 """Share of a thread and of the memory that a suggested service uses at most; the rest is for a backlog after a stop."""
 EXTRAPOLATED: Final = "; extrapolation"
-"""Last words of a formula whose load is beyond these."""
+"""Last words of a formula for a load beyond these."""
 
 _CALIBRATION: Final = "python benchmarks/sizing.py calibrate"
 _REQUESTS: Final = "pytest tests/object_store/test_store.py -k requests"
@@ -122,7 +122,7 @@ def _check(name: str, is_valid: bool, limit: str) -> None:
 
 
 def poll_seconds(ingest: IngestSection) -> float:
-    """Return the seconds between two polls of a rank whose ring is nearly empty."""
+    """Return the seconds between two polls of a rank with a nearly empty ring."""
     settings = ingest.model_dump(include={"poll_seconds", "max_backoff_seconds", "flush_after_seconds"})
     return Pace(**settings).calm_seconds
 
