@@ -28,7 +28,7 @@ UV = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$$($(INDEX))}" UV_INDEX="$${UV_INDEX
 KERNEL = $(BIN)/python hatch_build.py || echo "the kernel for statistics was not compiled: torch operations are used"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo budget test test-thorough test-compatible test-all test-crashes test-scale soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
+.PHONY: help env demo budget test test-thorough test-compatible test-all test-crashes test-scale test-scale-edits soak test-hour test-fuzz test-mutants test-examples test-frameworks test-frameworks-heavy test-torch test-gpu test-grafana test-prometheus-3 boards-check test-readers lint bench pictures generate clean
 
 help: ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -47,7 +47,7 @@ test-thorough: $(VENV)/.compiled ## the same with four times the examples of eac
 test-compatible: $(VENV)/.installed-dev ## ranks, services and spools of an earlier commit with those of this checkout
 	RANKSCOPE_COMPATIBLE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/compatibility $(PYTEST)
 
-test-all: test-thorough test-crashes test-scale soak test-hour test-fuzz test-examples test-frameworks test-readers test-compatible $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
+test-all: test-thorough test-crashes test-scale test-scale-edits soak test-hour test-fuzz test-examples test-frameworks test-readers test-compatible $(if $(wildcard /dev/nvidia0),test-gpu) ## every suite, one after the other (hours)
 
 test-crashes: $(VENV)/.installed-dev ## kill store and service at every call that changes the disk, let rivals race; needs gcc
 	RANKSCOPE_CRASHES=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/storage/crashes \
@@ -55,6 +55,9 @@ test-crashes: $(VENV)/.installed-dev ## kill store and service at every call tha
 
 test-scale: $(VENV)/.installed-dev .venv-spark/.installed ## the store on a real S3 server, killed and disturbed at every request; four services on one store, killed for 20 minutes; each SQL text on Spark; an hour at most, continues an earlier call (RANKSCOPE_SCALE=part,part)
 	$(BIN)/python -m tests.scale.run
+
+test-scale-edits: $(VENV)/.installed-dev ## the same faults at every request of repair, import, upgrade, copy and edits of runs on S3
+	RANKSCOPE_SCALE=crashes-s3-edits $(BIN)/python -m tests.scale.run
 
 soak: $(VENV)/.installed-dev ## slow and full disks, a service that is away: for a minute each (RANKSCOPE_SOAK_SECONDS=600 for ten)
 	RANKSCOPE_SOAK=1 RANKSCOPE_REQUIRE_SERVERS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/soak $(PYTEST)

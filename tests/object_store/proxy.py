@@ -181,9 +181,12 @@ class Proxy:
         if fault.kind in {"timeout before", "kill before"}:
             return b""
         is_cut = fault.kind == "kill during" and len(body) > 1
-        answer = await self._forward(name, head, body[: len(body) // 2] if is_cut else body, is_cut=is_cut)
+        try:
+            answer = await self._forward(name, head, body[: len(body) // 2] if is_cut else body, is_cut=is_cut)
+        finally:  # also if the server has reset the connection
+            if fault.kind == "kill after":
+                self._kill()
         if fault.kind == "kill after":
-            self._kill()
             return b""
         if fault.kind == "timeout after":
             await asyncio.sleep(fault.seconds)

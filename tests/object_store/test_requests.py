@@ -1,6 +1,7 @@
 """Each operation on a store in S3, killed or disturbed at its requests: no row is lost or doubled.
 
-`make test` meets the requests that decide, `make test-scale` all of them.
+`make test` meets the requests that decide, `make test-scale` all of them, and `make test-scale-edits` those of the
+operations that a person calls.
 """
 
 import itertools
@@ -120,7 +121,7 @@ def test_fault_of_a_deciding_request_neither_loses_nor_doubles_rows(meet, operat
 
 
 def at_each_request(test):
-    is_chosen = os.environ.get("RANKSCOPE_SCALE") == "crashes-s3"
+    is_chosen = os.environ.get("RANKSCOPE_SCALE") in ("crashes-s3", "crashes-s3-edits")
     return pytest.mark.timeout(3000)(pytest.mark.skipif(not is_chosen, reason="make test-scale")(test))
 
 

@@ -1,7 +1,8 @@
 """`make test-scale`: run the parts of this suite that have not passed yet, one after the other, and record each result.
 
 The parts that have passed are in the file `.test-scale/passed.json`, which `make clean` deletes. The variable
-RANKSCOPE_SCALE names parts, separated by commas, that run in any case, and no other ones.
+RANKSCOPE_SCALE names parts, separated by commas, that run in any case, and no other ones. `make test-scale-edits` runs
+the part crashes-s3-edits in this way.
 """
 
 import datetime as dt
@@ -45,18 +46,24 @@ class Part:
     arguments: tuple[str, ...]
     environment: dict[str, str]
     venv: str | None = None
+    is_named: bool = False  # runs only if RANKSCOPE_SCALE names it
 
     def command(self) -> list[str]:
         python = sys.executable if self.venv is None else str(ROOT / self.venv / "bin" / "python")
         return [python, "-m", "pytest", "--timeout", "3000", *self.arguments]
 
 
+_AT_EACH_REQUEST: Final = ("-n", "2", "-rP", "tests/object_store/test_requests.py")
+_EDITS: Final = "rename or remove or join or copy or repair or import or upgrade"
+"""The operations that a person calls. With them, the parts would take longer than an hour."""
+
 PARTS: Final = {
     "radosgw": Part(arguments=("-s", "tests/object_store"), environment=RADOSGW),
     "writers": Part(arguments=("-s", "tests/scale/test_writers.py"), environment=RADOSGW),
-    "crashes-s3": Part(arguments=("-n", "2", "-rP", "tests/object_store/test_requests.py"), environment={}),
+    "crashes-s3": Part(arguments=(*_AT_EACH_REQUEST, "-k", f"not ({_EDITS})"), environment={}),
     "services": Part(arguments=("-s", "tests/scale/test_services.py"), environment={}),
     "spark": Part(arguments=("tests/scale/test_spark.py",), environment=SPARK | RADOSGW, venv=".venv-spark"),
+    "crashes-s3-edits": Part(arguments=(*_AT_EACH_REQUEST, "-k", _EDITS), environment={}, is_named=True),
 }
 
 
@@ -65,7 +72,7 @@ def chosen(names: str, passed: dict[str, str]) -> list[str]:
     named = [name for name in names.split(",") if name]
     if unknown := [name for name in named if name not in PARTS]:
         raise SystemExit(f"RANKSCOPE_SCALE names {unknown[0]!r}, which is no part: choose from {', '.join(PARTS)}")
-    return named or [name for name in PARTS if name not in passed]
+    return named or [name for name, part in PARTS.items() if name not in passed and not part.is_named]
 
 
 def main() -> None:
